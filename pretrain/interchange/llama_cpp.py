@@ -20,18 +20,90 @@ from fmoe.errors import UserError, printable
 from pretrain.config import ModelConfig
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
-from pretrain.interchange.family import Family
+from pretrain.interchange.deepseek import is_dense_first
+from pretrain.interchange.family import Demand, Family, toml
+from pretrain.interchange.folder import CONFIG
 from pretrain.interchange.llama import weights_sum_to_one
-from pretrain.interchange.tokenizer import CONFIG, SENTENCEPIECE, TOKENIZER
+from pretrain.interchange.tokenizer import CONFIG as TOKENIZER_CONFIG
+from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER
 
 SCRIPT = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"
-FAMILIES = ("mixtral", "qwen3_moe")
-"""Families whose converted models were compared with transformers."""
+
+# Conditions of llama.cpp's code that computes a family; a family that is missing here was not equal to transformers'.
+_EVERY_LAYER = Demand(
+    "moe_layers",
+    lambda m: len(m.layers_with_experts) == len(m.layer_numbers),
+    "none, with model.moe_every=1: experts in every layer",
+)
+_DENSE_FIRST = Demand("moe_layers", is_dense_first, "experts in all layers but the first ones")
+_SUM_TO_ONE = (
+    Demand("gate", lambda m: m.gate != "switch", "naive, whose weights sum to one"),
+    Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+)
+_AS_THEY_ARE = Demand(
+    "normalize", lambda m: not weights_sum_to_one(m), "false: weights of the softmax over all experts"
+)
+_PLAIN_HEADS = Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none")
+_UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "false")
+_UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "none")
+_NO_MTP = Demand("mtp_layers", lambda m: not m.mtp_layers, "0")  # conversions with such layers were not compared
+_NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "none")
+
+
+def _is_lite(model: ModelConfig) -> bool:
+    """Return whether llama.cpp assumes queries that are not compressed: it looks at sizes of published models."""
+    return model.num_layers in (26, 27) or (model.num_layers == 48 and model.vocab_size == 128256)
+
+
+_LITE = Demand(
+    "q_lora_rank",
+    lambda m: (m.q_lora_rank is None) == _is_lite(m),
+    "none if and only if model.num_layers is 26 or 27, or 48 with model.vocab_size=128256",
+)
+FAMILIES: Mapping[str, tuple[Demand, ...]] = {
+    "mixtral": (_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
+    "qwen3_moe": (_EVERY_LAYER, *_SUM_TO_ONE),
+    "qwen2_moe": (_EVERY_LAYER, _AS_THEY_ARE, _PLAIN_HEADS, _UNTIED),
+    "olmoe": (
+        _EVERY_LAYER,
+        _AS_THEY_ARE,
+        _PLAIN_HEADS,
+        _UNTIED,
+        Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "1e-5"),
+        Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "none"),
+    ),
+    "granitemoe": (_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
+    "deepseek_moe": (_DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
+    "deepseek_v2": (_LITE, Demand("gate_options", lambda m: not m.gate_options, "{}: no groups of experts")),
+    "deepseek_v3": (_LITE, _NO_MTP),
+    "glm4_moe": (_NO_MTP,),
+    "ernie4_5_moe": (
+        _DENSE_FIRST,
+        Demand(
+            "num_shared_experts",
+            lambda m: not m.num_shared_experts or m.shared_width * m.query_groups == m.dense_width,
+            "0, or shared experts that are together as wide as model.dense_ffn_hidden_size / model.num_query_groups",
+        ),
+    ),
+    "gpt_oss": (
+        _UNTIED,
+        Demand("qkv_bias", lambda m: m.qkv_bias, "true"),
+        Demand("sliding_window", lambda m: m.sliding_window is not None, "a window in layers 1, 3, 5, ..."),
+        Demand(
+            "sliding_layers",
+            lambda m: m.layers_with_window == tuple(range(1, m.num_layers + 1, 2)),
+            "every second layer, from the first",
+        ),
+    ),
+}
+"""Families whose converted models were compared with transformers, and what their recipes need."""
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # llama.cpp's name for GPT-2's words after single digits. Tokenizers trained here also separate newlines. That makes no
 # difference, because their pieces with a newline have no other character.
 _DIGITS_AND_WORDS = "smollm"
+# Classes of the converter that read the vocabulary of a published tokenizer.
+_OWN_VOCABULARY = ("Glm4MoeForCausalLM", "Ernie4_5_MoeForCausalLM")
 
 
 def check_convertible(
@@ -52,17 +124,13 @@ def check_convertible(
     if not (llama_cpp / SCRIPT).is_file():
         raise UserError(f"--llama-cpp {llama_cpp} is not a folder of llama.cpp: it has no {SCRIPT}")
     if family.name not in FAMILIES:
-        raise UserError(f"--llama-cpp supports {' and '.join(FAMILIES)}, but the model is exported as {family.name}")
-    if len(model.layers_with_experts) < model.num_layers:
-        raise UserError("--llama-cpp needs experts in every layer: model.moe_every=1, and no model.moe_layers")
-    if not weights_sum_to_one(model):
-        key = "gate" if model.gate == "switch" else "normalize"
-        value = str(getattr(model, key)).lower()
-        raise UserError(f"model.{key}={value} is not supported with --llama-cpp: there, weights of experts sum to one")
-    if model.sliding_window is not None:
-        raise UserError(f"model.sliding_window={model.sliding_window} is not supported with --llama-cpp: use none")
-    if model.rope_scaling is not None:
-        raise UserError(f"model.rope_scaling={model.rope_scaling} is not supported with --llama-cpp: use none")
+        raise UserError(f"--llama-cpp supports {', '.join(FAMILIES)}, but the model is exported as {family.name}")
+    for demand in (*FAMILIES[family.name], _UNSCALED):
+        if not demand.holds(model):
+            value = toml(getattr(model, demand.ours))
+            raise UserError(
+                f"model.{demand.ours}={value} is not supported with --llama-cpp for {family.name}: use {demand.why}"
+            )
     if tokenizer is None:
         raise UserError("--llama-cpp needs the tokenizer: pass its file with --tokenizer")
     if SENTENCEPIECE in files:
@@ -119,11 +187,52 @@ def convert() -> None:
             set_byte_level_vocab(model)
             return
         model._set_vocab_sentencepiece()
-        prefix = json.loads((model.dir_model / CONFIG).read_bytes()).get("add_prefix_space")
+        prefix = json.loads((model.dir_model / TOKENIZER_CONFIG).read_bytes()).get("add_prefix_space")
         if prefix is not None:
             model.gguf_writer.add_add_space_prefix(prefix)
 
     text_model._set_vocab_gpt2 = set_vocab
+    config = json.loads((Path(sys.argv[1]) / CONFIG).read_bytes())
+    (architecture,) = config["architectures"]
+    if architecture in _OWN_VOCABULARY:
+        script.get_model_class(architecture).set_vocab = set_vocab
+    if config.get("fmoe_format") == "deepseek_moe":
+        _name_as_deepseek_moe(script)
     if pre:
         text_model.get_vocab_base_pre = lambda model, tokenizer: pre
     script.main()
+
+
+def _name_as_deepseek_moe(script: Any) -> None:
+    """Let the converter read an export of `deepseek_moe`, a Qwen2-MoE, as a published DeepSeekMoE.
+
+    llama.cpp's Qwen2-MoE has experts in every layer, and divides by the logit of the shared experts' gate, which is
+    zero here.
+    """
+    load = script.ModelBase.load_hparams
+
+    def load_hparams(*arguments: Any) -> dict[str, Any]:
+        config = load(*arguments)
+        dense, step, layers = config["mlp_only_layers"], config["decoder_sparse_step"], config["num_hidden_layers"]
+        return config | {
+            "architectures": ["DeepseekForCausalLM"],
+            "first_k_dense_replace": sum(n in dense or (n + 1) % step != 0 for n in range(layers)),
+            "n_routed_experts": config["num_experts"],
+            "n_shared_experts": config["shared_expert_intermediate_size"] // config["moe_intermediate_size"],
+        }
+
+    model: Any = script.get_model_class("DeepseekForCausalLM")
+    keep = model.filter_tensors
+
+    def filter_tensors(item: tuple[str, Any]) -> tuple[str, Any] | None:
+        name, tensor = item
+        if name.endswith("shared_expert_gate.weight"):
+            return None
+        if name.endswith("shared_expert.down_proj.weight"):
+            return keep(
+                (name.replace("shared_expert", "shared_experts"), lambda: tensor() / 2)
+            )  # the export doubled it
+        return keep((name.replace("shared_expert.", "shared_experts."), tensor))
+
+    script.ModelBase.load_hparams = staticmethod(load_hparams)
+    model.filter_tensors = staticmethod(filter_tensors)

@@ -1,9 +1,12 @@
 """The table of recipes and families: ``python tests/conformance/exports.py [RECIPE...]``. Not a test.
 
 Shrinks each recipe, keeps its options, draws all weights, norms and biases included, exports with ``--format auto``,
-compares the logits of transformers with ours, imports the folder again, exports that, and compares the bits.
+compares the logits of transformers with ours, imports the folder again, exports that, and compares the bits. llama.cpp
+and vLLM run the export where they are installed (FMOE_LLAMA_CPP and FMOE_VLLM_PYTHON, see docs/interchange.md): their
+greedy tokens must be those of transformers.
 """
 
+import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -18,47 +21,62 @@ from pretrain.config import OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.families import family_for
+from pretrain.interchange.llama_cpp import GGUF
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent)]
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "pretrain" / "interchange")]
 
 from compare import relative_error  # noqa: E402
 from forks import ForkServer, only  # noqa: E402
+from vllm_command import NEW, serve, vllm_python  # noqa: E402
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
 LENGTH, VOCAB = 16, 64
+# For llama.cpp, a tokenizer of bytes and some merges; for vLLM, heads of a width that its CPU build has.
+SERVED_VOCAB, SERVED_WIDTH, SERVED_HEAD = 288, 128, 32
+SERVED_LIMIT = 1e-4  # of log-probabilities
+PROMPT = 8
+SERVERS = ("vLLM", "llama.cpp")
 # Classes of transformers by kind, and whether their decoder gets its own tokens.
 CLASSES = {"gpt": "AutoModelForCausalLM", "t5": "AutoModelForSeq2SeqLM", "bert": "AutoModelForMaskedLM"}
 
 
-def small(recipe: Recipe) -> Recipe:
-    """The recipe with few narrow layers, of the same kinds and with the same options."""
+def small(recipe: Recipe, served: bool = False) -> Recipe:
+    """The recipe with few narrow layers, of the same kinds and with the same options.
+
+    Args:
+        served: with sizes that llama.cpp and vLLM support.
+    """
     model = recipe.model
     last = {"t5": 2, "gpt": 3, "bert": 4}[model.kind] if model.moe_layers or model.kind != "gpt" else 2
+    if served and model.kv_lora_rank is not None and model.q_lora_rank is None:
+        last = model.num_layers  # llama.cpp tells such models by their number of layers
     per_group = model.num_heads // model.query_groups
     experts = min(model.num_experts, 8)
+    head = 16 if model.kind == "t5" else SERVED_HEAD if served else 12
+    latent = (32, 40, 32, 16, 32) if served else (10, 14, 8, 4, 6)
     small = replace(
         model,
         num_layers=last,
         num_decoder_layers=None if model.num_decoder_layers is None else last,
         moe_layers=tuple(n for n in model.moe_layers if n <= last),
-        hidden_size=32,
+        hidden_size=SERVED_WIDTH if served else 32,
         num_heads=4,
         num_query_groups=None if model.num_query_groups is None else max(4 // per_group, 1),
-        head_dim=None if model.head_dim is None else 16 if model.kind == "t5" else 12,
-        kv_lora_rank=None if model.kv_lora_rank is None else 10,
-        q_lora_rank=None if model.q_lora_rank is None else 14,
-        qk_head_dim=None if model.qk_head_dim is None else 8,
-        qk_rope_head_dim=None if model.qk_rope_head_dim is None else 4,
-        v_head_dim=None if model.v_head_dim is None else 6,
-        ffn_hidden_size=24,
-        dense_ffn_hidden_size=None if model.dense_ffn_hidden_size is None else 40,
-        sequence_length=LENGTH,
-        vocab_size=VOCAB,
+        head_dim=None if model.head_dim is None else head,
+        kv_lora_rank=None if model.kv_lora_rank is None else latent[0],
+        q_lora_rank=None if model.q_lora_rank is None else latent[1],
+        qk_head_dim=None if model.qk_head_dim is None else latent[2],
+        qk_rope_head_dim=None if model.qk_rope_head_dim is None else latent[3],
+        v_head_dim=None if model.v_head_dim is None else latent[4],
+        ffn_hidden_size=32 if served else 24,
+        dense_ffn_hidden_size=None if model.dense_ffn_hidden_size is None else 64 if served else 40,
+        sequence_length=2 * LENGTH if served else LENGTH,
+        vocab_size=SERVED_VOCAB if served else VOCAB,
         num_experts=experts,
         top_k=min(model.top_k, max(experts // 2, 1)),
         group_size=None if model.group_size is None else 2 * LENGTH,
-        init_std=0.2,
+        init_std=0.1 if served else 0.2,
     )
     data = replace(recipe.data, tokenizer="", validation=())
     train = TrainConfig(global_batch=1, micro_batch=1, seed=recipe.train.seed)
@@ -119,7 +137,8 @@ def batch_of(recipe: Recipe) -> dict[str, Tensor]:
     """Random tokens, more than one routing group of them."""
     generator = torch.Generator().manual_seed(7)
     lengths = {"tokens": LENGTH} | ({"decoder_tokens": LENGTH // 2} if recipe.model.kind == "t5" else {})
-    return {name: torch.randint(0, VOCAB, (4, length), generator=generator) for name, length in lengths.items()}
+    vocab = recipe.model.vocab_size
+    return {name: torch.randint(0, vocab, (4, length), generator=generator) for name, length in lengths.items()}
 
 
 def their_logits(folders: list[tuple[Recipe, Path]]) -> list[Tensor]:
@@ -137,6 +156,90 @@ def their_logits(folders: list[tuple[Recipe, Path]]) -> list[Tensor]:
     return found
 
 
+def their_greedy(folders: list[tuple[Recipe, Path]]) -> list[tuple[Tensor, Tensor]]:
+    """Greedy tokens [PROMPT + NEW] after a prompt, and transformers' logits of them [PROMPT + NEW, V]; for a process of
+    `forks`."""
+    import transformers
+
+    found = []
+    for recipe, folder in folders:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tokens = batch_of(recipe)["tokens"][:1, :PROMPT]
+        with torch.no_grad():
+            for _ in range(NEW):
+                tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+            found.append((tokens[0], model(tokens, use_cache=False).logits[0]))
+    return found
+
+
+def in_llama_cpp(files: list[tuple[Path, Tensor]]) -> list[tuple[list[int], Tensor]]:
+    """llama.cpp's greedy tokens of GGUF files after prompts, and its logits of the given tokens; for a process of
+    `forks`."""
+    import llama_cpp
+    import numpy as np
+
+    found = []
+    float32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
+    for file, tokens in files:
+        model = llama_cpp.Llama(str(file), n_ctx=2 * LENGTH, n_threads=1, logits_all=True, verbose=False, **float32)
+        model.eval(tokens.tolist())
+        logits = torch.from_numpy(np.array(model.scores[: len(tokens)]))
+        greedy = model.generate(tokens[:PROMPT].tolist(), temp=0.0)
+        found.append(([token for token, _ in zip(greedy, range(NEW), strict=False)], logits))
+    return found
+
+
+def serving(
+    forks: ForkServer, recipes: dict[str, Recipe], found: dict[str, dict[str, Any]], folder: Path
+) -> dict[str, dict[str, str]]:
+    """Of each exported recipe the results of vLLM and llama.cpp: a distance if the greedy tokens are equal, or the line
+    that refuses it. vLLM's is the largest of log-probabilities, llama.cpp's the norm-wise one of logits."""
+    models = {name: folder / name / "out" for name in recipes if found[name]["family"]}
+    plain = [name for name in models if recipes[name].model.kind == "gpt" and found[name]["family"] != "fmoe"]
+    expected = dict(
+        zip(plain, only(forks.run(1, their_greedy, [(recipes[name], models[name]) for name in plain])), strict=True)
+    )
+    results = {name: {"vLLM": "not installed", "llama.cpp": "not installed"} for name in models}
+
+    def compared(name: str, key: str, tokens: list[int], distance: float, limit: float) -> None:
+        is_equal = tokens == expected[name][0][PROMPT:].tolist() and distance <= limit
+        results[name][key] = f"{distance:.0e}" if is_equal else f"DIFFERS: {distance:.0e}"
+
+    if python := vllm_python():
+        prompts = {name: batch_of(recipes[name])["tokens"][0, :PROMPT].tolist() for name in models}
+        for name, result in zip(models, serve(python, models, prompts, folder), strict=True):
+            if isinstance(result, str):
+                results[name]["vLLM"] = f"refused: {result}"
+                continue
+            tokens, logs = zip(*result, strict=True)
+            greedy, logits = expected[name]
+            theirs = logits[PROMPT - 1 : -1].log_softmax(-1).gather(1, greedy[PROMPT:, None])[:, 0]
+            compared(name, "vLLM", list(tokens), float((torch.tensor(logs) - theirs).abs().max()), SERVED_LIMIT)
+
+    if source := os.environ.get("FMOE_LLAMA_CPP"):
+        tokenizer, files = some_tokenizer(folder), []
+        for name in models:
+            try:
+                options = {"tokenizer": str(tokenizer), "llama_cpp": Path(source)}
+                export_checkpoint(folder / name / "run", folder / name / "gguf", found[name]["family"], **options)
+                files.append((name, folder / name / "gguf" / GGUF))
+            except UserError as error:
+                results[name]["llama.cpp"] = f"refused: {error}"
+        served = only(forks.run(1, in_llama_cpp, [(file, expected[name][0]) for name, file in files]))
+        for (name, _), (tokens, logits) in zip(files, served, strict=True):
+            compared(name, "llama.cpp", tokens, float(relative_error(logits, expected[name][1])), LIMIT)
+    return results
+
+
+def some_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer of SERVED_VOCAB pieces."""
+    from pretrain.data.tokenizers import train_tokenizer
+
+    path = folder / "tokenizer.json"
+    train_tokenizer([HERE.parents[1] / "docs" / "interchange.md"], path, vocab_size=SERVED_VOCAB, sentinels=4)
+    return path
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder's files."""
     from safetensors.torch import load_file
@@ -152,10 +255,12 @@ def same_bits(one: Path, other: Path) -> bool:
     )
 
 
-def table(forks: ForkServer, recipes: dict[str, Recipe], folder: Path) -> dict[str, dict[str, Any]]:
+def table(
+    forks: ForkServer, recipes: dict[str, Recipe], folder: Path, served: bool = False
+) -> dict[str, dict[str, Any]]:
     """Of each recipe its family, what loading needs, the distance of logits, and whether it comes back bit-equal; or
-    the line that refuses it."""
-    recipes = {name: small(recipe) for name, recipe in recipes.items()}
+    the line that refuses it. With ``served``, also the results of vLLM and llama.cpp."""
+    recipes = {name: small(recipe, served) for name, recipe in recipes.items()}
     dropless = {name for name, recipe in recipes.items() if needs_no_drops(recipe)}
     for name in dropless:
         recipes[name] = replace(recipes[name], model=replace(recipes[name].model, eval_capacity_factor=None))
@@ -176,30 +281,51 @@ def table(forks: ForkServer, recipes: dict[str, Recipe], folder: Path) -> dict[s
         out, back, again = (folder / name / part for part in ("out", "back", "again"))
         import_folder(out, back)
         export_checkpoint(back, again, found[name]["family"])
-        distance = relative_error(logits[..., :VOCAB], expected[..., :VOCAB])
+        vocab = recipes[name].model.vocab_size
+        distance = relative_error(logits[..., :vocab], expected[..., :vocab])
         found[name] |= {"distance": distance, "back": same_bits(out, again)}
+    if served:
+        for name, results in serving(forks, recipes, found, folder).items():
+            found[name] |= results
     return found
 
 
 def line(name: str, found: dict[str, Any]) -> str:
     """A line of the Markdown table."""
     if found["family"] is None:
-        return f"| `{name}` | none: {found['line']} | | | |"
+        return f"| `{name}` | none: {found['line']} | | | | | |"
     distance = f"{found['distance']:.0e}" if found["distance"] else "0"
     is_back = "bit-equal" if found["back"] else "DIFFERS"
-    return f"| `{name}` | `{found['family']}` | {found['needs']} | {distance} | {is_back} |"
+    served = ["refused" if found[key].startswith("refused") else found[key] for key in SERVERS]
+    cells = [f"`{name}`", f"`{found['family']}`", found["needs"], distance, *served, is_back]
+    return f"| {' | '.join(cells)} |"
+
+
+def refusals(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The lines with which vLLM and llama.cpp refuse families."""
+    lines = [
+        f"* {key}, `{values['family']}`: {values[key].removeprefix('refused: ')}"
+        for key in SERVERS
+        for values in found.values()
+        if values.get(key, "").startswith("refused")
+    ]
+    return list(dict.fromkeys(lines))
 
 
 def main(names: list[str]) -> int:
-    """Prints the table; 1 if a distance is too large or bits differ."""
+    """Prints the table and the refusals; 1 if a distance is too large, or tokens or bits differ."""
     recipes = {Path(name).stem: load_recipe(name) for name in names or shipped_recipes()}
     with tempfile.TemporaryDirectory() as folder, ForkServer(Path(folder)) as forks:
-        found = table(forks, recipes, Path(folder))
-    print("| recipe | family | needs | distance of logits | imported again |\n|---|---|---|---|---|")
+        found = table(forks, recipes, Path(folder), served=True)
+    print(
+        "| recipe | family | needs | transformers | vLLM | llama.cpp | imported again |\n|---|---|---|---|---|---|---|"
+    )
     for name, values in found.items():
         print(line(name, values))
+    print("", *refusals(found), sep="\n")
     held = [values for values in found.values() if values["family"]]
-    return 0 if all(values["distance"] <= LIMIT and values["back"] for values in held) else 1
+    is_equal = all(values["distance"] <= LIMIT and values["back"] for values in held)
+    return 0 if is_equal and not any(values[key].startswith("DIFFERS") for values in held for key in SERVERS) else 1
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import huggingface_folders
 import numpy as np
 import pytest
 import torch
 from compare import assert_close
-from huggingface_folders import save_random, weights
+from forks import only
+from huggingface_folders import logits as of_transformers
+from huggingface_folders import save_random, saved_random, some_tokens, weights
 from safetensors.torch import load_file, save_file
 from test_interchange_tokenizer import some_texts
 
@@ -32,6 +35,28 @@ TOKENIZERS = {
     "byte-level": ("tokenizer.json", {}),
     "bytes": ("tokenizer.json", {"model_type": "bytes", "vocab_size": 263, "sentinels": 0}),
 }
+
+OURS = {
+    "norm": "rms",
+    "activation": "silu",
+    "gated": True,
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "ffn_hidden_size": 24,
+    "dense_ffn_hidden_size": 40,
+    "sequence_length": 32,
+    "vocab_size": VOCAB,
+    "num_experts": 8,
+    "top_k": 3,
+    "num_shared_experts": 2,
+    "moe_layers": (2, 3),
+    "eval_capacity_factor": None,
+    "tie_embeddings": False,
+    "init_std": 0.2,
+}
+DEEPSEEK_MOE = OURS | {"gate": "naive", "normalize": False}
+GLM = OURS | {"gate": "sigmoid", "rotary_fraction": 0.5, "head_dim": 12, "num_query_groups": 2}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +153,65 @@ def test_tokens_logits_and_greedy_text(tmp_path, llama_cpp, tokenizer, text, for
     assert len(tokens) >= 2 and drawn == greedy == tokens
 
 
+# Of each further family a case of `huggingface_folders` and values that llama.cpp supports.
+FAMILY_CASES = {
+    "qwen2_moe": ("qwen2_moe, dense layers", {"mlp_only_layers": [], "num_key_value_heads": 4}),
+    "olmoe": ("olmoe", {"rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
+    "granitemoe": ("granitemoe", {}),
+    "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 27}),
+    "deepseek_v2, compressed queries": ("deepseek_v2", {"q_lora_rank": 18}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, one group": (
+        "deepseek_v3, all groups, weights as they are, experts in one tensor",
+        {"q_lora_rank": 18},
+    ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, whole heads": ("glm4_moe, no biases, no norms, whole heads, experts in one tensor", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_layer_end_index": -1, "intermediate_size": 96}),
+    "ernie4_5_moe, no shared experts": (
+        "ernie4_5_moe, every second layer, no shared experts, bf16",
+        {"moe_layer_interval": 1, "moe_layer_end_index": -1},
+    ),
+    "gpt_oss": ("gpt_oss", {}),
+}
+
+
+@pytest.fixture
+def sampled(tmp_path, llama_cpp, tokenizer):
+    """``sampled(CASE, VALUES)``: logits of llama.cpp and of transformers for the tokens of an imported case."""
+    package = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+
+    def logits(run):
+        out = tmp_path / "out"
+        options = ["--tokenizer", str(tokenizer("byte-level")), "--llama-cpp", str(llama_cpp)]
+        assert export_main([str(run), str(out), *options]) == 0
+        float32 = {"type_k": package.GGML_TYPE_F32, "type_v": package.GGML_TYPE_F32, "flash_attn": False}
+        served = package.Llama(str(out / GGUF), n_ctx=32, n_threads=1, logits_all=True, verbose=False, **float32)
+        tokens = some_tokens()[:1, :20]
+        served.eval(tokens[0].tolist())
+        return torch.from_numpy(np.array(served.scores[: tokens.shape[1]])), of_transformers(out, tokens)[0]
+
+    return logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_logits_of_further_families(tmp_path, tokenizer, sampled, monkeypatch, name):
+    case, values = FAMILY_CASES[name]
+    kind, config, _, options = huggingface_folders.CASES[case]
+    monkeypatch.setitem(huggingface_folders.CASES, case, (kind, config, torch.float32, options))
+    found, expected = sampled(imported(tmp_path, case, tokenizer("byte-level"), **values))
+    assert_close(found, expected, 1e-5, "llama.cpp's logits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [DEEPSEEK_MOE, GLM], ids=["deepseek_moe", "glm4_moe"])
+def test_logits_of_our_own_runs(tmp_path, forks, sampled, values):
+    only(forks.run(1, saved_random, tmp_path / "run", ModelConfig(**values), some_tokens()[:1]))
+    found, expected = sampled(tmp_path / "run")
+    assert_close(found, expected, 1e-5, "llama.cpp's logits")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "kind"), [("mixtral", "f32"), ("mixtral tied, bf16", "bf16")])
 def test_the_converter_alone_suffices_for_mixtral_with_sentencepiece(
@@ -155,9 +239,37 @@ def bits(weight):
 @pytest.mark.parametrize(
     ("family", "values", "tokenizer_kind", "message"),
     [
-        ("qwen3_moe", {"moe_every": 2, "num_layers": 2}, "byte-level", "experts in every layer"),
+        ("qwen3_moe", {"moe_every": 2, "num_layers": 2}, "byte-level", r"model\.moe_layers=.*every layer"),
         ("qwen3_moe", {"normalize": False}, "byte-level", r"model\.normalize=false"),
         ("qwen3_moe", {"gate": "switch", "top_k": 1}, "byte-level", r"model\.gate=switch"),
+        ("qwen3_moe", {"rope_scaling": "yarn"}, "byte-level", r"model\.rope_scaling=yarn"),
+        ("mixtral", {"sliding_window": 8}, "byte-level", r"model\.sliding_window=8"),
+        (
+            "olmoe",
+            {"normalize": False, "tie_embeddings": False, "norm_eps": 1e-6},
+            "byte-level",
+            "norm_eps=1e-06 .*1e-5",
+        ),
+        ("qwen2_moe", {"normalize": False, "tie_embeddings": True}, "byte-level", r"model\.tie_embeddings=true"),
+        ("deepseek_moe", {"normalize": False, "head_dim": 8}, "byte-level", r"model\.head_dim=8"),
+        ("deepseek_v2", {"num_layers": 3}, "byte-level", r"model\.q_lora_rank=none .* 26 or 27"),
+        ("deepseek_v3", {"num_layers": 27, "q_lora_rank": 8}, "byte-level", r"model\.q_lora_rank=8 "),
+        (
+            "deepseek_v2",
+            {"num_layers": 27, "gate_options": {"expert_groups": 2}},
+            "byte-level",
+            r"model\.gate_options=",
+        ),
+        ("glm4_moe", {"mtp_layers": 1}, "byte-level", r"model\.mtp_layers=1 "),
+        ("ernie4_5_moe", {"num_shared_experts": 2}, "byte-level", r"model\.num_shared_experts=2 "),
+        ("gpt_oss", {"tie_embeddings": False, "qkv_bias": True}, "byte-level", r"model\.sliding_window=none"),
+        (
+            "gpt_oss",
+            {"tie_embeddings": False, "qkv_bias": True, "sliding_window": 4},
+            "byte-level",
+            r"model\.sliding_layers=\(\)",
+        ),
+        ("phimoe", {}, "byte-level", "--llama-cpp supports .* exported as phimoe"),
         ("mixtral", {}, "unigram", r"tokenizer\.model is not supported .* bpe"),
         ("mixtral", {}, "bytes", r"tokenizer\.json is not supported .* no merges"),
         ("mixtral", {}, None, "--tokenizer"),

