@@ -157,8 +157,8 @@ class GroupExchange:
 
         Args:
             plan: from `plan`.
-            depth: how far this rank's backward pass goes: `WEIGHTS` for tokens and combine weights, `TOKENS` for tokens, 1
-                for its experts, 0 for none of them, or `NO_GRAD`. All ranks then use the largest depth of any rank
+            depth: how far this rank's backward pass goes: `WEIGHTS` for tokens and combine weights, `TOKENS` for tokens,
+                1 for its experts, 0 for none of them, or `NO_GRAD`. All ranks then use the largest depth of any rank
                 (except in `PaddedExchange`, whose ranks exchange nothing beforehand).
 
         Raises:
