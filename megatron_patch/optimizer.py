@@ -60,7 +60,7 @@ class Shard:
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the inner optimizers with parameters on this rank, such as one of dense parameters and one of experts."""
+    """Return the inner optimizers with parameters on this rank, e.g. one for dense parameters and one for experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 

@@ -59,10 +59,11 @@ class NestedLayout(Layout):
         filled: Tensor | None = None,
         is_fastmoe: bool = False,
     ) -> NestedTokens:
-        """Return this rank's part of a nest, as `Layout.split` does for a tensor.
+        """Return this rank's part of a pytree of tensors, as `Layout.split` does for a tensor.
 
         Args:
-            filled: FastMoE's ``mask`` of the tokens; without ``mask``, only tokens with 0 are routed.
+            filled: FastMoE's integer mask of the tokens. If ``mask`` is None, only tokens with ``filled == 0`` are
+                routed.
             is_fastmoe: whether the gate sees only this rank's slice, as in FastMoE.
         """
         leaves, nest = pytree.tree_flatten(x)

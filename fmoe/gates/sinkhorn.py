@@ -14,9 +14,9 @@ from fmoe.routing import RoutingGroups
 
 
 class SinkhornRouter(TopKRouter):
-    """Gate that chooses by scores balanced over a routing group by Sinkhorn's iteration, with weights from the raw
-    scores (S-BASE, arXiv 2202.01169; Megatron-core's "sinkhorn" load balancing). The weight is ``sigmoid(logit)`` for
-    K = 1 and the softmax over all experts for K > 1. Evaluation chooses by the raw scores.
+    """Gate that chooses experts by balanced scores: Sinkhorn's iteration balances them over a routing group (S-BASE,
+    arXiv 2202.01169; Megatron-core's "sinkhorn" load balancing). Combine weights come from the raw scores:
+    ``sigmoid(logit)`` for K = 1 and the softmax over all experts for K > 1. Evaluation chooses by the raw scores.
 
     Rows and columns of ``exp(logits)`` are scaled until each token's row sums to one and each expert's column to S / E.
     Loads are only nearly even, because the sums of scores are balanced while a token takes only its K largest. Where

@@ -1,4 +1,4 @@
-"""The gate of BaGuaLu."""
+"""The SWIPE gate of BaGuaLu (PPoPP 2022)."""
 
 import torch
 from torch import Tensor

@@ -141,7 +141,10 @@ def clip_grad_norm_(
     parameters = list(parameters)
     norm = grad_norm(parameters, moe_group, groups=groups)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the gradient norm is {norm.item()}, so gradients cannot be clipped to {max_norm}")
+        raise RuntimeError(
+            f"the gradient norm is {norm.item()}: gradients are not clipped to max_norm={max_norm}. Skip the step, or "
+            "pass error_if_nonfinite=False and check the result"
+        )
     scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for parameter in parameters:
         if parameter.grad is not None:

@@ -135,7 +135,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
         values, others = flatten(first.recipe), flatten(run.recipe)
         for key in _meaning(first.recipe):
             if values[key] != others[key]:
-                raise _incomparable(first, run, f"{key} is {values[key]} and {others[key]}")
+                raise _incomparable(
+                    first,
+                    run,
+                    f"{key} is {str(values[key]).lower()} in the first and {str(others[key]).lower()} in the second",
+                )
         if not first.tokenizer.is_same(run.tokenizer):
             paths = f"{first.tokenizer.path} and {run.tokenizer.path}"
             raise _incomparable(first, run, f"their tokenizers differ (data.tokenizer is {paths})")

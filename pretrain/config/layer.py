@@ -153,7 +153,7 @@ def _from_table(
 
 
 def moe_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of `fmoe.build.Spec` that do not depend on ``[parallel]``, except d_model and num_experts.
+    """Return the options of `fmoe.build.Spec` that ``[model]`` alone sets, but d_model, num_experts, shared_options.
 
     Raises:
         UserError: an invalid option of the gate, the experts or the losses.

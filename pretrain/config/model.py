@@ -326,7 +326,7 @@ class ModelConfig:
             raise UserError(
                 f"model.tied_output_bias=false needs model.kind=t5, not {self.kind}"
                 if self.kind != "t5"
-                else "model.tied_output_bias=false needs model.tie_embeddings=true: no other t5 has this bias"
+                else "model.tied_output_bias=false needs model.tie_embeddings=true: without it a t5 has no output bias"
             )
         if self.output_scale and self.kind != "t5":
             raise UserError(f"model.output_scale=true needs model.kind=t5, not {self.kind}")

@@ -145,8 +145,8 @@ class Recipe:
             raise UserError(f"data.document_mask=true needs model.kind=gpt, not {model.kind}")
         if model.mtp_layers and data.document_mask:
             raise UserError(
-                f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: further tokens "
-                "would be tokens of the next document"
+                f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: at the end "
+                "of a document, MTP layers would predict tokens of the next one"
             )
         if model.memory_length:
             self._check_memory()

@@ -320,12 +320,18 @@ class IndexedCorpus:
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
             if lengths.min() < 0:
                 number = start + int(lengths.argmin())
-                raise UserError(f"{path} is damaged: sequence {number} has the length {lengths.min()}")
+                raise UserError(
+                    f"{path} is damaged: sequence {number} has the length {lengths.min()}: copy or prepare the corpus "
+                    "again"
+                )
             ends = end + np.cumsum(lengths)
             wrong = self._pointers[start : start + _CHUNK] != (ends - lengths) * self.dtype.itemsize
             if wrong.any():
                 first = start + int(wrong.argmax())
-                raise UserError(f"{path} is damaged: sequence {first} does not begin where the one before ends")
+                raise UserError(
+                    f"{path} is damaged: sequence {first} does not begin where the one before ends: copy or prepare "
+                    "the corpus again"
+                )
             end = int(ends[-1])
         return end
 

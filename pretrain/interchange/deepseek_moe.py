@@ -2,7 +2,8 @@
 
 transformers has no class for it. Its Qwen2-MoE multiplies the output of the shared experts by a sigmoid of a projection
 of the token. A projection of zeros gives one half, so an export doubles the output matrix of the shared experts:
-products with powers of two are exact, so the logits are the same. An import recognizes it by ``fmoe_format`` in
+products with powers of two are exact, so the logits are the same. Queries, keys and values get biases of zeros: vLLM's
+Qwen2-MoE always adds biases, whatever ``qkv_bias`` is. An import recognizes such an export by ``fmoe_format`` in
 config.json.
 """
 
@@ -15,7 +16,17 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Demand, Only
-from pretrain.interchange.llama import COMMON, DENSE, FIXED, LAYER, QWEN3_MOE, STACKED, expert_entries, shared_entries
+from pretrain.interchange.llama import (
+    ATTENTION,
+    COMMON,
+    DENSE,
+    FIXED,
+    LAYER,
+    QWEN3_MOE,
+    STACKED,
+    expert_entries,
+    shared_entries,
+)
 from pretrain.interchange.tensors import Entry, Sizes
 
 
@@ -39,7 +50,18 @@ SHARED_EXPERTS = (
     *shared_entries("shared_expert", Twice()),
     Entry("moe", "", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
 )
-DEEPSEEK_MOE_TABLE = (*COMMON, *DENSE, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS)
+NO_BIASES = Entry(
+    "layer",
+    "",
+    {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"},
+)
+DEEPSEEK_MOE_TABLE = (
+    *COMMON,
+    NO_BIASES,
+    *DENSE,
+    *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"),
+    *SHARED_EXPERTS,
+)
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -61,17 +83,17 @@ DEEPSEEK_MOE = replace(
     QWEN3_MOE,
     name="deepseek_moe",
     architecture="Qwen2MoeForCausalLM",
-    tables=(DEEPSEEK_MOE_TABLE, (*COMMON, *DENSE, *STACKED, *SHARED_EXPERTS)),
+    tables=(DEEPSEEK_MOE_TABLE, (*COMMON, NO_BIASES, *DENSE, *STACKED, *SHARED_EXPERTS)),
     fixed=FIXED,
     demands=(*QWEN3_MOE.demands, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),
     constants={
         "model_type": "qwen2_moe",
         "fmoe_format": "deepseek_moe",
-        "qkv_bias": False,
+        "qkv_bias": True,
         "use_sliding_window": False,
         "sliding_window": None,
     },
-    only=(*QWEN3_MOE.only, Only("qkv_bias", (False,))),
+    only=(*QWEN3_MOE.only, Only("qkv_bias", (True,))),
     read=_read,
     write=_write,
 )

@@ -226,7 +226,7 @@ def _name_as_deepseek_moe(script: Any) -> None:
 
     def filter_tensors(item: tuple[str, Any]) -> tuple[str, Any] | None:
         name, tensor = item
-        if name.endswith("shared_expert_gate.weight"):
+        if name.endswith(("shared_expert_gate.weight", "_proj.bias")):  # zeros
             return None
         if name.endswith("shared_expert.down_proj.weight"):
             return keep(

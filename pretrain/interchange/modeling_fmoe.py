@@ -434,7 +434,9 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         if "position_embeddings" in self.embedding:
             limit = self.config.max_position_embeddings
             if past + length > limit and (last := int(position_ids.max())) >= limit:
-                raise UserError(f"position {last} is not in the model's {limit} learned positions")
+                raise UserError(
+                    f"position {last} exceeds the model's last learned position, {limit - 1}: use fewer tokens"
+                )
             x_BSD = x_BSD + self.embedding["position_embeddings"](position_ids)
         rotary = _angles(position_ids, self.recipe_model) if self.recipe_model.position == "rope" else None
         mask = None if seen_BK is None and (past == 0 or length == 1) else _mask(seen_BK, past, length, device)

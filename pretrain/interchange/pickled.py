@@ -86,7 +86,9 @@ def _run(data: bytes | BinaryIO) -> Any:
         while stack[at] is not _MARK:
             at -= 1
             if at < 0:
-                raise ValueError("malformed pickle (no mark)")
+                raise ValueError(
+                    "malformed pickle (an instruction needs a MARK, but the stack has none): copy the file again"
+                )
         found = stack[at + 1 :]
         del stack[at:]
         return found
@@ -149,7 +151,7 @@ def _run(data: bytes | BinaryIO) -> Any:
             stack.append(Persistent(stack.pop()))
         else:
             raise ValueError(f"malformed pickle (instruction {name} is not supported)")
-    raise ValueError("malformed pickle (no end)")
+    raise ValueError("malformed pickle (it ends without STOP, perhaps truncated): copy the file again")
 
 
 def _tuple(values: list[Any]) -> tuple:

@@ -54,7 +54,7 @@ def small(recipe: Recipe, served: bool = False) -> Recipe:
     per_group = model.num_heads // model.query_groups
     experts = min(model.num_experts, 8)
     head = 16 if model.kind == "t5" else SERVED_HEAD if served else 12
-    latent = (32, 40, 32, 16, 32) if served else (10, 14, 8, 4, 6)
+    latent = (512, 40, 32, 64, 32) if served else (10, 14, 8, 4, 6)
     small = replace(
         model,
         num_layers=last,

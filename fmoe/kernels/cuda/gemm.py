@@ -122,8 +122,9 @@ def choose(
 
     Args:
         requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. A CUDA
-            graph capture without a measurement uses "triton" if grouped_mm would wait for the host and Triton has
-            passed its self-check; else "grouped", or "loop" for rows that grouped_mm does not accept.
+            graph capture without a measurement uses "triton" if it has passed its self-check and grouped_mm would
+            wait for the host or does not accept the rows; else "grouped". Rows that grouped_mm does not accept use
+            "loop" instead of "grouped".
         step: "forward", "backward" or "backward to main_grad"; each is measured separately.
         run: runs the step by a variant, for the measurement.
 

@@ -327,7 +327,10 @@ OTHERS = {
         "their validation texts differ",
     ),
     "another tokenizer": ({"data": {**DATA, "tokenizer": "u"}}, "their tokenizers differ"),
-    "document masks": ({"recipe_data": {"document_mask": True}}, "data.document_mask is False and True"),
+    "document masks": (
+        {"recipe_data": {"document_mask": True}},
+        "data.document_mask is false in the first and true in the second",
+    ),
 }
 
 
@@ -344,7 +347,7 @@ def test_losses_that_mean_different_things(make, capsys, case):
 
 def test_kinds_are_not_compared(make):
     bert = replace(RECIPE, model=replace(RECIPE.model, kind="bert"))
-    with pytest.raises(UserError, match=r"model\.kind is gpt and bert"):
+    with pytest.raises(UserError, match=r"model\.kind is gpt in the first and bert in the second"):
         check_comparable([read_run(make("gpt", {0: 8})), read_run(make("bert", {0: 8}, recipe=bert))])
 
 

@@ -46,6 +46,8 @@ def test_there_and_back(forks, tmp_path):
     assert_close(logits(tmp_path / "out", tokens), ours, LIMIT, "logits")
     found = weights(tmp_path / "out")
     assert not found[GATE].any() and found[GATE].shape == (1, 32)
+    biases = [tensor for name, tensor in found.items() if name.endswith("_proj.bias")]
+    assert len(biases) == 3 * SMALL.num_layers and not any(tensor.any() for tensor in biases)
     import transformers
 
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "Qwen2MoeForCausalLM"
@@ -95,7 +97,7 @@ def test_the_published_size():
     config = json.loads(json.dumps(config_of(family, RECIPE, "bfloat16")))
     again, model = model_of(config)
     assert again is family and model.layers_with_experts == RECIPE.layers_with_experts
-    for values_ in ({"shared_expert_intermediate_size": 1409}, {"qkv_bias": True}):
+    for values_ in ({"shared_expert_intermediate_size": 1409}, {"qkv_bias": False}):
         (key,) = values_
         with pytest.raises(UserError, match=key):
             model_of(config | values_)
