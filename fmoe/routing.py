@@ -69,8 +69,10 @@ class RoutingStats:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over micro batches: float64, because float32 counts only to 2^24, but float32 on MPS,
-    which has no float64."""
+    """Return the dtype of sums over micro batches: float64, or float32 on MPS, which has no float64.
+
+    Counts in float32 are exact only to 2^24.
+    """
     return torch.float32 if device.type == "mps" else torch.float64
 
 

@@ -297,7 +297,7 @@ class _Dense(nn.Module):
 
 
 def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> bool:
-    """Return whether the module's output stays the same, up to rounding, if the block's formula replaces the block.
+    """Return whether the formula of ``block`` (see `Block`) gives the output of ``trial``, up to rounding.
 
     Args:
         owner: the module that ``block.install`` changes; None for the module of ``trial``.

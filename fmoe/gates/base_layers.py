@@ -12,10 +12,10 @@ class BaseRouter(TopKRouter):
     """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, the tokens of a routing group are
     assigned so that the experts' numbers of tokens differ by at most one and the sum of the logits is maximal. The
     paper approximates this linear assignment problem by an auction; here it is solved exactly. In evaluation each
-    token takes its best expert. The weight is ``sigmoid(logit)``. There is no auxiliary loss.
+    token takes its K best experts. The weight is ``sigmoid(logit)``. There is no auxiliary loss.
 
-    The paper assigns one expert per token. For K > 1 the assignment is repeated K times, each time among the experts
-    that a token does not have yet, and so that the loads of all rounds together are balanced.
+    The paper assigns one expert per token. For K > 1 the assignment runs K times. Each round excludes the experts that
+    a token already has, and balances the loads of all rounds so far.
     """
 
     routes_by_logits = True

@@ -75,9 +75,10 @@ def takes_groups(gate: Any) -> bool:
 
 def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
     if not (isinstance(result, tuple | list) and len(result) >= 2 and all(isinstance(r, Tensor) for r in result[:2])):
-        raise UserError(
-            f"the gate of {name} returned {type(result).__name__}; it must return a Routing or (index, score)"
-        )
+        given = type(result).__name__
+        if isinstance(result, tuple | list):
+            given += f" of {', '.join(type(r).__name__ for r in result) or 'nothing'}"
+        raise UserError(f"the gate of {name} returned {given}; it must return a Routing or two tensors (index, score)")
     index, score = result[:2]
     top_k = index.numel() // num_tokens if num_tokens else max(getattr(adapted(gate), "top_k", 1) or 1, 1)
     if index.numel() != num_tokens * top_k or score.numel() != index.numel():

@@ -112,8 +112,8 @@ class Part:
 def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_numel: int) -> Iterator[Part]:
     """Yield the pieces of a tensor that holds elements [start, start + numel) of a parameter.
 
-    A flat range consists of the end of a block, whole blocks, and the start of another block. Pieces of several blocks
-    have at most ``max_numel`` elements.
+    The elements may begin and end within a block: then the end of a block, whole blocks, and the start of another block
+    are separate pieces. A piece of several whole blocks has at most ``max_numel`` elements.
 
     Raises:
         UserError: the range exceeds the parameter; the parameter does not divide into equal blocks.

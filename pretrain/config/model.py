@@ -390,7 +390,9 @@ class ModelConfig:
             or (elements := int(self.head_width * self.rotary_fraction)) % 2
             or not elements
         ):
-            raise UserError(f"{key} must be in (0, 1] and give an even number of a head's {self.head_width} elements")
+            raise UserError(
+                f"{key} must be in (0, 1], and rotate an even number (2 or more) of a head's {self.head_width} elements"
+            )
 
     def _check_local_attention(self) -> None:
         """Raise UserError for an invalid combination of the keys of windows and sinks."""

@@ -174,7 +174,7 @@ def _key(value: Any) -> Any:
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, str | int | float | bytes | Name | Made | None):
             kind = "tuple" if isinstance(each, tuple) else type(each).__name__
-            raise ValueError(f"malformed pickle (a {kind} within a key)")
+            raise ValueError(f"unsupported pickle (a dict key or an element of a set is or contains a {kind})")
     return value
 
 

@@ -16,7 +16,7 @@ from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width
 
 
 def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
-    """Set the attributes from which Megatron-core computes the factors of rotated elements and scores."""
+    """Set the attributes from which Megatron-core computes YaRN's factors of rotary embeddings and attention scores."""
     values: dict[str, Any]
     if model.kv_lora_rank is None:  # the config has no such fields: Megatron-core looks for attributes
         values = {"yarn_rotary_scaling_factor": model.rope_factor, "yarn_mscale": model.rope_mscale}
