@@ -310,7 +310,8 @@ class IndexedCorpus:
         expected, size = self.num_tokens * self.dtype.itemsize, bin_path.stat().st_size
         if size != expected:
             raise UserError(
-                f"{bin_path} has {size} bytes, but its index {path.name} describes {expected}: copy or prepare the corpus again"
+                f"{bin_path} has {size} bytes, but its index {path.name} describes {expected}: copy or prepare the "
+                "corpus again"
             )
 
     def _check_sequences(self, path: Path) -> int:

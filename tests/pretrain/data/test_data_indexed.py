@@ -285,5 +285,5 @@ def test_damaged_tokens_are_found_by_verify(prefix: Path) -> None:
     with pytest.raises(UserError, match=r"v1\.5\.bin differs from its SHA-256"):
         IndexedCorpus(prefix).verify()
     bin_path.write_bytes(data[:-2])
-    with pytest.raises(UserError, match=r"v1\.5\.bin has \d+ bytes; its index v1\.5\.idx describes"):
+    with pytest.raises(UserError, match=r"v1\.5\.bin has \d+ bytes, but its index v1\.5\.idx describes"):
         IndexedCorpus(prefix)
