@@ -159,7 +159,7 @@ class GroupExchange:
             plan: from `plan`.
             depth: how far this rank's backward pass goes: `WEIGHTS` for tokens and combine weights, `TOKENS` for
                 tokens, 1 for its experts, 0 for none of them, or `NO_GRAD`. All ranks then use the largest depth of any
-                rank (except in `PaddedExchange`, whose ranks exchange nothing beforehand).
+                rank (in `PaddedExchange`, whose ranks exchange nothing beforehand, `WEIGHTS` or 0).
 
         Raises:
             PeerError: another rank failed before this exchange.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import ChunkedDispatch, Dispatch, hop_counts
-from fmoe.exchange.base import NO_GRAD, GroupExchange
+from fmoe.exchange.base import NO_GRAD, WEIGHTS, GroupExchange
 from fmoe.exchange.collectives import all_reduce
 from fmoe.exchange.hops import HopCounts
 from fmoe.kernels.padded import PaddedPlan
@@ -67,7 +67,8 @@ class PaddedExchange(GroupExchange):
             counts = [[slots] * self.num_local_experts] * self.ep_size
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)
             self._counts = hop_counts(self.group, counts, counts, on_device)
-        depth = 0 if depth == NO_GRAD else depth
+        # The other ranks' depths are unknown: all ranks that train anything run the same collectives.
+        depth = 0 if depth in (0, NO_GRAD) else WEIGHTS
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
         chunks = [
             Dispatch(plan, [self._counts.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)

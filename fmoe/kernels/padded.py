@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fmoe.kernels import memory
 from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
@@ -57,7 +58,7 @@ class PaddedPlan:
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
         """Return the weight of each slot, zero in empty slots: [P]."""
         if not weight_TK.numel():
-            return weight_TK.new_zeros(num_rows)
+            return F.pad(weight_TK.reshape(-1), (0, num_rows))  # in the graph: the gate gets zeros as its gradient
         return torch.where(self.valid_P, weight_TK.reshape(-1).index_select(0, self.assignment_P), 0)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:

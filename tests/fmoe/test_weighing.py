@@ -84,3 +84,43 @@ def test_weights_without_gradients_are_not_sent(two_ranks, exchange, options):
     assert sent - fewer == 8 * away > 0  # four bytes there, and four back
     for (*_, y, grad), (*_, same, plain) in zip(*runs, strict=True):
         assert torch.equal(y, same) and relative_error(grad, plain) < 1e-6
+
+
+def different_gradients(case):
+    """Gradients of the tokens of rank 0 and of each rank's gate, if rank 1 has something less to differentiate."""
+    tokens = 0 if case == "no tokens" and dist.get_rank() else TOKENS
+    options = {"exchange": "padded", "exchange_options": {"slots": 2 * TOKENS, "chunks": 2}, "gate": PlainGate()}
+    group = {"moe_group": dist.group.WORLD}
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=4, d_hidden=8, top_k=2, seed=3, **group, **options).double()
+    x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    if dist.get_rank():
+        x = x.detach() if case == "input" else x
+        layer.gate.is_constant = case in ("weights", "input")
+        layer.gate.requires_grad_(case != "input")
+    y = layer(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, layer.gate.weight.grad
+
+
+class PlainGate(torch.nn.Linear):
+    """A gate of plain operations, which get no gradient where none comes in; optionally with constant weights."""
+
+    top_k, is_constant = 2, False
+
+    def __init__(self):
+        super().__init__(WIDTH, 4, bias=False)
+        torch.nn.init.normal_(self.weight, generator=torch.Generator().manual_seed(2))
+
+    def forward(self, x):
+        weight_TK, expert_TK = super().forward(x).softmax(-1).topk(2, -1)
+        return Routing(expert_TK, weight_TK.detach() if self.is_constant else weight_TK)
+
+
+@pytest.mark.parametrize("case", ["weights", "input", "no tokens"])
+def test_padded_ranks_with_different_gradients(two_ranks, case):
+    (expected, grad, gate_grad), same = values(two_ranks.run(different_gradients, "nothing"))
+    (y, found, found_gate), other = values(two_ranks.run(different_gradients, case))
+    assert relative_error(y, expected) < 1e-12 and relative_error(found, grad) < 1e-12
+    assert relative_error(found_gate, gate_grad) < 1e-12
+    if case == "no tokens":
+        assert other[2] is not None and not other[2].any() and same[2].any()
