@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative difference of losses that is allowed")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, steps=1, step_ranks=2, ranks=1, classes=1, step_classes=1, width=8, step_width=8)
+    for size in (1, arguments.step_ranks):  # wrong sizes are named here, not by a rank after the plans
+        recipe_of(arguments.step_classes, arguments.step_width, size)
     plans = [
         _plan(arguments.classes, arguments.width, size, optimizer, precision)
         for optimizer in arguments.optimizers

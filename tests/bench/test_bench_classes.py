@@ -28,9 +28,11 @@ def test_losses_and_bytes_must_agree(loss, held, is_met):
     assert ("missed" in text) is not is_met
 
 
-@pytest.mark.parametrize(("option", "value"), [("--step-ranks", "1"), ("--steps", "0"), ("--ranks", "3")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--step-ranks", "1"), ("--steps", "0"), ("--ranks", "3"), ("--step-ranks", "3")]
+)
 def test_wrong_values_are_named(option, value):
-    key = "parallel.tensor" if option == "--ranks" else option
+    key = "parallel.tensor" if value == "3" else option
     with pytest.raises(UserError, match=f"{key}={value}"):
         classes.main([option, value])
 
