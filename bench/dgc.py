@@ -41,8 +41,9 @@ class DGCState:
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulate a gradient; return values and indices of the elements to send, and forget these."""
-        u = self.velocity.setdefault(parameter, torch.zeros_like(gradient)).view(-1)
-        v = self.unsent.setdefault(parameter, torch.zeros_like(gradient)).view(-1)
+        if parameter not in self.velocity:
+            self.velocity[parameter], self.unsent[parameter] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        u, v = self.velocity[parameter].view(-1), self.unsent[parameter].view(-1)
         u.mul_(self.momentum).add_(gradient.view(-1))
         v.add_(u)
         count = min(v.numel(), math.ceil(self.current_density * v.numel()))

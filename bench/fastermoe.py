@@ -50,9 +50,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _check(arguments) -> None:
+    options.at_least(arguments, tokens=1, d_model=2, d_hidden=1, top_k=1, rounds=2, warmup=0)
     size, num_experts = arguments.ranks, arguments.num_experts
     if size < 2 or num_experts % size:
         raise UserError(f"--ranks={size} is below 2 or does not divide --num-experts={num_experts}")
+    if arguments.top_k >= num_experts:
+        raise UserError(f"--top-k={arguments.top_k} must be below --num-experts={num_experts}")
     for option, values, low, high in (
         ("skew", arguments.skew, 1, num_experts / arguments.top_k),
         ("bandwidth", arguments.bandwidth, 1e-3, math.inf),

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--no-steps", action="store_true", help="leave out the real steps")
     arguments = parser.parse_args(argv)
-    options.at_least(arguments, stages=1, micro_batches=1, rounds=2, hidden_size=64, budget=0.001)
+    options.at_least(arguments, stages=1, micro_batches=1, rounds=2, warmup=0, hidden_size=64, budget=0.001)
     recipe = _recipe(arguments)
     fits = [
         _fit(recipe, stages, *mode, int(arguments.budget * GIB))

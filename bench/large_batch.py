@@ -332,6 +332,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--gap-of", nargs="+", choices=names, default=["lamb", "adamw-linear"], help="must be within")
     arguments = parser.parse_args(argv)
+    options.at_least(arguments, threads=1)
+    if arguments.gap is not None and math.isnan(arguments.gap):
+        raise UserError("--gap=nan must be a number")
     study = Study(arguments.out / "large_batch", QUICK if arguments.quick else Size(), arguments.threads)
     study.read()
     if not arguments.report:

@@ -1,6 +1,7 @@
 """Options that all benchmarks share."""
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,11 +52,11 @@ def clock(name: str, threads: int | None) -> Callable[[], float]:
 
 
 def at_least(arguments: argparse.Namespace, **least: float) -> None:
-    """Raise UserError for an option, or an element of it, below its least value; keywords are options with their least
-    values.
+    """Raise UserError for an option, or an element of it, that is infinite or below its least value; keywords are
+    options with their least values.
     """
     for name, limit in least.items():
         given = getattr(arguments, name)
         for value in given if isinstance(given, list) else [given]:
-            if not value >= limit:
-                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {limit}")
+            if not limit <= value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be finite and at least {limit}")

@@ -10,6 +10,7 @@ gives a first guess; its neighbors are run until one fits and the next does not.
 """
 
 import functools
+import math
 import os
 import warnings
 from collections import Counter
@@ -112,8 +113,9 @@ def main(argv: Sequence[str]) -> None:
     options.add_clock(parser)
     arguments = parser.parse_args(argv)
     options.clock(arguments.clock, arguments.threads)  # raises if it is not for several threads
-    if not arguments.budget_mb > 0:
-        raise UserError(f"--budget-mb={arguments.budget_mb:g} must be above 0")
+    options.at_least(arguments, threads=1, rounds=2, warmup=0)
+    if not 0 < arguments.budget_mb < math.inf:
+        raise UserError(f"--budget-mb={arguments.budget_mb:g} must be finite and above 0")
     processes = process.start()
     try:
         rows = measure(load_recipe(arguments.recipe), processes, arguments)

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from bench.dgc import DGCState, dgc_hook
 from bench.small_lm import SmallLM, loss_of
 from bench.traffic import Traffic
 from fmoe import parallel
+from fmoe.errors import UserError
 
 REFERENCE = "all-reduce"
 LENGTH = 64
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> None:
     options.at_least(
         arguments, steps=arguments.warmup + 1, warmup=1, batch=1, width=4, density=1e-6, rank=1, period=1, lr=0, seeds=0
     )
+    if arguments.width % 4:
+        raise UserError(f"--width={arguments.width} must be a multiple of 4")
     rows = ranks.run(2, train_all, arguments)
     report.write_rows(rows, table(rows, arguments), arguments.out, "savers")
 
@@ -68,7 +71,7 @@ def train_all(arguments) -> list[dict]:
 
 
 def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGroups, arguments) -> dict:
-    """Train one contender; return its validation loss, the bytes it sent, and the seconds of a step at the end."""
+    """Train one contender; return its validation loss, the bytes it sent, and the mean seconds of a step at the end."""
     torch.manual_seed(seed)
     held_out = len(corpus) // 20
     model = parallel.DistributedDataParallel(SmallLM(groups, width=arguments.width, length=LENGTH), groups)
@@ -93,10 +96,11 @@ def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGro
     for key, part in (("warmup", warmup), ("sent", traffic)):
         result[key] = part.sent - part.sent_by["alltoall_base"]
     seconds.clear()
-    for number in range(arguments.steps, arguments.steps + 2 * arguments.period):  # without the counter
+    # Without the counter, and whole periods: local SGD averages in one step of each.
+    for number in range(arguments.steps, arguments.steps + 2 * arguments.period):
         step(number)
     dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
-    return result | {"seconds": median(seconds), "dense": dense}
+    return result | {"seconds": fmean(seconds), "dense": dense}
 
 
 def _batch(corpus: np.ndarray, seed: tuple[int, ...] | int, count: int) -> Tensor:

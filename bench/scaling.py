@@ -63,9 +63,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step; weak: per process")
     parser.add_argument("--visits", type=int, default=2, help="times that each number of processes is started")
     arguments = parser.parse_args(argv)
-    for option in ("rounds", "visits"):
-        if getattr(arguments, option) < 1:
-            raise UserError(f"--{option}={getattr(arguments, option)} must be at least 1")
+    options.at_least(arguments, ranks=1, rounds=1, visits=1, warmup=0)
+    for option in ("ranks", "modes"):
+        setattr(arguments, option, list(dict.fromkeys(getattr(arguments, option))))
     for size in arguments.ranks:
         for mode in arguments.modes:
             recipe_of(arguments, size, mode)
@@ -91,8 +91,6 @@ def recipe_of(arguments, size: int, mode: str) -> Recipe:
 
     The micro batch is the same at every number of processes, so that all have equal matrix products.
     """
-    if size < 1:
-        raise UserError(f"--ranks={size} must be at least 1")
     replicas = max(arguments.ranks) if arguments.split in ("data", "expert") else 1
     if arguments.batch < 1 or arguments.batch % replicas:
         raise UserError(f"--batch={arguments.batch} must be a positive multiple of {replicas}, the largest of --ranks")

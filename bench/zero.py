@@ -18,6 +18,7 @@ from torch import Tensor
 from bench import options, ranks, report
 from bench.samples import Tokens
 from bench.traffic import Traffic
+from fmoe.errors import UserError
 
 STAGES = {0: "none", 1: "1: optimizer.distributed", 2: "2: fully_shard, kept", 3: "3: fully_shard, resharded"}
 # Bytes per parameter: held from step to step, gathered beside that in a step (None: block by block), and sent / f.
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tolerance", type=float, default=0.02, help="relative deviation from a formula")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, ranks=2, width=64, layers=1)
+    if arguments.width % 64:
+        raise UserError(f"--width={arguments.width} must be a multiple of 64")
     rows = []
     for size in arguments.ranks:
         rows += ranks.run(size, count_all, arguments.precision, arguments.width, arguments.layers)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import DistributedOptimizer
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fmoe.errors import UserError
@@ -146,17 +147,25 @@ def _count_experts_by_their_group(init: Callable) -> Callable:
 
 
 def _gather_once(step: Callable) -> Callable:
-    """Make distributed optimizers gather the parameters once in a step, after the last of them has stepped."""
+    """Make distributed optimizers gather each model chunk once in a step, after the last of its optimizers has
+    stepped.
+    """
 
     @functools.wraps(step)
     def wrapped(self):
-        parts = [part for part in self.chained_optimizers if getattr(part, "model_chunks", None)]
-        if self.config.overlap_param_gather_with_optimizer_step or any(p.ddp_config.use_megatron_fsdp for p in parts):
+        # Other optimizers that gather, such as a chain in this chain, gather only what they step.
+        parts = [part for part in self.chained_optimizers if isinstance(part, DistributedOptimizer)]
+        if (
+            len(parts) < 2
+            or self.config.overlap_param_gather_with_optimizer_step
+            or any(part.ddp_config.use_megatron_fsdp for part in parts)
+        ):
             return step(self)
         chunks = [part.model_chunks for part in parts]
         try:
-            for part in parts[:-1]:
-                part.model_chunks = []
+            for index, part in enumerate(parts):
+                later = [chunk for own in chunks[index + 1 :] for chunk in own]
+                part.model_chunks = [chunk for chunk in chunks[index] if chunk not in later]
             return step(self)
         finally:
             for part, own in zip(parts, chunks, strict=True):

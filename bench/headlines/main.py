@@ -89,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
     print(table(rows))
     print(f"curves: {', '.join(str(arguments.folder / row['pair']) + '.svg' for row in rows)}", file=sys.stderr)
     if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")
     return 0
 

@@ -16,21 +16,23 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("loss", "held", "is_met"),
-    [(4.0, 100, True), (4.0001, 100, False), (4.0, 101, False)],
-    ids=["equal", "another loss", "other bytes"],
+    [(4.0, 100, True), (4.0001, 100, False), (4.0, 101, False), (float("nan"), 100, False)],
+    ids=["equal", "another loss", "other bytes", "not a number"],
 )
 def test_losses_and_bytes_must_agree(loss, held, is_met):
     plan = {"classes": 8, "width": 4, "ranks": 2, "optimizer": "sgd", "precision": "fp32", "total": 3, "logits": 1}
-    run = {"classes": 8, "width": 4, "ranks": 1, "losses": [4.0], "held": 100, "planned": 100, "sent": 0}
+    run = {"classes": 8, "width": 4, "ranks": 1, "losses": [4.0, 4.0], "held": 100, "planned": 100, "sent": 0}
     plans = [plan | dict.fromkeys(classes.HELD, 1)]
-    text, found = classes._text(plans, [run, run | {"losses": [loss], "held": held}], tolerance=1e-5)
+    text, found = classes._text(plans, [run, run | {"losses": [4.0, loss], "held": held}], tolerance=1e-5)
     assert found is is_met
     assert ("missed" in text) is not is_met
 
 
-@pytest.mark.parametrize(("option", "value"), [("--step-ranks", "1"), ("--steps", "0"), ("--ranks", "3")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--step-ranks", "1"), ("--steps", "0"), ("--ranks", "3"), ("--step-ranks", "3")]
+)
 def test_wrong_values_are_named(option, value):
-    key = "parallel.tensor" if option == "--ranks" else option
+    key = "parallel.tensor" if value == "3" else option
     with pytest.raises(UserError, match=f"{key}={value}"):
         classes.main([option, value])
 

@@ -67,7 +67,10 @@ def test_the_hottest_expert_gets_its_share(skew):
     assert int((chosen == 0).sum()) == pytest.approx(skew * 256 * 2 / 8, abs=2)
 
 
-@pytest.mark.parametrize("option", ["--ranks=3", "--ranks=1", "--skew=5", "--skew=0.5", "--bandwidth=0", "--chunks=1"])
+@pytest.mark.parametrize(
+    "option",
+    ["--ranks=3", "--ranks=1", "--skew=5", "--skew=0.5", "--bandwidth=0", "--chunks=1", "--top-k=0", "--top-k=8"],
+)
 def test_wrong_options(option):
     with pytest.raises(UserError, match=option):
         fastermoe.main([option])

@@ -76,7 +76,7 @@ def test_equal_stages_give_the_law():
         assert cells == [str(m), "1.00", law, law, law, law]
 
 
-@pytest.mark.parametrize("options", ["--stages 0", "--budget 0", "--micro-batches 0", "--rounds 1"])
+@pytest.mark.parametrize("options", ["--stages 0", "--budget 0", "--budget inf", "--micro-batches 0", "--rounds 1"])
 def test_wrong_values_are_refused(options):
     with pytest.raises(UserError, match=options.replace(" ", "=")):
         gpipe.main(options.split())

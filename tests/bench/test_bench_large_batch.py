@@ -112,6 +112,12 @@ def test_the_gap_is_checked(study, most, is_met):
     assert text.count("missed") == 2 * (not is_met)
 
 
+@pytest.mark.parametrize("options", ["--gap nan", "--threads 0"])
+def test_wrong_values_are_named(tmp_path, options):
+    with pytest.raises(UserError, match=options.replace(" ", "=")):
+        large_batch.main([*options.split(), "--report", "--out", str(tmp_path)])
+
+
 def test_a_gap_without_all_seeds_is_missed(study):
     study.figures = [f for f in study.figures if (f.contender, f.seed) != ("lamb", 3)]
     text, is_met = large_batch.verdicts(study, ["lamb", "lars"], 9.0)

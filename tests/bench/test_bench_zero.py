@@ -22,9 +22,10 @@ def test_figures_must_be_those_of_the_formulas(changed, is_met):
     assert zero.table([row | changed], tolerance=0.001)[1] is is_met
 
 
-def test_one_rank_is_refused():
-    with pytest.raises(UserError, match="--ranks=1"):
-        zero.main(["--ranks", "2", "1"])
+@pytest.mark.parametrize("options", ["--ranks 1", "--width 96"])
+def test_wrong_values_are_named(options):
+    with pytest.raises(UserError, match=options.replace(" ", "=")):
+        zero.main(options.split())
 
 
 @pytest.mark.slow
