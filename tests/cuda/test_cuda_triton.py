@@ -267,7 +267,7 @@ def test_what_is_wrong_is_found_in_the_self_check(monkeypatch):
     up = triton_gemm.TritonGemms.up_backward
     monkeypatch.setattr(triton_gemm.TritonGemms, "up_backward", lambda *a: 1.2 * up(*a))
     wrong = selfcheck.failure(torch.device("cpu"), gemm="triton")
-    assert wrong.startswith("the gradient of tokens in torch.float32 is ")
+    assert wrong.startswith("the gradient of tokens in torch.float32 has ")
 
 
 class OnCuda(torch.Tensor):
