@@ -62,6 +62,7 @@ def whole(density):
     return found
 
 
+@pytest.mark.slow
 def test_sending_everything_is_plain_sgd(forks):
     (first, other), (second, _) = values(forks.run(2, whole, 1.0))
     for name, parameter in first.items():

@@ -132,7 +132,7 @@ OPTIMIZERS = {
 
 def _held_for_real(recipe):
     """Bytes that live on this rank after a step, by kind, and bytes that it writes into a checkpoint."""
-    from bench.memory import _bytes, _tensors
+    from bench.memory import _bytes, tensors_of
     from bench.samples import Tokens
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel, state
@@ -143,7 +143,7 @@ def _held_for_real(recipe):
     init_parallel(recipe, processes)
     engine = Engine(recipe, processes)
     engine.train_step(0, Tokens(recipe))  # the optimizer has no state before
-    held = {name: sum(map(_bytes, tensors)) for name, tensors in _tensors(engine).items()}
+    held = {name: sum(map(_bytes, tensors)) for name, tensors in tensors_of(engine).items()}
     return held, sum(_bytes(piece.data) for piece in state.pieces(engine))
 
 
