@@ -1,7 +1,7 @@
 """The ranks of a run: device, rendezvous, process group, exit codes.
 
-A run's exit codes are the constants below, 0 for success, 2 for invalid input (`fmoe.errors.EXIT_USAGE`), and those of
-crashes and interrupts (docs/operations.md).
+A run's exit codes are the constants below, 0 for success, 2 for invalid input (`fmoe.errors.EXIT_USAGE`), and the
+codes of crashes and interrupts (docs/operations.md).
 """
 
 import os
@@ -124,7 +124,7 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
 
     Args:
         limit: maximum time to wait for another rank.
-        meeting: rendezvous of the ranks, from `meet`; None to meet here.
+        meeting: rendezvous of the ranks, from `meet`; None for a new one.
 
     Raises:
         UserError: this machine has fewer GPUs than ranks, or GPUs that torch cannot use.

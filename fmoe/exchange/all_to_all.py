@@ -21,8 +21,7 @@ from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
 from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
 from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.padded import PaddedPlan
-from fmoe.kernels.rows import DispatchPlan
-from fmoe.kernels.weighing import combine_unsaved
+from fmoe.kernels.rows import DispatchPlan, combine_unsaved
 
 _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
@@ -214,7 +213,7 @@ def _to_host(tensors: list[Tensor]) -> list[Counts]:
 
 class RowDispatch:
     """Permutes, exchanges and combines rows. If any rank needs the gradients of its combine weights, the weights are
-    sent after the rows, as a tensor [M], and their gradients come back (`fmoe.kernels.weighing`).
+    sent after the rows, as a tensor [M], and their gradients come back (`fmoe.kernels.rows.weigh_gradient`).
 
     Attributes:
         plan: plan of all rows.

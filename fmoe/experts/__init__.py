@@ -43,7 +43,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
 
 
 def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``options`` that the experts named ``name`` accept. Options that they fix are not accepted, such
+    """Return the ``options`` that the experts named ``name`` accept. Options that they fix are not accepted, such
     as the activation of swiglu."""
     factory = EXPERTS.get(name)
     taken, fixed = option_names(factory), getattr(factory, "keywords", {})
@@ -63,7 +63,7 @@ class _Singles:
 
 
 def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Return ``count`` modules, each made from its global id, under a random seed of its own."""
+    """Return ``count`` modules, each made from its global id, under its own random seed."""
     modules = []
     for index in range(first, first + count):
         with random.keyed("expert", seed, index):

@@ -28,8 +28,7 @@ from fmoe.errors import UserError
 from fmoe.kernels.cuda import tuning
 from fmoe.kernels.ffn import expert_ffn
 from fmoe.kernels.glu import gate
-from fmoe.kernels.rows import combine, permute
-from fmoe.kernels.weighing import weigh_gradient
+from fmoe.kernels.rows import combine, permute, weigh_gradient
 
 logger = logging.getLogger("fmoe")
 

@@ -22,8 +22,7 @@ from fmoe.kernels.ffn import expert_ffn, grouped_linear
 from fmoe.kernels.glu import SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
-from fmoe.kernels.rows import DispatchPlan
-from fmoe.kernels.weighing import weigh_gradient
+from fmoe.kernels.rows import DispatchPlan, weigh_gradient
 from fmoe.runtime import ownership
 from fmoe.runtime.adapters import adapted
 
@@ -387,7 +386,7 @@ class ExpertCall:
         return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
 
     def weighed(self, rows: list[Tensor], counts: list[int], weight_R: Tensor) -> list[Tensor]:
-        """Return the same outputs, in whose backward pass the rows have weights (`fmoe.kernels.weighing`)."""
+        """Return the same outputs, in whose backward pass the rows have weights (`weigh_gradient`)."""
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
         fused = self.fused(rows, counts_L, weight_TK=weight_R)
         return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]

@@ -298,3 +298,49 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, inverse = ctx.saved_tensors
         return _Reorder.apply(grad, inverse, index, ctx.dtype), None, None, None
+
+
+def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
+    """Return ``plan.combine(rows_MD, weight_TK)``, without saving the rows; ``plan`` may be a `PaddedPlan` too.
+
+    The backward pass returns each row's gradient without its weight, and no gradient of the weights. Where the row was
+    computed, `weigh_gradient` multiplies its gradient by the weight, which was sent with the row, and computes the
+    weight's gradient: <output of the expert, gradient of the sum>. Neither backward pass is the derivative of its own
+    forward pass; the two together are the derivative of `combine`.
+    """
+    return _CombineUnsaved.apply(rows_MD, weight_TK, plan)
+
+
+def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
+    """Return ``out_RD``; the backward pass multiplies its gradient by the weights, and computes their gradients.
+
+    It saves ``out_RD``, for outputs of any function. Operations of experts that take ``weight_R`` do not.
+    """
+    return _WeighGradient.apply(out_RD, weight_R)
+
+
+class _CombineUnsaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
+        ctx.plan, ctx.num_rows = plan, rows_MD.shape[0]
+        ctx.save_for_backward(plan.inverse_TK)
+        return plan.combine(rows_MD, weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        _ = ctx.saved_tensors  # a checkpoint recomputes before gradients are sent, and waits for all of its exchanges
+        return ctx.plan.permute(grad_TD, ctx.num_rows), None, None
+
+
+class _WeighGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out_RD: Tensor, weight_R: Tensor) -> Tensor:
+        ctx.save_for_backward(out_RD, weight_R)
+        return out_RD.view_as(out_RD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor]:
+        out_RD, weight_R = ctx.saved_tensors
+        dtype = torch.promote_types(weight_R.dtype, out_RD.dtype)
+        dot_R = row_dots(grad_RD.to(dtype), out_RD.to(dtype)).to(weight_R.dtype)
+        return (grad_RD * weight_R.unsqueeze(1)).to(out_RD.dtype), dot_R

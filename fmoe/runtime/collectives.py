@@ -5,8 +5,8 @@ that releases it last frees its tensors and captured thread state, for which it 
 waits for that lock while the interpreter finalizes, it is terminated inside a destructor, and the process aborts.
 
 So at exit, before the interpreter finalizes, `_settle` waits until threads have released the ``Work`` of every
-completed collective that was started here, and keeps permanent references to that of unfinished ones. `_keep` keeps
-permanent references to the tensors of all other collectives.
+completed collective that was started here, and keeps permanent references to the ``Work`` of unfinished ones.
+`_keep` keeps permanent references to the tensors of all other collectives.
 """
 
 import atexit
@@ -100,7 +100,7 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait until the ``Work`` of every completed collective is released; keep that of all others permanently."""
+    """Wait until the ``Work`` of every completed collective is released; keep all others permanently."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]

@@ -42,7 +42,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
     the GIL) while this one writes and waits for the disk.
 
     Raises:
-        OSError: writing failed; the error always names the file, unlike those of ``write`` and ``fsync``.
+        OSError: writing failed; the error always names the file, unlike the errors of ``write`` and ``fsync``.
     """
     digest, size = hashlib.sha256(), 0
     chunks = list(_chunks(buffers))

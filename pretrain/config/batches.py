@@ -10,7 +10,7 @@ class Batches:
     """The global batch of every step.
 
     It grows from ``start`` to ``size`` sequences by ``increment`` at a time, at equal intervals over the first
-    ``ramp_samples`` samples. Step n takes the samples after those of step n - 1.
+    ``ramp_samples`` samples. Step n continues after the last sample of step n - 1.
     """
 
     size: int

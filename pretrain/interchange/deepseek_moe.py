@@ -3,7 +3,7 @@
 transformers has no class for it. Its Qwen2-MoE multiplies the output of the shared experts by a sigmoid of a projection
 of the token. A projection of zeros gives one half, so an export doubles the output matrix of the shared experts:
 products with powers of two are exact, so the logits are the same. Queries, keys and values get biases of zeros: vLLM's
-Qwen2-MoE always adds biases, whatever ``qkv_bias`` is. An import recognizes such an export by ``fmoe_format`` in
+Qwen2-MoE always adds biases, even if ``qkv_bias`` is false. An import recognizes such an export by ``fmoe_format`` in
 config.json.
 """
 

@@ -1,4 +1,4 @@
-"""Gradients of combine weights from the ranks of the experts (`fmoe.kernels.weighing`), against `combine`."""
+"""Gradients of combine weights from the ranks of the experts (`fmoe.kernels.rows`), against `combine`."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from forks import values
 import fmoe
 from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.padded import PaddedPlan
-from fmoe.kernels.rows import DispatchPlan
-from fmoe.kernels.weighing import combine_unsaved, weigh_gradient
+from fmoe.kernels.rows import DispatchPlan, combine_unsaved, weigh_gradient
 from fmoe.routing import Routing
 
 TOKENS, TOP_K, EXPERTS, WIDTH = 12, 3, 5, 6

@@ -42,7 +42,7 @@ def expert_ffn(
         counts: number of rows of each expert, on the CPU.
         perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
         weight_TK: weights of the assignments of the plan; without ``perm_N``, weights [M] of the rows, which only the
-            backward pass uses, as that of `fmoe.kernels.weighing.weigh_gradient`.
+            backward pass uses, as in `fmoe.kernels.rows.weigh_gradient`.
         offsets: offsets of the plan, which other backends read on the device; unused here.
         into_main_grad: add the gradients of the two matrices to their ``main_grad``, if that is float32, and set
             ``grad_added_to_main_grad`` as Megatron does. Gradients of the same weights from other operations are then

@@ -13,8 +13,7 @@ from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.kernels import reference
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops
-from fmoe.kernels.rows import DispatchPlan
-from fmoe.kernels.weighing import combine_unsaved
+from fmoe.kernels.rows import DispatchPlan, combine_unsaved
 from fmoe.routing import Routing
 
 FLOAT32_LIMIT = 1e-5
