@@ -301,7 +301,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
-    """Return ``plan.combine(rows_MD, weight_TK)``, without saving the rows; ``plan`` may be a `fmoe.kernels.padded.PaddedPlan`.
+    """Return ``plan.combine(rows_MD, weight_TK)``, without saving the rows. The plan may be padded.
 
     The backward pass returns each row's gradient without its weight, and no gradient of the weights. Where the row was
     computed, `weigh_gradient` multiplies its gradient by the weight, which was sent with the row, and computes the
