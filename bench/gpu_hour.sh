@@ -21,7 +21,8 @@ REHEARSE=0
 [ "${1:-}" = --rehearse ] && { REHEARSE=1; shift; }
 STEPS=("$@")
 [ $# = 0 ] && STEPS=(probe smoke tests perf train sanitize)
-PYTHON=${PYTHON:-python3}
+# The environment of the Makefile, where there is one.
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-bench/results/gpu}
 WHEELS=${WHEELS:-.wheels}
 SITE=${SITE:-/tmp/fmoe-site}

@@ -26,7 +26,6 @@ from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
 
 HERE = Path(__file__).parent
-NO_EXPERTS = ["--model.num_experts", "0"]
 DENSE, EXPERTS, HALF = "dense", "experts", "half"
 
 
@@ -46,7 +45,8 @@ class Pair:
 
 
 def _without_experts(ffn_hidden_size: int, *more: str) -> tuple[str, ...]:
-    return (*NO_EXPERTS, "--model.ffn_hidden_size", str(ffn_hidden_size), "--parallel.expert", "1", *more)
+    width = str(ffn_hidden_size)
+    return ("--model.num_experts", "0", "--model.ffn_hidden_size", width, "--parallel.expert", "1", *more)
 
 
 PAIRS = {
