@@ -96,6 +96,7 @@ def test_trains_all_once_and_compares_them(recipes, stand_in, tmp_path, capsys):
     assert len(began) == 4, "finished runs were begun again"
 
 
+@pytest.mark.by_default("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_stops_and_goes_on(recipes, stand_in, tmp_path, capsys, number):
     began = stand_in(seconds=1.0)

@@ -36,7 +36,7 @@ def differences(shape, skew):
     }
 
 
-@pytest.mark.by_default("swiglu-told")
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [None, 2.0], ids=["routed", "told"])
 @pytest.mark.parametrize("shape", [GELU, SWIGLU], ids=["gelu", "swiglu"])
 def test_all_contenders_compute_the_same(shape, skew, forks):

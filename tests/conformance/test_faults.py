@@ -57,7 +57,7 @@ def test_an_error_in_one_gate_is_everyones(forks, exchange):
     assert first[2] < within(5) and usable in (True, None)
 
 
-@pytest.mark.by_default("padded")
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_error_in_an_expert_is_everyones(forks, exchange):
     first, second = values(forks.run(2, faults.broken_expert, exchange))

@@ -155,6 +155,7 @@ def ends_on_sigterm(folder, seconds):
     return process
 
 
+@pytest.mark.by_default("1.5")
 @pytest.mark.parametrize("seconds", [1.5, 30])
 def test_a_requeued_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch, caplog, seconds):
     monkeypatch.setattr(lock, "WAIT", 3)

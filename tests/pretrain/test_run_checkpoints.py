@@ -82,6 +82,7 @@ def test_what_is_written_in_the_background_is_what_a_stop_would_have_written(for
     assert steps(folders["background"]) == steps(folders["foreground"])
 
 
+@pytest.mark.by_default("at the end")
 @pytest.mark.parametrize("failing", [2, 6], ids=["under way", "at the end"])
 def test_an_error_in_the_background_ends_the_run_on_every_rank(forks, recipe_file, tmp_path, failing):
     recipe = recipe_file(checkpoint={"every": 2}, parallel={"expert": 2}, train={"steps": 6})

@@ -168,9 +168,7 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 
 @pytest.mark.by_default(
     "TP 2-1-2-switch",
-    "further tokens-switch",
     "TP2 x PP2 to EP2 x DP2 distributed-switch",
-    "latent attention-switch",
     "EP 2-1-4-sigmoid",
 )
 @pytest.mark.parametrize(("chain", "gate"), CASES)

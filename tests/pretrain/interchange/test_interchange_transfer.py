@@ -166,6 +166,7 @@ def test_there_and_back(forks, trained, exported, tmp_path, form, optimizer):
         assert after.state["weights_only"] and after.step == 0 and recipe.train.init_from == str(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_torch_saved_anew_comes_in(forks, trained, exported, tmp_path):
     """Read and written by torch, with other chunks and objects beside the tensors."""
     weights = {name: value for name, value in tensors_of(open_checkpoint(trained)).items() if "model/" in name}

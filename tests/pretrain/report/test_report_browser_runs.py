@@ -153,6 +153,7 @@ def served(folder):
             thread.join()
 
 
+@pytest.mark.slow
 def test_live_it_follows_a_file_that_grows(open_page, tmp_path):
     folder = write_run(tmp_path / "run", 5)
     with served(folder) as url:

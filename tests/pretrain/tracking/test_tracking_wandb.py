@@ -83,7 +83,7 @@ print(_mode(wandb))
 """
 
 
-@pytest.mark.by_default("key")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
