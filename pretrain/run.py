@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -185,7 +185,9 @@ def _guards(recipe: Recipe) -> list[Callback]:
     """Return the callbacks that add to a step's metrics; they precede the callbacks that log metrics."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
-        guards.append(CollapseWarning(recipe.guard, recipe.model.layers_with_experts))
+        # Choices of the random gate are meant to be uniform.
+        guard = replace(recipe.guard, collapse_uniform=0.0) if recipe.model.gate == "random" else recipe.guard
+        guards.append(CollapseWarning(guard, recipe.model.layers_with_experts))
     return guards
 
 

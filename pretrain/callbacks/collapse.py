@@ -1,6 +1,7 @@
 """Warnings about collapsed routers."""
 
 import logging
+import math
 from typing import Any
 
 from fmoe.metrics import coefficient_of_variation
@@ -11,17 +12,20 @@ logger = logging.getLogger(__name__)
 
 
 class CollapseWarning(Callback):
-    """Check the load of each layer's experts over windows of ``guard.collapse_window`` steps.
+    """Check each layer's expert load and router entropy over windows of ``guard.collapse_window`` steps.
 
     A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
-    the window, exceeds its limit. Adds ``guard/collapsed_layers`` at the end of a window. Warns when a layer collapses,
-    and does not repeat the warning until the layer has recovered.
+    the window, exceeds its limit; or when its router is uniform: its mean entropy is less than
+    ``guard.collapse_uniform`` nats below the maximum, the logarithm of the number of experts. Adds
+    ``guard/collapsed_layers`` at the end of a window. Warns when a layer collapses, and does not repeat the warning
+    until the layer has recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):
         self.config, self.layers = config, layers
         self._steps = 0
         self._load: dict[int, list[float]] = {}  # sums over the window, by layer
+        self._entropy: dict[int, float] = {}
         self._collapsed: set[int] = set()
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
@@ -29,10 +33,14 @@ class CollapseWarning(Callback):
             load: Any = metrics.get(f"moe/layer_{layer}/load", [])
             sums = self._load.get(layer) or [0.0] * len(load)
             self._load[layer] = [a + b for a, b in zip(sums, load, strict=True)]
+            self._entropy[layer] = self._entropy.get(layer, 0.0) + metrics.get(f"moe/layer_{layer}/entropy", 0.0)
         self._steps += 1
         if self._steps < self.config.collapse_window:
             return
-        described = {layer: _describe(self.config, load) for layer, load in self._load.items()}
+        described = {
+            layer: _describe(self.config, load, self._entropy[layer] / self._steps)
+            for layer, load in self._load.items()
+        }
         collapsed = {layer: text for layer, text in described.items() if text}
         metrics["guard/collapsed_layers"] = len(collapsed)
         if trainer.processes.is_main and (new := [n for n in collapsed if n not in self._collapsed]):
@@ -43,19 +51,21 @@ class CollapseWarning(Callback):
                 "; ".join(f"layer {layer}: {collapsed[layer]}" for layer in new),
             )
         self._collapsed = set(collapsed)
-        self._steps, self._load = 0, {}
+        self._steps, self._load, self._entropy = 0, {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         load = {str(layer): sums for layer, sums in self._load.items()}
-        return {"steps": self._steps, "load": load, "collapsed": sorted(self._collapsed)}
+        entropy = {str(layer): entropy for layer, entropy in self._entropy.items()}
+        return {"steps": self._steps, "load": load, "entropy": entropy, "collapsed": sorted(self._collapsed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps, self._collapsed = state["steps"], set(state["collapsed"])
         self._load = {int(layer): sums for layer, sums in state["load"].items()}
+        self._entropy = {int(layer): entropy for layer, entropy in state.get("entropy", {}).items()}
 
 
-def _describe(config: GuardConfig, load: list[float]) -> str:
-    """Describe why a window's load counts as collapsed; empty if it does not."""
+def _describe(config: GuardConfig, load: list[float], entropy: float) -> str:
+    """Describe why a layer with this load and mean entropy counts as collapsed; empty if it does not."""
     if not any(load):
         return ""
     cv, dead = coefficient_of_variation(load), sum(x == 0 for x in load)
@@ -64,4 +74,10 @@ def _describe(config: GuardConfig, load: list[float]) -> str:
         wrong.append(f"load CV {cv:.2f} above guard.collapse_cv={config.collapse_cv:g}")
     if dead > config.collapse_dead * len(load):
         wrong.append(f"{dead} of {len(load)} experts got no token, above guard.collapse_dead={config.collapse_dead:g}")
+    below = max(math.log(len(load)) - entropy, 0)
+    if len(load) > 1 and below < config.collapse_uniform:
+        wrong.append(
+            f"the router is uniform: entropy {entropy:.4f}, {below:.2g} below ln {len(load)} "
+            f"(guard.collapse_uniform={config.collapse_uniform:g})"
+        )
     return ", ".join(wrong)

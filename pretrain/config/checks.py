@@ -126,7 +126,15 @@ NOT_NEGATIVE = {
     "checkpoint": ("every", "keep"),
     "parallel": ("shadow",),
     "tracking": ("trust_every", "picture_every"),
-    "guard": ("spike_sigma", "spike_window", "collapse_window", "collapse_cv", "collapse_dead", "hang_minutes"),
+    "guard": (
+        "spike_sigma",
+        "spike_window",
+        "collapse_window",
+        "collapse_cv",
+        "collapse_dead",
+        "collapse_uniform",
+        "hang_minutes",
+    ),
 }
 
 

@@ -117,6 +117,9 @@ class GuardConfig:
     tokens."""
     collapse_dead: float = 0.25
     """Maximum share of a layer's experts without a token in the window."""
+    collapse_uniform: float = 5e-4
+    """Minimum distance, in nats, of a router's mean entropy from its maximum, the logarithm of the number of experts; a
+    router closer to it is uniform, so its choice of experts is arbitrary. 0 disables this check."""
     hang_minutes: float = 8.0
     """Minutes without progress after which all ranks write their stacks and exit; 0 disables."""
 

@@ -202,6 +202,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             collapse_window=0,
             collapse_cv=1.25,
             collapse_dead=0.5,
+            collapse_uniform=1e-3,
             hang_minutes=0.5,
         ),
         tracking=TrackingConfig(

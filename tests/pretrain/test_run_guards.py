@@ -311,6 +311,31 @@ def test_one_warning_for_a_collapse(caplog):
     assert "3 of 4 experts got no token" in caplog.messages[0] and "layer 1" not in caplog.messages[0]
 
 
+def test_a_uniform_router_is_a_collapse(caplog):
+    def windows(config, entropies, experts=4):
+        guard, counts = CollapseWarning(config, (2,)), []
+        for step, entropy in enumerate(entropies, 1):
+            trainer.step = step
+            metrics = {"moe/layer_2/load": [1 / experts] * experts, "moe/layer_2/entropy": entropy}
+            guard.on_step(trainer, metrics)
+            if step % 2 == 1:  # between the steps of a window
+                saved = json.loads(json.dumps(guard.state_dict()))
+                guard = CollapseWarning(config, (2,))
+                guard.load_state_dict(saved)
+            else:
+                counts.append(metrics["guard/collapsed_layers"])
+        return counts
+
+    config, trainer, uniform = GuardConfig(collapse_window=2, collapse_uniform=1e-2), trainer_of(), math.log(4)
+    with caplog.at_level(logging.WARNING):
+        assert windows(config, [uniform, uniform - 0.03, uniform - 0.015, uniform - 0.004]) == [0, 1]
+    (message,) = caplog.messages
+    assert message.startswith("step 4: ") and "layer 2: the router is uniform: entropy 1.3768" in message
+    assert "0.0095 below ln 4" in message and "guard.collapse_uniform=0.01" in message
+    assert windows(replace(config, collapse_uniform=0), [uniform + 1e-7] * 2) == [0]
+    assert windows(config, [0.0, 0.0], experts=1) == [0]
+
+
 # The recipe
 
 
