@@ -1,6 +1,5 @@
-// LAMB over many tensors, with each expert of a stack as a separate tensor, in three kernels: moments and squares of
-// norms, the sums of squares per expert, the step. A thread block processes a chunk: at most 65,536 elements of one
-// tensor and of one expert.
+// LAMB over many tensors, with each expert of a stack as a separate tensor: moments and squares of norms, their sums
+// per expert, the step. A thread block processes a chunk: at most 65,536 elements of one tensor and of one expert.
 //
 // Sums of squares are in double, in which none overflows, and in a fixed order. The update is computed again for the
 // step, because keeping it would take as much memory as the weights.
@@ -31,8 +30,7 @@ struct Squares {
   double weight = 0, update = 0;
 };
 
-// Loads the N numbers of a thread; one by one if they are not aligned, so that alignment does not change which thread
-// has which numbers.
+// Loads the N numbers of a thread; one by one if they are not aligned, but each thread loads the same ones either way.
 template <bool WIDE, int N, class T>
 __device__ __forceinline__ void load_some(const T* p, float (&x)[N]) {
   if constexpr (WIDE) {

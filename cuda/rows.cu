@@ -260,8 +260,7 @@ __device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i
 
 // Gradients of the biases, and, to save a launch, those of tokens and weights. The first blocks sum columns for the
 // biases. The others process tokens: d_x[t] = sum over k of d_rows[place[t, k]], and d_weight[t, k] +=
-// <d_out[t], second bias of the expert of place[t, k]>. The bound of four blocks per multiprocessor leaves
-// enough registers to avoid spills.
+// <d_out[t], second bias of the expert of place[t, k]>. With registers for four blocks per multiprocessor, none spills.
 template <class T>
 __global__ void __launch_bounds__(256, 4)
     bias_gradients(const T* __restrict__ d_out, const i64* __restrict__ order_M, const float* __restrict__ weight_N,

@@ -1,7 +1,4 @@
-"""Reference operations in plain differentiable torch, for tests and for second derivatives.
-
-Shape letters as in `fmoe.kernels.rows` and `fmoe.kernels.ffn`.
-"""
+"""Differentiable operations in plain torch, for tests and second derivatives; shape letters as in ``rows``, ``ffn``."""
 
 from collections.abc import Callable, Sequence
 

@@ -2,8 +2,7 @@
 
 Forward and backward passes gather rows. Autograd of ``index_select`` would add rows with ``index_add`` in the backward
 pass, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K
-rows are gathered and summed in the order of its choices. Only on the CPU, and only if most assignments have no row, is
-``index_add`` faster and used.
+rows are gathered and summed in the order of its choices. The CPU uses ``index_add`` if most assignments have no row.
 
 Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks, R
 rows that this rank's experts compute.

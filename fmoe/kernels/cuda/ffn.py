@@ -2,9 +2,8 @@
 
 Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
 pre-activations are saved for the backward pass, which gathers rows again. The kernel of the activation's derivative
-recomputes the activation, and also computes the gradient of the combine weights: dot products of the activated units
-and their gradient dO W_out, from the gradient dO of the outputs. With the GEMMs of `triton_gemm`, neither gathered rows
-nor dO W_out are stored.
+recomputes the activation, and computes the gradient of the combine weights: dot products of the activated units and
+their gradient dO W_out (dO: gradient of outputs). The GEMMs of `triton_gemm` store neither gathered rows nor dO W_out.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).

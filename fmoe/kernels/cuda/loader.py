@@ -12,6 +12,7 @@ import torch
 from fmoe.errors import BuildError, UserError
 from fmoe.kernels.cuda import launch, selfcheck, tuning
 from fmoe.kernels.cuda.launch import architecture
+from fmoe.kernels.native.loader import switch
 
 logger = logging.getLogger("fmoe")
 tuning.self_check = selfcheck.failure
@@ -55,10 +56,7 @@ def is_off() -> bool:
     Raises:
         UserError: FMOE_CUDA is neither 0 nor 1.
     """
-    value = os.environ.get("FMOE_CUDA", "")
-    if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_CUDA={value!r} must be 0 (off) or 1 (on)")
-    return value == "0"
+    return not switch("FMOE_CUDA")
 
 
 def describe() -> str:

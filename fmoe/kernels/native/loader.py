@@ -72,10 +72,10 @@ def is_off() -> bool:
     Raises:
         UserError: FMOE_NATIVE is neither 0 nor 1.
     """
-    return not _switch("FMOE_NATIVE")
+    return not switch("FMOE_NATIVE")
 
 
-def _switch(name: str) -> bool:
+def switch(name: str) -> bool:
     """Return whether an environment variable, 0 or 1, is on; it is on by default.
 
     Raises:
@@ -109,7 +109,7 @@ def describe() -> str:
 def _load() -> _Outcome:
     if is_off():
         return _Outcome(reason="FMOE_NATIVE=0 turns it off")
-    sanitize, huge_pages = _sanitizers(), _switch("FMOE_HUGE_PAGES")
+    sanitize, huge_pages = _sanitizers(), switch("FMOE_HUGE_PAGES")
     _check_isa()
     try:
         path = _load_library(sanitize)

@@ -23,8 +23,7 @@ struct Strided {
 };
 
 // out = a b, or out += a b if `add`: [m, k] by [k, n], in float, by one thread; `row` is the stride of out's rows. Used
-// for few rows, where a library takes as long to repack a weight matrix as to multiply by it. `work` has room for
-// `Gemms::work(m, n, k)` floats.
+// for few rows, where a library repacks a weight matrix for as long as it multiplies. `work`: `Gemms::work` floats.
 template <class B, class O>
 using Gemm = void (*)(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                       float* work);
