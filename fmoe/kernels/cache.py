@@ -68,7 +68,7 @@ def get(
         make: called with the folder and whether the lock is held. It builds in a `workplace` and ends with `publish`,
             or with `publish_failure` and a BuildError.
         what: name of the library in messages.
-        cannot: error to raise instead of building a missing entry, such as a missing compiler; None to build it.
+        cannot: error to raise instead of building a missing entry, if there is no compiler; None to build it.
         force: build even if the entry exists.
         instead_of: `identity` of an entry that did not load, which is not returned again.
 
@@ -101,7 +101,7 @@ def get(
 def find(key: str, suffix: str = ".so") -> Path | None:
     """Return the newest intact entry whose name begins with ``key``; None without one.
 
-    The first trusted folder of `folders` that has an entry counts.
+    The entry comes from the first trusted folder of `folders` that has one.
     """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:

@@ -2,8 +2,8 @@
 
 glibc requests every large block from the system, and returns it as soon as the program frees it. The system maps and
 clears the pages of a fresh block when they are first written. Gathering 32 MB of rows takes 35 ms into fresh memory and
-10 ms into reused memory; a gradient of 256 MiB takes 112 ms and 9 ms. A layer uses a dozen blocks of rows, of nearly
-the same sizes in every step: they are kept for the next caller. A gradient's memory is kept with its parameter.
+10 ms into reused memory; writing 256 MiB of gradients takes 112 ms and 9 ms. A layer uses a dozen blocks of rows, with
+nearly the same sizes in every step: they are kept for the next caller. A gradient's memory is kept with its parameter.
 
 One rule holds for both (`_is_free`): memory is reused once nothing else refers to its storage, no other process can see
 it, and the storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a

@@ -1,4 +1,4 @@
-"""Rows in a fixed number of slots per expert, of which some may be empty; all passes gather, as in `fmoe.kernels.rows`.
+"""Rows in a fixed number of slots per expert; slots may be empty. As in `fmoe.kernels.rows`, all passes gather rows.
 
 Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, S slots per expert, P = E * S, C chunks.
 """

@@ -62,7 +62,7 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn`, `combine`; without ``perm_N``, `expert_ffn` of rows, times any weights [M]."""
+    """Compute `permute`, `expert_ffn`, `combine`. Without ``perm_N``, only `expert_ffn`, times weights [M] if given."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
         out = expert_ffn(x_TD, *parameters, counts, activation, gated)
@@ -77,7 +77,7 @@ def expert_ffn_of_tokens(
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of ``function(*inputs)`` for the inputs that need them, else None."""
+    """Return a differentiable gradient of ``function(*inputs)`` for each input that needs one; None for the others."""
     with torch.enable_grad():
         own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
         wanted = [t for t, needed in zip(own, needs, strict=True) if needed and t is not None]

@@ -314,7 +314,7 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
 def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
     """Return ``out_RD``; the backward pass multiplies its gradient by the weights, and computes the weights' gradient.
 
-    Use it for outputs of any function: it saves them. Expert operations that take ``weight_R`` themselves save none.
+    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` do not save it.
     """
     return _WeighGradient.apply(out_RD, weight_R)
 

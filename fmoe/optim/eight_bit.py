@@ -91,10 +91,10 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """In each block that has a scale and codes which represent the values exactly, set these.
+    """Set scale and codes of each block whose values they can represent exactly.
 
-    The largest magnitude of a block was quantized to 1 or, because the map has no -1, to the lowest value of the map.
-    That magnitude divided by the magnitude of that value is the scale, up to two units in the last place.
+    The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to its lowest value q < 0.
+    The scale is this magnitude divided by abs(q), up to two units in the last place.
     """
     largest_B = values_BS.abs().amax(1)
     order = moment.qmap.argsort()

@@ -43,7 +43,7 @@ class Matrices:
 
     def __post_init__(self):
         if not all(self.sections) or self.rows % sum(self.sections):
-            raise UserError(f"sections={self.sections} must be positive and add up to a divisor of {self.rows} rows")
+            raise UserError(f"sections={self.sections} must be positive, with a sum that divides the {self.rows} rows")
 
     @classmethod
     def of(cls, parameter: Tensor, parts: int = 1, **split: Any) -> "Matrices | None":

@@ -64,7 +64,7 @@ def library(
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: cuda.core or NVRTC is missing and so is the entry, a compile error, or no writable cache folder; the
+        BuildError: no cuda.core or NVRTC to compile a missing entry, a compile error, or no writable cache folder; the
             message has one line.
     """
     sources = sources or SHIPPED

@@ -121,8 +121,8 @@ def combine(
 ) -> Tensor:
     """Return ``sum_k weight_tk * (rows + bias of their expert)[inverse_tk]``, summed in float32: [T, D].
 
-    Indices below 0, past the rows, or from ``limit`` on are skipped. Without weights, each is 1. A bias needs ``limit``
-    and ``end_L``, the end of each expert's rows.
+    Indices below 0, past the rows, or from ``limit`` on are skipped. Without weights, each weight is 1. A bias needs
+    ``limit`` and ``end_L``, the end of each expert's rows.
     """
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     out = rows_MD.new_empty(tokens, width)

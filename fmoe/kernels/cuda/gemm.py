@@ -31,7 +31,7 @@ class Gemms:
     Args:
         end_L: int32, ends of each expert's rows.
         variant: "grouped" or "loop".
-        counts: number of rows of each expert, on the host; without it, the loop copies ``end_L``, which synchronizes.
+        counts: number of rows of each expert, on the host; None makes the loop copy ``end_L``, which synchronizes.
     """
 
     def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):

@@ -82,7 +82,7 @@ def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Ge
 
 @lru_cache(1024)
 def num_warps(shared_of_block: int, shared_per_warp: int) -> int:
-    """Return *warps* of docs/kernels.md, 1 to 8 per block: as many as fit into shared memory, given bytes."""
+    """Return *warps* of docs/kernels.md, 1 to 8: as many as fit into the shared memory of a block, in bytes."""
     return next((w for w in (8, 7, 6, 5, 4, 3, 2) if shared_of_block + w * shared_per_warp <= SHARED), 1)
 
 

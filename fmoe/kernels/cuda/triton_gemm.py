@@ -259,7 +259,7 @@ class TritonGemms:
         """Return ``left.T @ right`` of the rows of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            gathered: "left" or "right" for the operand of which row ``index[i] // per`` is used as row i; "" for none.
+            gathered: "left" or "right", the operand whose row ``index[i] // per`` is used as row i; "" for none.
             total: float32 [L, O, I], to which the products are added, and which is returned.
         """
         height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
