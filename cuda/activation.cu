@@ -6,8 +6,8 @@
 #include "common.cuh"
 
 namespace fmoe {
-// `both` returns act(x) and its derivative; `second`, value and derivative of the function that gated experts apply to
-// the second half. A is the number of the activation, as in fmoe/kernels/native/src/kernels.h.
+// `both` returns act(x) and its derivative. `second` returns value and derivative of the function that gated experts
+// apply to the second half. A is the number of the activation, as in fmoe/kernels/native/src/kernels.h.
 template <int A>
 struct Activation;
 
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(256)
     activate_row<1, A, GATED>(before, bias, hidden, active, hidden_width);
 }
 
-// Reads the hidden rows once in the backward pass. d_active is the gradient of active without the factor w, the row's
-// combine weight. Computes scaled = w * active (for the gradient of the second map), d_hidden = w * d_active *
-// act'(hidden), and the gradient of the combine weight, d_weight = <active, d_active>.
+// The backward pass of `activate`, in one pass over the hidden rows. d_active is the gradient of active without the
+// factor w, the row's combine weight. Computes scaled = w * active (for the gradient of the second map), d_hidden =
+// w * d_active * act'(hidden), and the gradient of the combine weight, d_weight = <active, d_active>.
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate_backward(const T* __restrict__ hidden_MP, const T* __restrict__ d_active_MH,

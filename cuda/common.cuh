@@ -87,7 +87,7 @@ __device__ __forceinline__ uint4 pack(const float* x, bf16*) {
                     two_bfloats(x[6], x[7]));
 }
 
-// Loads N numbers from p: one, or as many as fill one or two vectors of 16 bytes, to which p is then aligned.
+// Loads N numbers from p: one, or as many as fill one or two vectors of 16 bytes; p must then be aligned to 16 bytes.
 template <int N, class T>
 __device__ __forceinline__ void load(const T* p, float (&x)[N]) {
   if constexpr (N == 1) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store(T* p, const float (&x)[N]) {
   }
 }
 
-// Numbers that a thread processes at once if possible: 16 bytes of the smaller type.
+// Count of numbers that a thread processes at once if width and alignment allow it: 16 bytes of the smaller type.
 template <class A, class B = A>
 constexpr int VECTOR = 16 / (sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Sum of x over this lane and those before it.
+// Sum of x over this lane and the lanes before it.
 __device__ __forceinline__ int warp_scan(int x) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -205,7 +205,7 @@ __device__ __forceinline__ i64 segment_of(const T* ends, i64 n, i64 x) {
   return low;
 }
 
-// A block's tokens: up to `tile` consecutive ones of a routing group, whose sequences may be interleaved in memory.
+// A block's tokens: up to `tile` consecutive tokens of a routing group, whose sequences may be interleaved in memory.
 struct GroupTile {
   i64 group, first;
   u32 begin, end, sequences, length;
@@ -224,7 +224,7 @@ struct GroupTile {
   }
 };
 
-// Number of valid rows. The rows after them are those of dropped assignments.
+// Number of kept rows. The rows after them belong to dropped assignments.
 __device__ __forceinline__ i64 rows_kept(const i64* limit, i64 rows) { return limit ? at_most(*limit, rows) : rows; }
 
 // This thread's row, in kernels in which the threads of one threadIdx.y process a row.

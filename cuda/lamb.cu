@@ -1,5 +1,5 @@
 // LAMB over many tensors, with each expert of a stack as a separate tensor: moments and squares of norms, their sums
-// per expert, the step. A block processes a chunk: at most 65,536 elements of one tensor and of one expert.
+// per expert, the step. A thread block processes a chunk: at most 65,536 elements of one tensor and of one expert.
 //
 // Sums of squares are in double, in which none overflows, and in a fixed order. The update is computed again for the
 // step, because keeping it would take as much memory as the weights.
@@ -30,7 +30,7 @@ struct Squares {
   double weight = 0, update = 0;
 };
 
-// Loads the N numbers of a thread, one by one if they are not aligned, so that each thread has the same numbers.
+// Loads the N numbers of a thread; one by one if they are not aligned, but each thread loads the same ones either way.
 template <bool WIDE, int N, class T>
 __device__ __forceinline__ void load_some(const T* p, float (&x)[N]) {
   if constexpr (WIDE) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_some(T* p, const float (&x)[N]) {
   }
 }
 
-// Updates the moments and sums squares, in the same order wherever the tensor is in memory: an expert of a stack is
+// Updates the moments and sums squares, in an order that does not depend on the address: an expert of a stack is
 // stepped bit for bit like a separate tensor.
 template <bool WIDE, int N, class T, class G>
 __device__ __forceinline__ Squares measure(const Chunk& chunk, const Options& o) {
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(256) lamb_norms(const double* __restrict__ par
   squares_2O[blocks + block] = sum.update;
 }
 
-// w -= lr * ratio * u, with ratio = |w| / |u|, at most max_trust; 1 for vectors and if either norm is 0.
+// w -= lr * ratio * u, with ratio = |w| / |u|, or 1 if either norm is 0, but at most max_trust; 1 for vectors.
 template <class T>
 __global__ void __launch_bounds__(512) lamb_update(const i64* __restrict__ chunks, const float* __restrict__ options,
                                                    const double* __restrict__ squares_2O, i64 blocks,

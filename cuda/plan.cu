@@ -25,7 +25,7 @@ __device__ __forceinline__ int count_in_order(int* counts, int bin) {
   return rank;
 }
 
-// Number of items per warp of n items, a multiple of 32.
+// Number of items per warp if n items are divided among the warps, a multiple of 32.
 __device__ __forceinline__ i64 span_of(i64 n, int warps) { return (n + warps * 32 - 1) / (warps * 32) * 32; }
 
 // tile_count [B, E + 1]: assignments of each tile by bin.
@@ -148,10 +148,10 @@ constexpr int QUEUE_WARPS = 16;
 
 // Adds up the counts and sums of all tiles (from `route` or `count_choices`). A block of 32 x 16 threads processes 32
 // experts of a group. It writes limit_G, the capacity, and zeros to tile_count. With a capacity, `count_BCE` becomes
-// each tile's first position in the experts' queues, where first choices of all tokens precede second ones. With
-// sum_BE, it writes fraction_GE, each expert's share of the choices, and the last block to finish adds up all groups:
-// balance and z are the losses; stats, [E + 5], has the kept assignments by expert, the number of dropped ones, and
-// sums over tokens of entropy, 1, the balance loss and the z loss.
+// each tile's first position in the experts' queues, where the first choices of all tokens precede the second choices.
+// With sum_BE, it writes fraction_GE, each expert's share of the choices, and the last block to finish adds up all
+// groups: balance and z are the losses; stats, [E + 5], has the kept assignments by expert, the number of dropped ones,
+// and sums over tokens of entropy, 1, the balance loss and the z loss.
 __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
     queue(int* count_BCE, const float* __restrict__ sum_BE, const float* __restrict__ sum_B3, i64 num_groups, i64 tiles,
           i64 choices, i64 num_experts, i64 top_k, double factor, i64* __restrict__ limit_G,
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
   rest[3] = float(double(experts) * sums[0] * by * tokens), rest[4] = float(sums[2] * by * tokens);
 }
 
-// Replaces assignments over their expert's capacity by -1, given `queue`'s positions. There is a block per tile, and a
-// warp per choice. The counts of `count_tiles` for the result are added to `tile_count`.
+// Replaces assignments over their expert's capacity by -1, given the positions from `queue`. There is a block per tile,
+// and a warp takes one choice at a time. The counts of `count_tiles` for the result are added to `tile_count`.
 __global__ void __launch_bounds__(256)
     drop_over_capacity(const i64* __restrict__ expert_TK, i64 tokens, i64 top_k, i64 num_experts, i64 group_size,
                        i64 sequences, i64 sequence_length, i64 tile, const int* __restrict__ queue_BKE,
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(256)
                   i64* __restrict__ order_R, i64* __restrict__ inverse_R) {
   const int segments = int(num_segments);
   int* arrived = reinterpret_cast<int*>(shared_memory());  // start of each segment
-  int* wanted = arrived + segments + 1;                    // the same in the needed order
-  int* wanted_of = wanted + segments + 1;                  // the same by segment
+  int* wanted = arrived + segments + 1;                    // starts in the needed order
+  int* wanted_of = wanted + segments + 1;                  // the same starts, by received segment
   int* scratch = wanted_of + segments;
   for (int s = threadIdx.x; s < segments; s += blockDim.x) {
     arrived[s] = int(receive_S[s]);

@@ -66,8 +66,8 @@ __device__ __forceinline__ Ranked next_best(Row<I>& keys, int begin, int end, Ra
   return best_of_warp(mine);
 }
 
-// Sets the keys of experts outside the best `kept` of `groups` groups to that of -inf. `group_keys`: shared, one per
-// group.
+// Sets the keys of experts outside the best `kept` of `groups` groups to the key of -inf. `group_keys`: one per group,
+// in shared memory.
 template <int I>
 __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int groups, int kept, int best_of,
                                                 u32* group_keys) {
@@ -133,8 +133,8 @@ __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen
   return normal;
 }
 
-// A block processes a tile of a routing group's tokens, a warp a token at a time. `count_BCE`, `sum_BE` and `sum_B3`
-// are given together or not at all: the tile's choices by expert (and by choice, if `by_choice`), its sums of
+// A block processes a tile of a routing group's tokens; each warp takes one token at a time. `count_BCE`, `sum_BE` and
+// `sum_B3` are given together or not at all: the tile's choices by expert (and by choice, if `by_choice`), its sums of
 // probabilities, and its sums of logsumexp^2, entropy and 1, all over the tokens that are routed. `queue` in plan.cu
 // reads them.
 template <class T, int I>
@@ -268,8 +268,8 @@ __global__ void __launch_bounds__(256)
   const T* logits = logits_TE + t * experts;
   const i64* chosen = expert_TK + t * top_k;
   const float* d_weight = d_weight_TK + t * top_k;
-  // `row` holds the gradients that come from the weights: of scores, or of logits if the softmax is over the chosen
-  // ones.
+  // `row` holds the gradients that come from the weights: of the scores, or, if the softmax is over the chosen experts,
+  // of the logits.
   const bool is_logits = !is_sigmoid && normalize;
 #pragma unroll 1
   for (int e = lane; e < experts; e += 32) row[e] = 0;

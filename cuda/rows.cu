@@ -30,7 +30,7 @@ __device__ __forceinline__ void copy_row(const In* x, Out* out, i64 width, bool 
   }
 }
 
-// The same without conversion.
+// Copies a row without scale and conversion.
 template <class V>
 __device__ __forceinline__ void copy_vectors(const V* x, V* out, i64 vectors) {
   const i64 step = blockDim.x;
@@ -54,7 +54,7 @@ struct Same<A, A> {
   static constexpr bool value = true;
 };
 
-// N numbers in the format of memory, so that several loads can be in flight; zeros if nothing is loaded.
+// N numbers as they are in memory, so that several loads can be in flight; zeros if nothing is loaded.
 template <int N, class T>
 struct Raw {
   static_assert(N * sizeof(T) == 16, "a vector");
@@ -258,9 +258,9 @@ __device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i
   put(out_LD + expert * width + column, sum);
 }
 
-// Gradients of the biases; and those of tokens and weights, to save a launch. The first blocks sum columns for the
+// Gradients of the biases, and, to save a launch, those of tokens and weights. The first blocks sum columns for the
 // biases. The others process tokens: d_x[t] = sum over k of d_rows[place[t, k]], and d_weight[t, k] +=
-// <d_out[t], second bias of the expert of place[t, k]>. With four blocks per multiprocessor, no register spills.
+// <d_out[t], second bias of the expert of place[t, k]>. With registers for four blocks per multiprocessor, none spills.
 template <class T>
 __global__ void __launch_bounds__(256, 4)
     bias_gradients(const T* __restrict__ d_out, const i64* __restrict__ order_M, const float* __restrict__ weight_N,
@@ -341,7 +341,7 @@ __device__ __forceinline__ void jitter_row(const T* x, const T* addend, u64 key,
 }
 
 // out = x * noise + addend and change = x * (noise - 1), with the noise of each element uniform in [1 - half_width, 1 +
-// half_width). It is that of `RoutingGroups.local_uniform16` for this key, on every device.
+// half_width): on every device, the numbers of `RoutingGroups.local_uniform16` for this key, scaled.
 template <class T>
 __global__ void __launch_bounds__(256)
     jitter(const T* __restrict__ x_TD, const T* __restrict__ addend_TD, i64 key, i64 first_group, double half_width,

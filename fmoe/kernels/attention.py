@@ -1,7 +1,7 @@
-"""Causal attention, optionally in a sliding window and with sinks, by torch's fused `scaled_dot_product_attention`.
+"""Causal attention, optionally with a sliding window and sinks, by torch's fused `scaled_dot_product_attention`.
 
 Attention within a window of W tokens runs in blocks of W queries, each with at most 2 W keys, so that time and memory
-grow with the length, not with its square.
+grow linearly with the length.
 
 A sink (arXiv 2309.17453; one learned number per head in GPT-OSS, arXiv 2508.10925) is a score that takes part in the
 softmax and has no value: ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``. Here the sink is an additional first key whose
@@ -38,8 +38,8 @@ def causal_attention(
         scale: factor of the scores.
         window: number of keys that a query sees, up to and including its own; None for all.
         sinks_H: sink of each head; None for none.
-        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, always including later keys;
-            None to show each query all keys up to its own position.
+        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see; it must hide later keys too.
+            None shows each query all keys up to its own position, within the window.
         dropout: dropout rate of the attention probabilities.
     """
     queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
@@ -66,8 +66,8 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend with as many keys as queries: each block of W queries sees the keys of its own and the previous block."""
-    keys, values = key.split(window, dim=2), value.split(window, dim=2)  # each slice's gradient would have all keys
+    """Attend with as many keys as queries. A block of W queries sees the keys of that block and of the previous one."""
+    keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []
     for index, block in enumerate(query.split(window, dim=2)):

@@ -53,7 +53,7 @@ cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cuda_takes(*tensors: Tensor | None) -> bool:
-    """Return whether the tensors are on one device with CUDA kernels, in a dtype that these support."""
+    """Return whether the tensors are on one device with CUDA kernels, and the kernels support their dtypes."""
     first = next(tensor for tensor in tensors if tensor is not None)
     return cuda_is_loaded(first.device) and all(
         t.device == first.device and (t.dtype in DTYPES or not t.is_floating_point()) for t in tensors if t is not None
@@ -78,7 +78,7 @@ def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels route these tokens, whose logits are in float32, to this many experts."""
+    """Return whether CUDA kernels route these tokens to this many experts; they compute logits in float32."""
     return x_TD.is_floating_point() and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 

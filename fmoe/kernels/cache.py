@@ -1,7 +1,7 @@
 """The cache of built libraries: its folders, locks and entries.
 
 An entry is one file, ``KEY-SHA256.so`` (``.zip`` for CUDA kernels), named after the SHA-256 of its bytes. It is
-published by a rename, so readers never see a partial file, and damage by a full or bad disk is detected before loading.
+published by a rename, so readers never see a partial file. The digest reveals damage by a full or bad disk.
 A builder holds the lock of its key, which the operating system releases when the process ends.
 """
 
@@ -22,7 +22,7 @@ from fmoe.errors import BuildError
 with suppress(ImportError):  # on Windows, where `build` raises before it is needed
     import fcntl
 
-KEEP = 8  # entries per folder and kind; the least recently used are removed
+KEEP = 8  # entries per folder and suffix; the least recently used are removed
 SUFFIXES = (".so", ".zip")
 
 logger = logging.getLogger("fmoe")
@@ -68,12 +68,12 @@ def get(
         make: called with the folder and whether the lock is held. It builds in a `workplace` and ends with `publish`,
             or with `publish_failure` and a BuildError.
         what: name of the library in messages.
-        cannot: error to raise if the entry is missing; None if it can be built.
+        cannot: error to raise instead of building a missing entry, if there is no compiler; None to build it.
         force: build even if the entry exists.
         instead_of: `identity` of an entry that did not load, which is not returned again.
 
     Raises:
-        BuildError: the build fails, or no cache folder is writable; the message has one line.
+        BuildError: ``cannot``, a failed build, or no writable cache folder; the message has one line.
     """
     if not force:
         found = find(key, suffix)
@@ -95,13 +95,13 @@ def get(
             return make(folder, is_locked)
     except OSError as error:
         reason = error.strerror or error
-        raise BuildError(f"cache folder {folder}: {reason}; set FMOE_CACHE to a writable folder") from error
+        raise BuildError(f"cache folder {folder}: {reason}; set FMOE_CACHE to another folder") from error
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
     """Return the newest intact entry whose name begins with ``key``; None without one.
 
-    It is from the first trusted folder of `folders` that has one.
+    The entry comes from the first trusted folder of `folders` that has one.
     """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
@@ -136,16 +136,16 @@ def writable() -> Path:
             if reason is None:
                 if os.access(folder, os.W_OK | os.X_OK):
                     return folder
-                reason = "is not writable"
+                reason = "not writable"
         except OSError as error:
             reason = error.strerror
         reasons.append(f"{folder}: {reason}")
-    raise BuildError(f"no cache folder: {'; '.join(reasons)}; set FMOE_CACHE to a writable folder")
+    raise BuildError(f"no cache folder: {'; '.join(reasons)}; set FMOE_CACHE to a writable folder of your own")
 
 
 @contextmanager
-def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iterator[bool]:
-    """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
+def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
+    """Wait for the lock of ``key`` in ``folder``, and hold it in this context; ``what`` names the library in the log.
 
     Yields:
         Whether the lock is held. On a file system without locks it is not, and several processes may build the entry.
@@ -155,7 +155,7 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
         yield is_locked
     finally:
         if is_locked:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing does not unlock if a fork has the handle too
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing does not unlock if a forked process has the handle too
         os.close(handle)
 
 
@@ -169,7 +169,7 @@ def workplace(folder: Path, key: str, is_locked: bool) -> Path:
 def publish(library: Path, folder: Path, key: str) -> Path:
     """Make a built library the only entry of its key.
 
-    Also removes the key's failure report, and the least recently used entries beyond `KEEP`.
+    Also remove the key's failure report, and the least recently used entries beyond `KEEP`.
     """
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
@@ -195,7 +195,7 @@ def failure(folder: Path, key: str) -> Path:
 
 
 def publish_failure(folder: Path, key: str, text: str) -> None:
-    """Write the `failure` of a build, and remove the oldest failures of the folder."""
+    """Write the `failure` of a build, and remove the folder's oldest failures beyond `KEEP`."""
     path = failure(folder, key)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
@@ -259,7 +259,7 @@ def _distrust(folder: Path) -> str | None:
     """Return a reason not to load libraries from a folder, such as write access of others; None if it is trusted."""
     found = folder.lstat() if folder == _temporary() else folder.stat()
     if not stat.S_ISDIR(found.st_mode):
-        return "is not a folder"
+        return "not a folder"
     if found.st_mode & stat.S_IWOTH:
         return f"all users have write access (mode {stat.S_IMODE(found.st_mode):o})"
     # A folder named by FMOE_CACHE may belong to another user. A default folder must not: any user could create it.

@@ -1,9 +1,9 @@
 """Experts in plain torch: a linear map of rows grouped by expert, and two such maps with an activation between them.
 
 The experts run one after the other, so that the buffer after the activation holds the rows of only one expert and stays
-in the cache. The backward pass recomputes a known activation, so that only pre-activations are kept. Known activations
-(GELU, SiLU, ReLU, `SwiGLUOAI`) are elementwise, without randomness and parameters, and have a known derivative. Any
-other function may be random or have parameters, so it is called once for all rows, and autograd records the call.
+in the CPU's cache. The backward pass recomputes a known activation, so that only pre-activations are kept. The known
+activations (GELU, SiLU, ReLU, `SwiGLUOAI`) are elementwise, without randomness and parameters. Any other function may
+be random or have parameters, so it is called once for all rows, and autograd records the call.
 
 Shape letters: M rows, n of them of one expert, L experts, I input width, O output width, D width, H hidden width, P
 height of the first map (2 H if gated, else H).
@@ -56,7 +56,7 @@ def expert_ffn(
 
     Args:
         activation: any differentiable function [n, H] -> [n, H].
-        gated: the first matrix has 2 H rows, and its output becomes ``activation(first half) * second half``.
+        gated: the first matrix has 2 H rows, and `gate` applies the activation. `SwiGLUOAI` requires it.
 
     An expert without rows gets zero gradients, not None.
     """
@@ -114,7 +114,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _kernels(activation: Callable[[Tensor], Tensor]) -> Kernels | None:
-    """Return the kernels of a known activation; None for any other function."""
+    """Return the kernels of GELU, SiLU or ReLU; None for any other function."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return (
             functools.partial(_aten.gelu.out, **activation.keywords),
@@ -138,7 +138,7 @@ class _Between:
 
     Args:
         kernels: kernels of the activation.
-        like: tensor with the dtype, the device and the width of the activation's output.
+        like: tensor [M, P] of pre-activations, with the dtype and the device of the results.
     """
 
     def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):

@@ -1,9 +1,9 @@
 """CPU memory that is reused from step to step, for rows and for the gradients of stacked weights.
 
-glibc requests every large block from the system and returns it when it is freed. The system maps and clears the pages
-of a fresh block when they are first written. Gathering 32 MB of rows takes 35 ms into fresh memory and 10 ms into
-reused memory; a gradient of 256 MiB takes 112 ms and 9 ms. A layer uses a dozen blocks of rows, of nearly the same
-sizes in every step, so blocks are kept for the next caller. A gradient's memory is kept with its parameter.
+glibc requests every large block from the system, and returns it as soon as the program frees it. The system maps and
+clears the pages of a fresh block when they are first written. Gathering 32 MB of rows takes 35 ms into fresh memory and
+10 ms into reused memory; writing 256 MiB of gradients takes 112 ms and 9 ms. A layer uses a dozen blocks of rows, with
+nearly the same sizes in every step: they are kept for the next caller. A gradient's memory is kept with its parameter.
 
 One rule holds for both (`_is_free`): memory is reused once nothing else refers to its storage, no other process can see
 it, and the storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _SMALLEST = 1 << 20  # bytes; malloc keeps smaller blocks itself
-_PATIENCE = 64  # a free block returns to the system if more blocks than this were taken after its last use
+_PATIENCE = 64  # a free block last taken more requests ago than this returns to the system at the next new block
 
 _lock = threading.Lock()  # guards the variables below: two threads must not take the same memory
 _blocks: dict[Tensor, int] = {}  # blocks, with `_taken` at the time each was last taken
@@ -55,14 +55,14 @@ def empty_gradient(parameter: Tensor) -> Tensor:
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
-    """Return ``rows[index]``, in memory from `empty` if autograd is off."""
+    """Return ``rows[index]``, in memory from `empty` if autograd is off and the rows are plain."""
     if torch.is_grad_enabled() or not is_plain(rows):
         return rows.index_select(0, index)
     return torch.index_select(rows, 0, index, out=empty((index.shape[0], *rows.shape[1:]), rows))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is plain CPU memory: not a fake tensor, not traced and not a shard."""
+    """Return whether this is a plain CPU tensor: no subclass (parameter, fake tensor, DTensor), and not traced."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -1,6 +1,6 @@
-"""Rows in a fixed number of slots per expert, some of them empty. Rows are gathered, as in `fmoe.kernels.rows`.
+"""Rows in a fixed number of slots per expert; slots may be empty. As in `fmoe.kernels.rows`, all passes gather rows.
 
-Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, S slots each, P = E * S, C chunks.
+Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, S slots per expert, P = E * S, C chunks.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ class PaddedPlan:
         return torch.where(self.valid_P, weight_TK.reshape(-1).index_select(0, self.assignment_P), 0)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """Return each slot's token, times the weight of its assignment if given; zero in empty slots."""
+        """Return each slot's token, times the assignment's weight if given: [P, D]; zero in empty slots."""
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
         rows = memory.gather(x_TD, self.assignment_P // self.top_k)

@@ -1,4 +1,4 @@
-"""Reference operations in plain differentiable torch, for tests and for second derivatives."""
+"""Differentiable operations in plain torch, for tests and second derivatives; shape letters as in ``rows``, ``ffn``."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``rows[index]`` in ``dtype``; ``inverse``, the inverse permutation, is only for the fast paths."""
+    """Return ``rows[index]`` in ``dtype``; only fast paths use ``inverse``, the inverse permutation."""
     return rows[index].to(rows.dtype if dtype is None else dtype)
 
 
@@ -62,7 +62,7 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn` and `combine`; without ``perm_N``, `expert_ffn` of rows, times their weights."""
+    """Compute `permute`, `expert_ffn`, `combine`. Without ``perm_N``, only `expert_ffn`, times weights [M] if given."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
         out = expert_ffn(x_TD, *parameters, counts, activation, gated)
@@ -77,7 +77,7 @@ def expert_ffn_of_tokens(
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of ``function(*inputs)`` for the inputs that need them."""
+    """Return a differentiable gradient of ``function(*inputs)`` for each input that needs one; None for the others."""
     with torch.enable_grad():
         own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
         wanted = [t for t, needed in zip(own, needs, strict=True) if needed and t is not None]

@@ -1,11 +1,11 @@
-"""Dispatch of rows from token order to expert order, and back: `DispatchPlan` holds indices, functions move rows.
+"""Dispatch of rows from token order to expert order and back, by the indices of a `DispatchPlan`.
 
-Forward and backward passes gather rows. Autograd of plain indexing would add rows with ``index_add`` in the backward
+Forward and backward passes gather rows. Autograd of ``index_select`` would add rows with ``index_add`` in the backward
 pass, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K
-rows are gathered and summed in the order of its choices. Only the CPU uses ``index_add``, if
-most assignments have no row.
+rows are gathered and summed in the order of its choices. The CPU uses ``index_add`` if most assignments have no row.
 
-Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks.
+Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks, R
+rows that this rank's experts compute.
 """
 
 import itertools
@@ -312,9 +312,9 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
 
 
 def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
-    """Return ``out_RD``; the backward pass multiplies its gradient by the weights, and computes their gradients.
+    """Return ``out_RD``; the backward pass multiplies its gradient by the weights, and computes the weights' gradient.
 
-    It saves ``out_RD``, for outputs of any function. Operations of experts that take ``weight_R`` do not.
+    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` do not save it.
     """
     return _WeighGradient.apply(out_RD, weight_R)
 
@@ -328,7 +328,7 @@ class _CombineUnsaved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
-        _ = ctx.saved_tensors  # a checkpoint recomputes before gradients are sent, and waits for all of its exchanges
+        _ = ctx.saved_tensors  # a checkpoint recomputes its exchanges here, before gradients are sent
         return ctx.plan.permute(grad_TD, ctx.num_rows), None, None
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that treat each expert of a stacked weight as a separate tensor."""
+"""Optimizers for stacked experts: all but `AdamW8bit` treat each expert of a stack as a separate tensor."""
 
 from fmoe.optim.adafactor import Adafactor
 from fmoe.optim.eight_bit import AdamW8bit

@@ -13,7 +13,7 @@ def check(
     positive: Mapping[str, float] | None = None,
     **not_negative: float,
 ) -> None:
-    """Raise UserError for the first value, or NaN, outside its range."""
+    """Raise UserError for the first value that is NaN or outside its range."""
     for name, value in not_negative.items():
         if not float(value) >= 0:
             raise UserError(f"{name}={value} must be at least 0")

@@ -20,9 +20,9 @@ BLOCK = 256
 class AdamW8bit(Optimizer):
     """AdamW with 8-bit moments: codes of a map of 256 values, and a float32 scale per 256 consecutive elements.
 
-    A tensor has float32 moments if it has fewer than 4,096 elements, or a number of elements that 256 does not divide.
-    On a GPU torchao compiles the update; on a CPU it runs eagerly. The state is ``step`` and the moments ``exp_avg``
-    and ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
+    A tensor with fewer than 4,096 elements, or a number of elements that 256 does not divide, has moments in its own
+    dtype. If all parameters are on a CPU, the update runs eagerly; otherwise torchao compiles it. The state is ``step``
+    and the moments ``exp_avg`` and ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
 
     Raises:
         MissingPackageError: torchao is not installed.
@@ -91,10 +91,10 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Set scales and codes that represent the values exactly, in the blocks for which they exist.
+    """Set scale and codes of each block whose values they can represent exactly.
 
-    The largest magnitude of a block was quantized to 1 or, because the map has no -1, to the lowest value of the map.
-    Divided by that value, it is the scale up to two units in the last place.
+    The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to its lowest value q < 0.
+    The scale is this magnitude divided by abs(q), up to two units in the last place.
     """
     largest_B = values_BS.abs().amax(1)
     order = moment.qmap.argsort()

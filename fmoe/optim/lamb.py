@@ -24,7 +24,7 @@ class Lamb(TrustOptimizer):
 
     Args:
         params: parameters or parameter groups.
-        max_trust: highest trust ratio (LAMBC, arXiv 2011.13584); None for no bound.
+        max_trust: upper bound on the ratio (LAMBC, arXiv 2011.13584); None for no bound.
 
     Raises:
         UserError: a number is out of range.

@@ -23,7 +23,7 @@ class Lars(TrustOptimizer):
 
     Args:
         params: parameters or parameter groups.
-        max_trust: highest ratio; None for no bound.
+        max_trust: upper bound on the ratio; None for no bound.
 
     Raises:
         UserError: a number is out of range.

@@ -1,4 +1,4 @@
-"""Layout of parameters: stacks of experts, matrices and vectors, and the parts of them that a rank steps."""
+"""Layout of parameters: stacks of experts, matrices and vectors, and the parts of these that a rank steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fmoe.runtime import ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Return whether the first axis of the parameter is that of experts, each of which is a separate tensor.
+    """Return whether the parameter stacks experts along its first axis; each expert is a separate tensor.
 
     `fmoe.experts.Stacked` marks such parameters.
     """
@@ -64,7 +64,7 @@ class Blocks:
 
     @classmethod
     def of(cls, parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] = ()) -> "Blocks":
-        """Return a stack of L experts as L blocks, any other matrix as one."""
+        """Return a stack of L experts as L blocks, any other matrix as one block, a vector as none."""
         count = (parameter.shape[0] if is_stacked(parameter) else 1) if is_matrix(parameter) else 0
         return cls(parameter.numel(), count, tuple(g for g in groups if g.size() > 1) if count else ())
 
@@ -122,7 +122,7 @@ def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_n
     if not 0 <= start <= start + numel <= blocks.numel or (blocks.count and blocks.numel % blocks.count):
         raise UserError(
             f"elements {start} to {start + numel} do not fit a parameter of {blocks.numel} elements in {blocks.count} "
-            "blocks"
+            "equal blocks"
         )
     if not blocks.count or not numel:
         if numel:

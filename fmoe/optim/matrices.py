@@ -31,7 +31,7 @@ class Matrices:
         group: tensor parallel group; None if this rank has whole matrices.
 
     Raises:
-        UserError: the sections do not divide the rows.
+        UserError: a section is 0, or the sum of the sections does not divide the rows.
     """
 
     blocks: int
@@ -43,7 +43,7 @@ class Matrices:
 
     def __post_init__(self):
         if not all(self.sections) or self.rows % sum(self.sections):
-            raise UserError(f"sections={self.sections} do not divide the {self.rows} rows of a fused weight")
+            raise UserError(f"sections={self.sections} must be positive, with a sum that divides the {self.rows} rows")
 
     @classmethod
     def of(cls, parameter: Tensor, parts: int = 1, **split: Any) -> "Matrices | None":
@@ -71,7 +71,7 @@ class Matrices:
 
     @property
     def kind(self) -> tuple:
-        """Key of the descriptions whose blocks can be orthogonalized together."""
+        """Key that is equal for descriptions whose blocks can be orthogonalized together."""
         return self.rows, self.columns, self.sections, self.axis, self.group
 
     def cut(self, x_BMN: Tensor) -> list[Tensor]:
@@ -117,7 +117,7 @@ class Matrices:
 def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[Tensor, Matrices]:
     """Return the trained hidden matrices of a model, found by the modules that own them.
 
-    Hidden matrices are the parameters with two axes and the stacks of experts, except those of embeddings (also where
+    Hidden matrices are the parameters with two axes and the stacks of matrices, except those of embeddings (also where
     they are tied to other modules), of gates, of the gate of a shared expert's output, and of ``others``. Gated
     `FFNExperts` have two matrices per expert in ``weight_in``.
 

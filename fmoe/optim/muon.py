@@ -44,7 +44,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a parameter, or the part of one that this rank steps.
+    """A block of a parameter, or the part of a block that this rank steps.
 
     Attributes:
         key: (number of the parameter, number of the block), which orders pieces alike on all ranks.
@@ -68,7 +68,7 @@ class _Plan:
 
     hidden: frozenset[Tensor]  # the tensors that have matrices, or parts of them
     chunks: list[list[_Piece]]  # whole blocks of one kind, or one part of a block
-    parts: list[_Piece]  # those whose block has parts on other ranks, in the order of their keys
+    parts: list[_Piece]  # pieces whose block has parts on other ranks, in the order of their keys
     exchanges: bool  # whether any rank of the group has such parts
     dtype: torch.dtype  # of the exchange
 
@@ -89,12 +89,12 @@ class Muon(Optimizer):
         params: parameters or parameter groups.
         lr: learning rate of Muon and AdamW.
         momentum, nesterov, ns_steps: options of Muon; ``ns_steps`` is the number of Newton-Schulz iterations.
-        weight_decay: decoupled weight decay of Muon and AdamW; `param_groups` sets it to 0 for vectors.
+        weight_decay: decoupled weight decay of Muon and AdamW; `fmoe.optim.param_groups` sets it to 0 for vectors.
         scale: "rms" for 0.2 sqrt(max(M, N)), which allows AdamW's usual learning rate and decay (Moonlight, equation
             4); "original" for sqrt(max(1, M / N)).
         betas, eps: options of AdamW.
         matrices: the hidden matrices, from `hidden_matrices`. None takes every parameter with two axes and every stack
-            of experts, which is wrong for embeddings, output layers and gates.
+            of matrices, which is wrong for embeddings, output layers and gates.
 
     Raises:
         UserError: a number is out of range.
@@ -217,7 +217,7 @@ class Muon(Optimizer):
                 tensor.copy_(weight)
 
     def _direction(self, piece: _Piece) -> Tensor:
-        """Return this rank's part of the matrix to orthogonalize."""
+        """Return this piece of the matrix to orthogonalize, u in the formula of `Muon`."""
         gradient = piece.part.of(_gradient(piece.tensor))
         buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
@@ -275,7 +275,7 @@ class Muon(Optimizer):
         return (tensor, 0) if self._shards is None else self._shards.parts[tensor]
 
     def _plan(self) -> _Plan:
-        """Plan the steps. Collective over the group of the shards."""
+        """Return the plan of a step. Collective over the group of the shards."""
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         if any(hasattr(tensor, "placements") for tensor in tensors):
             raise UserError("Muon does not support DTensors, whose shards it would orthogonalize: use AdamW with FSDP")

@@ -51,7 +51,7 @@ class Plan:
 
 
 class TrustOptimizer(Optimizer):
-    """Base class that scales the update of each block by a trust ratio; subclasses compute the update.
+    """Base class that scales the update of each block by a trust ratio; subclasses compute update and ratio.
 
     Tensors are stepped in chunks of many by torch's multi-tensor operations. 16-bit parameters have float32 state and
     are rounded once per step.
@@ -139,7 +139,7 @@ class TrustOptimizer(Optimizer):
         return loss
 
     def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
-        """Step all slots by fused kernels and return True; return False, with no change, if there are none."""
+        """Step all slots by fused kernels and return True; without such kernels, change nothing and return False."""
         return False
 
     def _reduce(self, plan: Plan) -> None:

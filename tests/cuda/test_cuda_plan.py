@@ -10,6 +10,8 @@ from emulator import InOut, Output
 
 from fmoe.exchange.hops import segment_order
 from fmoe.gates.router import drop_over_capacity
+from fmoe.kernels.cuda import calls
+from fmoe.kernels.cuda.instances import MAX_EXPERTS, MAX_SEGMENTS
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
@@ -27,6 +29,15 @@ def choices(seed, draw):
     expert_TK = score_TE.argsort(1, descending=True)[:, :top_k].clone()
     expert_TK[torch.rand(expert_TK.shape, generator=g) < draw.choice([0, 0, 0.3, 1.0])] = -1
     return expert_TK, experts
+
+
+def test_counters_of_the_most_experts_and_segments_fit_without_opt_in(monkeypatch):
+    shared = {}
+    monkeypatch.setattr(calls, "_start", lambda kernel, geometry, *rest: shared.update({kernel: geometry.shared}))
+    calls.place(torch.zeros(8192, dtype=INT64), MAX_EXPERTS)
+    calls.segment_order(torch.ones(MAX_SEGMENTS, dtype=INT64), torch.arange(MAX_SEGMENTS), MAX_SEGMENTS)
+    assert set(shared) == {"count_tiles", "place", "segment_order"}
+    assert max(shared.values()) <= geometry.SHARED
 
 
 @pytest.mark.parametrize("seed", range(60))

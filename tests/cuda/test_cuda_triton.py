@@ -327,7 +327,7 @@ def test_configurations_are_measured_where_that_is_asked_for(monkeypatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert choose(depth=32) == triton_on_cpu.SMALL
     monkeypatch.setenv("FMOE_TUNE", "yes")
-    with pytest.raises(UserError, match=r"^FMOE_TUNE='yes' is neither 0 nor 1"):
+    with pytest.raises(UserError, match=r"^FMOE_TUNE='yes' must be 0 or 1"):
         choose(depth=32)
 
 

@@ -1,6 +1,6 @@
 """Build of the CUDA backend: from CUDA sources to machine code for one architecture in the cache.
 
-An entry of the cache (`fmoe.kernels.cache`) is a zip file with the cubin and the symbols of the kernels of each source
+An entry of the cache (`fmoe.kernels.cache`) is a zip file with a cubin and the symbols of its kernels for each source
 file. It contains no code of torch, so an entry fits every version of torch.
 """
 
@@ -64,8 +64,8 @@ def library(
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: cuda.core or NVRTC is missing, a compile error, or no writable cache folder; the message has one
-            line.
+        BuildError: no cuda.core or NVRTC to compile a missing entry, a compile error, or no writable cache folder; the
+            message has one line.
     """
     sources = sources or SHIPPED
     found = _find()
@@ -143,7 +143,7 @@ def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
 def _build(
     sources: Sources, arch: str, found: Nvrtc, folder: Path, is_locked: bool, echo: Callable[[str], None] | None
 ) -> Path:
-    """Compile and publish the kernels, under the lock of their key."""
+    """Compile and publish the kernels; the caller holds the lock of their key, if the file system has locks."""
     begin = time.monotonic()
     logger.warning("compiling %s for %s with %s, once per machine; fmoe build precompiles them", WHAT, arch, found.name)
     key = _key(sources, arch, found)

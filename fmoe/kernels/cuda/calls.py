@@ -3,7 +3,7 @@
 The kernels run asynchronously on torch's current stream; tests run them on the CPU.
 
 Shape letters: T tokens, E experts, K choices, N = T * K assignments, D width, M rows (N at most), L experts of this
-rank, H hidden width, P height of the first map (2 H if gated, else H), G routing groups.
+rank, H hidden width, P height of the first map (2 H if gated, else H), G routing groups, B tiles of tokens.
 """
 
 import math
@@ -17,7 +17,7 @@ from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
 TILE = 2048  # least number of assignments per thread block when sorting
-TOKEN_TILES = 512  # about the most thread blocks per kernel over tiles of tokens, unless groups are smaller
+TOKEN_TILES = 512  # approximate number of tiles of tokens of a large batch; small groups may need more
 
 
 def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
@@ -58,7 +58,7 @@ class TokenTiles:
 
     @property
     def _most(self) -> int:
-        # A group size above the number of tokens must not cost tiles, and their memory and time, for missing tokens.
+        # If the group size exceeds the number of tokens, missing tokens must not get tiles, which cost memory and time.
         return max(1, min(self.group_size, self.tokens))
 
     @property
@@ -121,8 +121,8 @@ def combine(
 ) -> Tensor:
     """Return ``sum_k weight_tk * (rows + bias of their expert)[inverse_tk]``, summed in float32: [T, D].
 
-    Indices past the rows, or from ``limit`` on, are skipped. Without weights, each is 1. A bias needs ``limit`` and
-    ``end_L``, the end of each expert's rows.
+    Indices below 0, past the rows, or from ``limit`` on are skipped. Without weights, each weight is 1. A bias needs
+    ``limit`` and ``end_L``, the end of each expert's rows.
     """
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     out = rows_MD.new_empty(tokens, width)
@@ -136,7 +136,7 @@ def combine(
 def jitter(
     x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles, addend_TD: Tensor | None = None
 ) -> Tensor:
-    """Return ``x * noise + addend``, with noise in [1 - half_width, 1 + half_width)."""
+    """Return ``x * noise + addend``, with the noise of `fmoe.kernels.cuda.router.Jitter`."""
     out = torch.empty_like(x_TD)
     _jitter(x_TD, addend_TD, key, first_group, half_width, tiles, out, None)
     return out
@@ -145,7 +145,7 @@ def jitter(
 def jitter_and_change(
     x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x * noise`` and ``x * (noise - 1)``."""
+    """Return ``x * noise`` and ``x * (noise - 1)``, with the noise of `jitter`."""
     out, change = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _jitter(x_TD, None, key, first_group, half_width, tiles, out, change)
     return out, change
@@ -178,7 +178,7 @@ def combine_backward(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the rows and of the weights."""
+    """Return the gradients of `combine`: of the rows, and of the weights in float32; None if not needed."""
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
@@ -190,7 +190,7 @@ def combine_backward(
 
 
 def add_bias(rows_MD: Tensor, bias_LD: Tensor, end_L: Tensor) -> None:
-    """Add each expert's bias to its rows, in place; set rows past the last end to zero."""
+    """Add each expert's bias to its rows, in place; set rows past the last expert's to zero."""
     rows, width = rows_MD.shape
     geometry = by_rows(rows, width, at_once(rows_MD))
     arguments = (rows_MD, bias_LD, end_L, bias_LD.shape[0], rows, width, rows_MD)
@@ -377,8 +377,8 @@ class Queued:
     """Result of `queue`.
 
     Attributes:
-        limit_G: capacity of each group, int64.
-        tile_count: zeros for `drop_over_capacity` to count in; None without capacity.
+        limit_G: capacity of each group, int64; 2^31 - 1 without a capacity factor.
+        tile_count: zeros for `drop_over_capacity` to count in; None without a capacity factor.
         sums: None without a router.
     """
 
@@ -388,7 +388,7 @@ class Queued:
 
 
 def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
-    """Add up the counts of all tiles.
+    """Add up the counts and sums of all tiles.
 
     With a capacity factor, ``count_BCE`` becomes the first position of each tile in the queues of the experts.
     """
@@ -425,7 +425,7 @@ def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> t
 
 
 def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation that reorders segments of rows into the order ``order_S``, and its inverse."""
+    """Return the permutation that brings segments of ``receive_S`` rows into the order ``order_S``, and its inverse."""
     segments, order = len(receive_S), receive_S.new_empty(rows)
     inverse = torch.empty_like(order)
     geometry = Geometry((max(1, -(-rows // 256)), 1, 1), (256, 1, 1), 4 * (3 * segments + 2 + 8))
@@ -514,7 +514,7 @@ def _route(
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
-    """Return the template's number of experts per lane, and the words of shared memory of a block and of a warp."""
+    """Return the template's experts per lane, and the shared memory of a block and of a warp in words of 4 bytes."""
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
     of_block = experts * (top_k if by_choice else 1) if counted else 0
     return width, of_block, top_k + groups + 3 + (experts if counted else 0) + (experts if width == 0 else 0)

@@ -2,8 +2,8 @@
 
 Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
 pre-activations are saved for the backward pass, which gathers rows again. The kernel of the activation's derivative
-recomputes the activation, and also computes the gradient of the combine weights: dot products of the activated units
-and their gradient dO W_out. With the GEMMs of `triton_gemm`, neither gathered rows nor dO W_out are stored.
+recomputes the activation, and computes the gradient of the combine weights: dot products of the activated units and
+their gradient dO W_out (dO: gradient of outputs). The GEMMs of `triton_gemm` store neither gathered rows nor dO W_out.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -233,7 +233,7 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
 def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
-    """Return the FLOPs of all assignments, dropped ones included, whose number only the device knows."""
+    """Return the FLOPs of all assignments, dropped ones included: only the device knows their number."""
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 

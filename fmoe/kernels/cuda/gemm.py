@@ -31,7 +31,7 @@ class Gemms:
     Args:
         end_L: int32, ends of each expert's rows.
         variant: "grouped" or "loop".
-        counts: rows of each expert on the host; None for the loop to copy them from the device, which synchronizes.
+        counts: number of rows of each expert, on the host; None makes the loop copy ``end_L``, which synchronizes.
     """
 
     def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):
@@ -47,7 +47,7 @@ class Gemms:
         return not self._is_grouped
 
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
-        """Return ``rows @ weight[e].T + bias[e]``: [M, O]. Rows past the last end are uninitialized."""
+        """Return ``rows @ weight[e].T + bias[e]``: [M, O], undefined past the last end. A bias needs `adds_bias`."""
         if self._is_grouped:
             return F.grouped_mm(rows_MI, weight_LOI.transpose(1, 2), offs=self._end_L)
         out = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
@@ -123,8 +123,8 @@ def choose(
     Args:
         requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. A CUDA
             graph capture without a measurement uses "triton" if it has passed its self-check and grouped_mm would
-            wait for the host or does not accept the rows; else "grouped". Rows that grouped_mm does not accept use
-            "loop" instead of "grouped".
+            wait for the host or does not accept the rows; else "grouped". Where grouped_mm does not accept the rows,
+            "loop" replaces "grouped".
         step: "forward", "backward" or "backward to main_grad"; each is measured separately.
         run: runs the step by a variant, for the measurement.
 
@@ -172,7 +172,7 @@ _checked: dict[torch.device, str | None] = {}
 def _wrong_with_triton(device: torch.device) -> str | None:
     """Return why Triton's GEMMs must not run on a device; None if their results are right.
 
-    Checked once, with a logged warning if Triton is installed but its results are wrong.
+    The check runs once per device. If Triton is installed and fails it, a warning is logged.
     """
     missing = triton_gemm.why()
     if missing is not None:
@@ -187,7 +187,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
 
 
 def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
-    """Return a key of device, versions, dtype and sizes, with rows rounded up to a power of two."""
+    """Return a key of device, versions, dtype and sizes; the number of rows is rounded up to a power of two."""
     name = torch.cuda.get_device_name(x.device)
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))

@@ -1,4 +1,4 @@
-"""The kernels (docs/kernels.md): source files, compiled instances, and limits."""
+"""The CUDA kernels (docs/kernels.md): their source files, compiled instances and limits."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import torch
 DTYPES = {torch.float32: "float", torch.float16: "fmoe::f16", torch.bfloat16: "fmoe::bf16"}
 
 ROUTE_WIDTHS = (1, 2, 4, 8)  # experts per lane of a warp, for up to 32 times as many experts; width 0 for more
-MAX_EXPERTS = 4096  # counters for this many fit into the shared memory of a thread block
-MAX_SEGMENTS = 4080
+# Experts and segments whose counters fit into the shared memory of a thread block (`calls.place`, `segment_order`).
+MAX_EXPERTS, MAX_SEGMENTS = 4094, 4080
 
 
 def _each(kernel: str, *arguments) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import BuildError
+from fmoe.kernels.cuda.nvrtc import extra
 
 Argument = Tensor | int | bool | float | None
 
@@ -65,12 +66,12 @@ def launcher(device: torch.device) -> Launcher | None:
     return launchers.get(arch)
 
 
-SHARED = 48 * 1024  # bytes of shared memory available to every kernel without opt-in
+SHARED = 48 * 1024  # bytes of shared memory that a block may use without opt-in
 
 
 @lru_cache(4096)
 def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Geometry:
-    """Return the geometry *rows(M, width, n)* of docs/kernels.md: ``at_once`` (n) numbers per access of a thread."""
+    """Return *rows(M, width, n)* of docs/kernels.md, with M = ``rows`` and n = ``at_once`` numbers per access."""
     vectors = -(-width // at_once)
     across = 32
     while across < 256 and 4 * across < vectors:
@@ -81,7 +82,7 @@ def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Ge
 
 @lru_cache(1024)
 def num_warps(shared_of_block: int, shared_per_warp: int) -> int:
-    """Return *warps* of docs/kernels.md: as many warps per block as fit into shared memory, 1 to 8."""
+    """Return *warps* of docs/kernels.md, 1 to 8: as many as fit into the shared memory of a block, in bytes."""
     return next((w for w in (8, 7, 6, 5, 4, 3, 2) if shared_of_block + w * shared_per_warp <= SHARED), 1)
 
 
@@ -99,14 +100,14 @@ class DeviceLauncher:
     """Launcher of the kernels that `fmoe.kernels.cuda.build.read` returns, for one architecture.
 
     Raises:
-        BuildError: cuda.core is missing, or the driver refuses the machine code.
+        BuildError: cuda.core is missing or too old, or the driver refuses the machine code.
     """
 
     def __init__(self, codes: Sequence[tuple[bytes, dict[str, str]]]):
         try:
             from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
         except ImportError as error:
-            raise BuildError(f"cuda.core is not installed ({error}): pip install 'fmoe[cuda]'") from error
+            raise BuildError(f"cuda.core is not usable ({error}): pip install '{extra()}'") from error
         self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
         self._device, self._of_thread = Device, _OfThread()
         self._streams = {0: LEGACY_DEFAULT_STREAM}
@@ -140,8 +141,8 @@ class DeviceLauncher:
             self._start(index, device, config, kernel, values)
 
     def _start(self, index: int, device: torch.device, config: object, kernel: str, values: list) -> None:
-        # The driver needs a current context in every thread that launches, torch's autograd threads included. torch's
-        # own calls set one only when the runtime library needs it.
+        # The driver needs a current context in every thread that launches, torch's autograd threads included. torch
+        # makes one current only when a call of the runtime library needs it.
         if index not in self._of_thread.devices:
             self._device(index).set_current()
             self._of_thread.devices.add(index)

@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels that NVRTC compiles for this GPU, when the first layer is made (docs/cuda.md).
+"""The CUDA backend: kernels that NVRTC compiles for this GPU when the first layer is made (docs/cuda.md).
 
 `load` compiles and loads them. Importing this module does not, and needs neither cuda.core nor a GPU.
 """
@@ -12,6 +12,7 @@ import torch
 from fmoe.errors import BuildError, UserError
 from fmoe.kernels.cuda import launch, selfcheck, tuning
 from fmoe.kernels.cuda.launch import architecture
+from fmoe.kernels.native.loader import switch
 
 logger = logging.getLogger("fmoe")
 tuning.self_check = selfcheck.failure
@@ -22,10 +23,10 @@ _warned = False
 
 
 def load(device: torch.device | int | str | None = None) -> bool:
-    """Compile the kernels for a GPU if the cache lacks them, and load them; later calls return the result of the first.
+    """Compile the kernels for a GPU if the cache lacks them, and load them, once per architecture.
 
-    On failure, the reason is logged once in one line by the logger ``fmoe``, and `why` returns it. Environment
-    variables: FMOE_CUDA=0 turns the backend off; FMOE_CACHE is the folder of compiled kernels.
+    On failure, `why` returns the reason; unless the backend is off or there is no GPU, the logger ``fmoe`` also logs it
+    in one line. Environment variables: FMOE_CUDA=0 turns the backend off; FMOE_CACHE is the folder of compiled kernels.
 
     Args:
         device: a CUDA device; None for the current one.
@@ -55,10 +56,7 @@ def is_off() -> bool:
     Raises:
         UserError: FMOE_CUDA is neither 0 nor 1.
     """
-    value = os.environ.get("FMOE_CUDA", "")
-    if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_CUDA={value!r} is neither 0 (off) nor 1")
-    return value == "0"
+    return not switch("FMOE_CUDA")
 
 
 def describe() -> str:
@@ -93,7 +91,7 @@ def architectures() -> list[str]:
     return sorted({architecture(number) for number in range(torch.cuda.device_count())})
 
 
-AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures that `describe` reports in addition to this machine's GPUs
+AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures for which `describe` also reports kernels built in advance
 
 
 def _load(arch: str, device: torch.device | int | str | None) -> str | None:
@@ -114,7 +112,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
 
 
 def _give_up(arch: str, reason: str) -> str:
-    """Log the reason once, as a warning in one process per machine."""
+    """Log and return the reason: the first as a warning in one process per machine, others at level INFO."""
     global _warned
     is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
     _warned = True

@@ -40,7 +40,7 @@ class Code:
     Attributes:
         cubin: machine code.
         symbols: symbol of each requested kernel.
-        log: output of the compiler: warnings, and registers and spills on request.
+        log: output of the compiler: warnings; on request also registers, spills and shared memory.
     """
 
     cubin: bytes
@@ -52,13 +52,13 @@ def find() -> Nvrtc:
     """Return the compiler of this Python environment, or of this machine's CUDA toolkit.
 
     Raises:
-        BuildError: cuda.core or NVRTC is missing; names the package to install.
+        BuildError: cuda.core or NVRTC is missing or broken; the message has the command that installs it.
     """
     try:
         importlib.import_module("cuda.core")
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise BuildError(f"cuda.core is not installed ({_first_line(error)}): pip install '{_extra()}'") from error
+        raise BuildError(f"cuda.core is not usable ({_first_line(error)}): pip install '{extra()}'") from error
     try:
         (code, *version), (other, known) = nvrtc.nvrtcVersion(), nvrtc.nvrtcGetSupportedArchs()
     except Exception as error:  # cuda.pathfinder has its own class for a missing library
@@ -118,7 +118,8 @@ def _major() -> int:
     return int((torch.version.cuda or "13").split(".")[0])
 
 
-def _extra() -> str:
+def extra() -> str:
+    """Return the extra of fmoe that installs cuda.core and NVRTC for this torch."""
     return "fmoe[cuda12]" if _major() == 12 else "fmoe[cuda]"
 
 

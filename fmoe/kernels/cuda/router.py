@@ -43,8 +43,8 @@ class Result:
         expert_TK: -1 for padding and for assignments over capacity.
         stats: [E + 5], `fmoe.routing.RoutingStats.sums` with `LOSSES`.
         tile_count: assignments by tile and expert (`calls.place`), empty without capacity.
-        tokens_TD: the tokens, as the experts' input: their gradient reaches the router's backward pass, which adds it.
-            None if the tokens need no gradient.
+        tokens_TD: the tokens, to be passed to the experts: the router's backward pass adds the experts' gradient to its
+            own. None if the tokens need no gradient.
     """
 
     expert_TK: Tensor
@@ -72,7 +72,7 @@ def route(
     factor: float | None,
     jitter: Jitter | None,
 ) -> Result:
-    """Return the routing of tokens by the softmax of ``x @ weight.T``, which is computed in float32.
+    """Return the routing of tokens by the softmax of ``x @ weight.T``, computed in float32.
 
     Args:
         rule: its scores are a softmax.
@@ -179,10 +179,10 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of x, to which ``d_tokens`` is added, and of the weight; empty if not needed.
+    """Return the gradients of the tokens, with ``d_tokens`` added, and of the weight; empty if not needed.
 
     Args:
-        x: the jittered input.
+        x: the tokens, jittered if there is jitter.
     """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)

@@ -39,7 +39,7 @@ class Routed:
     """Result of `route`. All but ``expert_TK`` and ``entropy_T`` are differentiable.
 
     Attributes:
-        expert_TK: -1 if the mask is False.
+        expert_TK: -1 for tokens whose mask is False.
         score_TE: softmax or sigmoid.
         entropy_T: entropy of the softmax, or of the sigmoids divided by their sum.
     """

@@ -124,7 +124,7 @@ def is_tuning() -> bool:
     """
     value = os.environ.get("FMOE_TUNE", "")
     if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (1 measures configurations of Triton's GEMMs)")
+        raise UserError(f"FMOE_TUNE={value!r} must be 0 or 1 (1 measures configurations of Triton's GEMMs)")
     return value == "1"
 
 
@@ -259,7 +259,7 @@ class TritonGemms:
         """Return ``left.T @ right`` of the rows of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            gathered: "left" or "right", the operand whose row i is ``[index[i] // per]``.
+            gathered: "left" or "right", the operand whose row ``index[i] // per`` is used as row i; "" for none.
             total: float32 [L, O, I], to which the products are added, and which is returned.
         """
         height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
@@ -291,7 +291,7 @@ class TritonGemms:
         gated: bool,
         may_tune: bool = True,
     ) -> T:
-        """Call ``launch`` with the given, measured or default configuration; with FMOE_TUNE=1, measure it first."""
+        """Call ``launch`` with the given, measured or default configuration; FMOE_TUNE=1 measures missing ones."""
         sizes = (kind, like.dtype, rows, columns, depth, gated)
         if kind in self._tuned:
             return launch(self._tuned[kind])
@@ -309,7 +309,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Return expert and first row of each tile, and the number of tiles: enough for a partial one per expert."""
+        """Return expert and first row of each tile, and an upper bound on tiles: one per expert may be partial."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)

@@ -337,7 +337,7 @@ def weights(
 ):
     """Compute out [L, O, I] = left [M, O].T @ right [M, I] over the rows of each expert; with ADDS, add to out.
 
-    Row i of a gathered operand is index[i] // per.
+    Row i of a gathered operand is its row index[i] // per.
     """
     o, i = _place(tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.program_id(1)

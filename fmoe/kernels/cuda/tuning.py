@@ -1,4 +1,4 @@
-"""Results stored per machine: the fastest of several variants, and the result of the self-check."""
+"""Measurements of variants, stored per machine, and the run of the self-check, whose result lasts for the process."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ self_check: Callable[..., str | None] | None = None
 def failure(device: torch.device, **options) -> str | None:
     """Return the first wrong result of `self_check` on a device, or its error; None if all results are right.
 
-    The check runs in its own thread, because a caller may be inside a custom operation (where autograd is off),
+    The check runs in a separate thread, because a caller may be inside a custom operation (where autograd is off),
     inference mode, fake tensors, ``with torch.device(...)`` or autocast, which are all settings of a thread.
     """
 
@@ -43,11 +43,11 @@ def failure(device: torch.device, **options) -> str | None:
 
 
 def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tuple[T, bool]:
-    """Measure candidates, which are skipped if they raise.
+    """Measure ``run`` with each candidate, except those with which it raises.
 
     Returns:
-        The fastest candidate, the first one if all raise; and whether the result holds for later runs too, which it
-        does not if a candidate ran out of memory.
+        The fastest candidate, or the first if all raise; and whether the result holds for later runs too: it does not
+        if a candidate ran out of memory.
     """
     times: dict[T, float] = {}
     lasts = True
@@ -102,7 +102,7 @@ class TuningCache:
         """Store a value, and keep the values that other processes have written since.
 
         Args:
-            lasts: whether to store it in the file, or in this process only.
+            lasts: whether to store it in the file too, not only in this process.
         """
         known = self._values()
         known[key] = value

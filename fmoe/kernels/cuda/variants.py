@@ -55,20 +55,20 @@ class Batch:
 
     @property
     def flat(self) -> Tensor | None:
-        """The weight of each assignment."""
+        """The weight of each assignment or row, flattened."""
         return None if self.weight is None else self.weight.view(-1)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Gather rows from a tensor like ``x``."""
+        """Gather rows [M, .] from a tensor like ``x``."""
         if self.perm is None:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
     def mixed(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Combine rows into a tensor like ``x``.
+        """Combine rows [M, .] into a tensor like ``x``: with a plan their weighted sums, else the rows themselves.
 
         Args:
-            bias: bias of each expert, to be added to its rows.
+            bias: bias of each expert, to be added to its rows; without a plan, in place.
         """
         if self.inverse is not None:
             return calls.combine(rows, self.inverse, weight, self.limit, bias, None if bias is None else self.end)
@@ -127,7 +127,7 @@ class Backward:
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def rehearse(self, variant: str) -> None:
-        """Run a variant to measure it; sums are added to temporary tensors."""
+        """Run a variant to measure it; gradients are added to temporary sums."""
         self.run(
             variant, {name: None if total is None else torch.empty_like(total) for name, total in self._sums.items()}
         )

@@ -90,8 +90,8 @@ def library(
         echo: called with each command before it runs.
 
     Raises:
-        BuildError: no compiler, a compile error, no writable cache folder, or a system other than Linux; the message
-            has one line.
+        BuildError: no compiler to build a missing entry, a compile error, no writable cache folder, or a system other
+            than Linux; the message has one line.
     """
     recipe = _recipe(sources, sanitize)
     cxx = recipe.compiler
@@ -141,7 +141,7 @@ def _digest(parts: list) -> str:
 
 
 def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: Callable[[str], None] | None) -> Path:
-    """Compile, link and publish a library, under the lock of its key."""
+    """Compile, link and publish a library; the caller holds the lock of its key, if the file system has locks."""
     begin = time.monotonic()
     logger.warning("compiling the native CPU backend with %s, once per machine; fmoe build precompiles it", cxx.name)
     place = cache.workplace(folder, recipe.key, is_locked)
@@ -195,7 +195,7 @@ class _CompilerError(Exception):
 
 
 def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str], None] | None) -> None:
-    """Run the commands, at most one per core at a time; the first failure kills the others."""
+    """Run the commands, at most one per core at a time. The first failure kills the others and is raised."""
     processes: list[subprocess.Popen] = []
     variables = compiler.environment(place)
 

@@ -70,7 +70,7 @@ def find() -> Compiler:
         words = shlex.split(named)
         program = shutil.which(words[0])
         if program is None:
-            raise BuildError(f"no C++ compiler: CXX={named!r} is not a program on PATH")
+            raise BuildError(f"no C++ compiler: there is no program {words[0]!r} (CXX={named!r})")
         found = _ask((program, *words[1:]))
         if not _suits(found):
             raise BuildError(_unsuitable(found))
@@ -86,7 +86,7 @@ def find() -> Compiler:
         unsuitable = unsuitable or found
     if unsuitable is not None:
         raise BuildError(_unsuitable(unsuitable))
-    raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH: install one, or set CXX")
+    raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH; install one, or set CXX")
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:
@@ -104,8 +104,8 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 def isas() -> dict[str, tuple[str, ...]]:
     """Return the instruction sets of this architecture in ascending order, with their flags.
 
-    Objects must be linked in this order. If several contain the same function that was not inlined, such as a function
-    of the standard library, the linker keeps the first copy, which must run on every processor.
+    Objects must be linked in this order. If several objects contain the same function that was not inlined, such as
+    one of the standard library, the linker keeps the first copy, which must run on every processor.
     """
     return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
 
@@ -125,10 +125,10 @@ def current_isa() -> str:
 def isa_limit() -> str | None:
     """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    It is one of `isas`, without bf16 GEMMs, or "avx512_bf16", with them. src/processor.h also reads the variable.
+    A name of `isas` also turns bf16 GEMMs off; "avx512_bf16" keeps them. src/processor.h also reads the variable.
 
     Raises:
-        UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one that this processor lacks.
+        UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one above what torch detects.
     """
     named = os.environ.get("FMOE_NATIVE_ISA", "")
     if not named:
@@ -139,7 +139,7 @@ def isa_limit() -> str | None:
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     top = "avx512_bf16" if _processor_isa() == "avx512" and has_bf16 else _processor_isa()
     if levels.index(named) > levels.index(top):
-        raise UserError(f"FMOE_NATIVE_ISA={named!r} exceeds {top!r}, the highest instruction set of this processor")
+        raise UserError(f"FMOE_NATIVE_ISA={named!r} exceeds {top!r}, the highest instruction set that torch detects")
     return named
 
 
@@ -157,12 +157,12 @@ def sanitizers(text: str) -> tuple[str, ...]:
     names = tuple(sorted({name.strip() for name in text.split(",")} - {""}))
     for name in names:
         if name not in SANITIZERS:
-            raise UserError(f"sanitize={name!r} is not one of {', '.join(SANITIZERS)}")
+            raise UserError(f"sanitizer {name!r} is unknown: --sanitize and FMOE_SANITIZE take {', '.join(SANITIZERS)}")
     return names
 
 
 def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
-    """Return the flags of every source file, without include paths."""
+    """Return the compiler flags for every source file, without include paths."""
     flags = [*_ALWAYS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     if _openmp():
         flags.append("-fopenmp")
@@ -174,7 +174,7 @@ def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
 
 
 def link_flags(sanitize: Sequence[str] = ()) -> list[str]:
-    """Return the flags of the link.
+    """Return the linker flags.
 
     -fopenmp is omitted, because it would load the compiler's OpenMP library, with a second set of threads, if torch
     ships its own under another name. Calls resolve to the library that torch has loaded.
@@ -201,7 +201,7 @@ def _ask(command: tuple[str, ...]) -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"no C++ compiler: {shlex.join(command)} --version: {error}") from error
     if done.returncode or not done.stdout.strip():
-        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version exits with {done.returncode}")
+        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version fails (exit code {done.returncode})")
     return Compiler(command, done.stdout.strip().splitlines()[0], "Free Software Foundation" in done.stdout)
 
 
@@ -215,8 +215,8 @@ def _sanitize_flags(sanitize: Sequence[str]) -> list[str]:
 def _suits(compiler: Compiler) -> bool:
     """Return whether the compiler fits torch's OpenMP library.
 
-    g++ uses GNU's entry points, which LLVM's and Intel's libraries also have; clang uses LLVM's, which GNU's library
-    lacks.
+    g++ uses GNU's entry points, which LLVM's and Intel's libraries also have; clang uses LLVM's entry points, which
+    GNU's library lacks.
     """
     return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
 
@@ -230,7 +230,7 @@ def _openmp() -> frozenset[str]:
     """Return the known entry points of torch's OpenMP library; empty for a torch without OpenMP."""
     if not torch.backends.openmp.is_available():
         return frozenset()
-    loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # symbols are also searched in its dependencies
+    loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # `hasattr` also searches its dependencies
     return frozenset(name for name in ("GOMP_parallel", "__kmpc_fork_call") if hasattr(loaded, name))
 
 

@@ -30,16 +30,16 @@ _outcome: _Outcome | None = None
 def load() -> bool:
     """Build the backend if the cache lacks it, and load it; later calls return the result of the first.
 
-    On failure, the reason is logged in one line by the logger ``fmoe``, and `why` returns it. Environment variables:
-    FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 keeps memory on small pages; FMOE_CACHE is the folder of
-    built libraries; FMOE_SANITIZE=address,undefined loads the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA
-    limits the instruction set; CXX names the compiler.
+    On failure, `why` returns the reason; unless the backend is off, the logger ``fmoe`` also logs it in one line.
+    Environment variables: FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 keeps memory on small pages;
+    FMOE_CACHE is the folder of built libraries; FMOE_SANITIZE=address,undefined loads the build with these sanitizers;
+    FMOE_NATIVE_ISA limits the instruction set; CXX names the compiler.
 
     Returns:
         True if ``torch.ops.fmoe_native`` has the operations.
 
     Raises:
-        UserError: FMOE_NATIVE, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA has an invalid value.
+        UserError: FMOE_NATIVE, or with the backend on FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA, is invalid.
     """
     global _outcome
     if _outcome is None:
@@ -72,10 +72,10 @@ def is_off() -> bool:
     Raises:
         UserError: FMOE_NATIVE is neither 0 nor 1.
     """
-    return not _switch("FMOE_NATIVE")
+    return not switch("FMOE_NATIVE")
 
 
-def _switch(name: str) -> bool:
+def switch(name: str) -> bool:
     """Return whether an environment variable, 0 or 1, is on; it is on by default.
 
     Raises:
@@ -83,7 +83,7 @@ def _switch(name: str) -> bool:
     """
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise UserError(f"{name}={value!r} is neither 0 (off) nor 1")
+        raise UserError(f"{name}={value!r} must be 0 (off) or 1 (on)")
     return value != "0"
 
 
@@ -109,7 +109,7 @@ def describe() -> str:
 def _load() -> _Outcome:
     if is_off():
         return _Outcome(reason="FMOE_NATIVE=0 turns it off")
-    sanitize, huge_pages = _sanitizers(), _switch("FMOE_HUGE_PAGES")
+    sanitize, huge_pages = _sanitizers(), switch("FMOE_HUGE_PAGES")
     _check_isa()
     try:
         path = _load_library(sanitize)
@@ -129,7 +129,7 @@ def _load_library(sanitize: tuple[str, ...]) -> Path:
 
     if "address" in sanitize and "libasan" not in Path("/proc/self/maps").read_text():
         raise BuildError(
-            "FMOE_SANITIZE=address needs the sanitizer's runtime in the process from its start: set "
+            f"FMOE_SANITIZE={','.join(sanitize)} needs AddressSanitizer's runtime in the process from its start: set "
             'LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"'
         )
     path = build.library(sanitize=sanitize)
@@ -163,7 +163,7 @@ def _cached() -> Path | None:
 
 
 def _check_isa() -> None:
-    """Raise UserError if FMOE_NATIVE_ISA, which the library reads, is invalid."""
+    """Raise UserError if FMOE_NATIVE_ISA is invalid: the library, which reads it, does not check it."""
     from fmoe.kernels.native import compiler
 
     compiler.isa_limit()

@@ -44,7 +44,7 @@ def expert_ffn(
         weight_TK: weights of the assignments of the plan; without ``perm_N``, weights [M] of the rows, which only the
             backward pass uses, as in `fmoe.kernels.rows.weigh_gradient`.
         offsets: offsets of the plan, which other backends read on the device; unused here.
-        into_main_grad: add the gradients of the two matrices to their ``main_grad``, if that is float32, and set
+        into_main_grad: add the gradients of the two matrices to their ``main_grad``, if `main_grad` returns it, and set
             ``grad_added_to_main_grad`` as Megatron does. Gradients of the same weights from other operations are then
             lost, so the weights must not be used elsewhere.
     """
@@ -96,7 +96,7 @@ def differentiable_gradients(
     return reference.gradients(plain, inputs, needs, grad)
 
 
-# Whether to multiply bf16 in float32: on a processor without bf16 GEMMs, that is several times faster than torch's.
+# Whether to multiply bf16 in float32: on a processor without bf16 GEMMs, torch's bf16 GEMMs are several times slower.
 _is_wide = False
 
 
@@ -235,8 +235,8 @@ def added_to_main_grad(weight: Tensor) -> Tensor | None:
     """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient for autograd.
 
     Megatron's hooks need a ``grad`` that is not None, but do not read it: it becomes an expanded scalar, which takes no
-    memory, and autograd gets None. Post-accumulate hooks run only if autograd has accumulated a gradient, so a weight
-    with such hooks gets an uninitialized one.
+    memory, and autograd gets None. Post-accumulate hooks run only if autograd accumulates a gradient: for a
+    weight with such hooks, autograd gets an uninitialized gradient.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if weight._post_accumulate_grad_hooks:

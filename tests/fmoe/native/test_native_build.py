@@ -222,8 +222,8 @@ def test_without_a_compiler(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("no-such-program -m64", "CXX='no-such-program -m64' is not a program on PATH"),
-        ("false", "--version exits with 1"),
+        ("no-such-program -m64", r"no program 'no-such-program' \(CXX='no-such-program -m64'\)"),
+        ("false", r"--version fails \(exit code 1\)"),
     ],
 )
 def test_wrong_cxx(tmp_path, monkeypatch, value, says):
@@ -296,7 +296,7 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").chmod(0o700)
-    with pytest.raises(BuildError, match=f"{place}: is not a folder"):
+    with pytest.raises(BuildError, match=f"{place}: not a folder"):
         build.library(ours)
     (tmp_path / "elsewhere" / path.name).unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -382,5 +382,5 @@ def test_sanitized_builds_are_entries_of_their_own(tmp_path, folder):
     both = {build.library(ours, sanitize=("undefined",)), build.library(ours)}
     assert len(both) == 2 and len(entries(folder)) == 2
     assert compilers.sanitizers("undefined, address") == ("address", "undefined")
-    with pytest.raises(UserError, match="sanitize='thread' is not one of address, undefined"):
+    with pytest.raises(UserError, match=r"'thread' is unknown: .* address, undefined"):
         compilers.sanitizers("thread")

@@ -86,15 +86,15 @@ def test_off(cxx, monkeypatch, caplog):
 
 def test_wrong_values(monkeypatch):
     monkeypatch.setenv("FMOE_NATIVE", "off")
-    with pytest.raises(UserError, match="FMOE_NATIVE='off' is neither 0"):
+    with pytest.raises(UserError, match="FMOE_NATIVE='off' must be 0"):
         native.load()
     monkeypatch.setenv("FMOE_NATIVE", "1")
     monkeypatch.setenv("FMOE_HUGE_PAGES", "2")
-    with pytest.raises(UserError, match="FMOE_HUGE_PAGES='2' is neither 0"):
+    with pytest.raises(UserError, match="FMOE_HUGE_PAGES='2' must be 0"):
         native.load()
     monkeypatch.delenv("FMOE_HUGE_PAGES")
     monkeypatch.setenv("FMOE_SANITIZE", "memory")
-    with pytest.raises(UserError, match="sanitize='memory'"):
+    with pytest.raises(UserError, match=r"'memory' is unknown: .*FMOE_SANITIZE"):
         native.load()
 
 
@@ -179,7 +179,7 @@ def test_command_tells_what_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src", "wrong"))
     assert command() == 1
     lines = capsys.readouterr().err.splitlines()
-    assert "sanitize='memory'" in lines[0]
+    assert "'memory' is unknown: --sanitize" in lines[0]
     assert lines[-1].startswith("fmoe build: error: ") and "answer.cpp:1:1: error" in lines[-1]
 
 

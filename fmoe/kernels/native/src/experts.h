@@ -42,7 +42,7 @@ void gemm(Tensor out, const Tensor& a, const Tensor& b, bool add = false) {
 }
 
 // Whether GEMMs add the bias before they round to 16 bits. A bias that is added to the rounded product is rounded
-// twice: if the two nearly cancel, the sum gets another sign, and ReLU another derivative.
+// twice: if the two nearly cancel, the sum may get another sign, and ReLU another derivative.
 template <class C>
 constexpr bool ADDS_BIAS = !std::is_same_v<C, float>;
 
@@ -70,7 +70,8 @@ void small_gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b,
   call(m, n, k, a, b, out, n, add, scratch<float>(WORK, gemms().work(m, n, k)));
 }
 
-// Up to this number of rows per expert, the GEMMs of gemm.cpp are used: a library repacks weights as for many rows.
+// Up to this number of rows per expert, the GEMMs of gemm.cpp are used: a library's repacking of weights costs the same
+// for few rows as for many.
 std::atomic<int64_t> few_rows{&gemms() == &isa_default::gemms ? 0 : 192};
 
 // Whether only this thread computes the expert.
@@ -85,8 +86,7 @@ struct Sizes {
 // Upper bound on the rows of an expert that are processed at once, which bounds the memory between the GEMMs.
 constexpr int64_t CHUNK = 1024;
 
-// Number of rows of a part, if `rows` are split into parts of at most `most` of nearly equal size: GEMMs of a few rows
-// are slow.
+// Rows per part if `rows` are split into nearly equal parts of at most `most` rows: a short last part would be slow.
 int64_t part_of(int64_t rows, int64_t most) {
   const int64_t parts = (rows + most - 1) / most;
   return (rows + parts - 1) / parts;
@@ -125,8 +125,8 @@ const C* as_gemm_type(const T* weight, int64_t size, Slot slot) {
   }
 }
 
-// Calls f(expert) for every expert with rows: first the largest ones, each by all threads together, until the rest can
-// be spread over the threads evenly; then one expert per thread.
+// Calls f(expert) for every expert with rows: first for the largest ones, each by all threads together, until the rest
+// can be spread over the threads evenly or is too small to share; then each thread takes one expert at a time.
 template <class F>
 void each_expert(const int64_t* count, int64_t experts, F f) {
   std::vector<int64_t> order;
@@ -140,7 +140,7 @@ void each_expert(const int64_t* count, int64_t experts, F f) {
     for (size_t i = together; i < order.size(); i++) *std::min_element(load.begin(), load.end()) += count[order[i]];
     const int64_t sum = std::accumulate(load.begin(), load.end(), int64_t(0)), all = threads;
     const bool is_even = *std::max_element(load.begin(), load.end()) * all * 20 <= sum * 21;
-    if (is_even || count[order[together]] * 3 * all <= sum) break;  // or the expert is too small for threads to share
+    if (is_even || count[order[together]] * 3 * all <= sum) break;
   }
   for (size_t i = 0; i < together; i++) f(order[i]);
   if (together == order.size()) return;

@@ -125,8 +125,8 @@ static void pack_tile(Strided<float> a, int64_t begin, int64_t rows, int64_t k, 
   }
 }
 
-// Address to prefetch from the next part of b, and its advance per step of the multiplication: in time but not too
-// early.
+// Address in the next part of b to prefetch, and its advance per step of the multiplication, so that the data arrive in
+// time but not too early.
 struct Ahead {
   const char* at;
   int64_t step;
@@ -216,7 +216,7 @@ static int64_t gemm_work(int64_t m, int64_t n, int64_t k) {
 template <class B, class O>
 static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                  float* work) {
-  // Tiles of nearly the same number of rows: a tile of few rows would wait for its sums.
+  // Tiles have nearly the same number of rows: one with few rows has too few sums to hide the latency of additions.
   const int64_t tiles = (m + ROWS - 1) / ROWS;
   int64_t depth, width;
   block_of(m, n, k, b.column == 1, sizeof(O) == 4, depth, width);

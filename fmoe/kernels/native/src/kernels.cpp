@@ -21,8 +21,8 @@ INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp; for x below -87.3, 
   return from_bits(to_bits(p) + power);
 }
 
-// `both` returns act(x) and its derivative; `second`, value and derivative of the function that gated experts apply to
-// the second half.
+// `both` returns act(x) and its derivative. `second` returns value and derivative of the function that gated experts
+// apply to the second half.
 struct Pointwise {
   INLINE void second(float x, float& value, float& slope) {
     value = x;

@@ -22,8 +22,8 @@ struct Strided {
   Strided t() const { return {data, column, row}; }
 };
 
-// out = a b, or out += a b if `add`: [m, k] by [k, n], in float, by one thread. Used for few rows, where a library
-// takes as long to repack a weight matrix as to multiply by it. `work` holds `work(m, n, k)` floats.
+// out = a b, or out += a b if `add`: [m, k] by [k, n], in float, by one thread; `row` is the stride of out's rows. Used
+// for few rows, where a library repacks a weight matrix for as long as it multiplies. `work`: `Gemms::work` floats.
 template <class B, class O>
 using Gemm = void (*)(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                       float* work);
@@ -46,7 +46,7 @@ struct Kernels {
                             float* d_scale, int64_t n, int64_t h, Activation act, bool gated);
   // out[i] = <x[i], v>
   void (*dots)(const C* x, const T* v, int64_t n, int64_t d, float* out);
-  // out += sum_i scale[i] * x[i], for columns begin to end of d
+  // out += sum_i scale[i] * x[i], for columns begin to end of d; scale may be null, for a scale of one
   void (*column_sums)(const C* x, const float* scale, int64_t n, int64_t d, int64_t begin, int64_t end, float* out);
   // out[t] = sum_k weight[t, k] * rows[place[t, k]] over positions below num_rows, in float; weights are one if null.
   void (*gather_sum)(const T* rows, const int64_t* place, const float* weight, int64_t num_rows, int64_t tokens,
@@ -54,15 +54,15 @@ struct Kernels {
 };
 
 struct Gemms {
-  Gemm<float, float> ff;  // a float matrix b into a float matrix, ...
+  Gemm<float, float> ff;  // types of b and out: f is float, b is bf16
   Gemm<bf16, float> bf;
   Gemm<float, bf16> fb;
   Gemm<bf16, bf16> bb;
   int64_t (*work)(int64_t m, int64_t n, int64_t k);
 };
 
-// n numbers of one key, from number `start` on (fmoe/experts/initial.py). Only the last product is rounded, so that
-// fused multiply-adds change nothing.
+// n numbers of one key, from number `start` on (fmoe/experts/initial.py). Every product that enters a sum is exact,
+// so that fused multiply-adds change nothing.
 struct Draws {
   void (*uniform)(uint64_t key, uint32_t start, int64_t n, float bound, float* out);
   // ends: the 2^16 + 1 ends of 2^16 intervals of equal probability.

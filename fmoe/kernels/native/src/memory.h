@@ -30,7 +30,7 @@ void want_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes,
 }
 
 // Reused large blocks. malloc would map fresh pages for each block and return them, and the first touch of a page takes
-// longer than any work on it. Blocks that were not used for a while return to the system.
+// longer than any work on it. Blocks that PATIENCE requests did not use return to the system.
 class Pool {
  public:
   static Pool& get() {

@@ -1,8 +1,8 @@
 // Experts' feed-forward blocks over rows grouped by expert, as torch operations: gather, two GEMMs with an activation
 // between them, combine.
 //
-// One expert is one task of a thread, the largest first. If an expert is so large that threads would wait for it, all
-// threads compute it together. Between the GEMMs, only the pre-activations are kept.
+// A thread computes one expert at a time; the largest start first. If an expert is so large that threads would wait for
+// it, all threads compute it together. Between the GEMMs, only the pre-activations are kept.
 //
 // Shape letters: T tokens, K choices, M rows (kept assignments, sorted by expert), L experts, D width, H hidden width,
 // P height of the first map (2 H if gated, else H).
@@ -105,8 +105,8 @@ std::tuple<Tensor, Tensor> expert_ffn(const Tensor& x, const optional<Tensor>& o
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// needs: whether gradients of x, weight, w_in, b_in, w_out, b_out are needed. Others are returned empty, and so are
-// gradients of weights that were added to `sum_in`, `sum_out`.
+// needs: whether gradients of x, weight, w_in, b_in, w_out, b_out are needed. Others are returned empty, as are those
+// of w_in and w_out that are added to `sum_in` and `sum_out`.
 Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor& hidden, const optional<Tensor>& order,
                               const optional<Tensor>& place, const optional<Tensor>& weight, const Tensor& count,
                               const Tensor& w_in, const optional<Tensor>& b_in, const Tensor& w_out,
@@ -155,7 +155,7 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
   return {d_rows, d_weight, d_in, d_bias_in, d_out, d_bias_out};
 }
 
-// Initial weights, [L, count]: normal if `ends` is given, else uniform.
+// Initial weights, [L, count]: normal with standard deviation `scale` if `ends` is given, else uniform up to +-`scale`.
 Tensor draw(const Tensor& keys, int64_t count, double scale, const optional<Tensor>& ends) {
   TORCH_CHECK(keys.scalar_type() == at::kLong && keys.dim() == 1 && keys.is_contiguous(),
               "fmoe: keys must be contiguous int64 [L]");

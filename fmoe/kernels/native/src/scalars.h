@@ -1,5 +1,5 @@
-// Common parts of the files that are compiled for each instruction set: the namespace named after it, and numbers in
-// memory.
+// Common parts of the files that are compiled for each instruction set: the namespace named after it, and loads and
+// stores of numbers.
 //
 // Such a file has everything inside that namespace. The linker would merge functions that have the same name in two
 // instruction sets, and the wrong one would run on older processors. For the same reason, nothing of std:: is used.
