@@ -100,8 +100,8 @@ class NaiveGate(BaseGate):
 class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
-    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise, and
-    the load of an expert is its number of tokens.
+    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise.
+    There, and if K = E, the load of an expert is its number of tokens.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -141,7 +141,7 @@ class GShardGate(NaiveGate):
 
     In training, choices after the first are kept with probability ``min(1, 2 * score)``. Every expert then accepts at
     most ``ceil(factor * T) * K // E`` choices of each rank (at least one), first choices before second ones. The
-    balance loss counts first choices before capacity.
+    balance loss counts first choices before any is dropped.
 
     Args:
         topk: K.
@@ -366,7 +366,7 @@ def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
 
 
 def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
-    """Return the load balancing loss of the ``chosen`` experts (any shape) before capacity; 1 if balanced."""
+    """Return the load balancing loss of the experts in ``chosen`` (ids, any shape); 1 if balanced."""
     count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device, dtype=torch.int64)).sum(
         0
     )

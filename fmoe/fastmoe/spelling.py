@@ -1,4 +1,4 @@
-"""Translation of FastMoE's arguments of `FMoE` (README and doc/parallelism of version 1.1) to options of `Spec`."""
+"""Translation of FastMoE's arguments of `FMoE` (README and doc/parallelism of version 1.1) to `fmoe.build.Spec`."""
 
 import warnings
 from collections.abc import Iterable
@@ -84,7 +84,7 @@ def translate(
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
-    """Tag parameters with ``dp_comm``, the group over which `DistributedGroupedDataParallel` averages them."""
+    """Tag parameters with ``dp_comm``, the name of the group over which their gradients are averaged."""
     part: Any
     for part in module.parameters():
         part.dp_comm = comm

@@ -131,7 +131,7 @@ def test_a_gate_of_ones_own_counts():
     """FastMoE's took NaiveGate wherever no strategy was named."""
     own = type("Own", (NaiveGate,), {})
     assert type(MegatronMLP(args(), 0, gate=own).gate) is own
-    with pytest.raises(fmoe.UserError, match="balance_strategy='best' is not known; there are naive"):
+    with pytest.raises(fmoe.UserError, match="balance_strategy='best' is not known; valid names: naive"):
         MegatronMLP(args(balance_strategy="best"), 0)
 
 
