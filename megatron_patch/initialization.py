@@ -48,7 +48,7 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: Any, seed: int) -> None:
-    """Draw the weight of an untied output layer under a separate key; do nothing if ``model`` has none."""
+    """Draw the weight of an untied output layer under a separate key; do nothing without one, or on the meta device."""
     if not model.post_process or model.share_embeddings_and_output_weights:
         return
     weight = model.output_layer.weight
