@@ -54,10 +54,8 @@ def key_output_layer(model: Any, seed: int) -> None:
     weight = model.output_layer.weight
     if weight.is_meta:
         return
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     whole = torch.empty(weight.shape[0] * size, weight.shape[1], device="cpu", dtype=torch.float32)
     with random.keyed("output layer", seed):
         (model.config.embedding_init_method or model.config.init_method)(whole)

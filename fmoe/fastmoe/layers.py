@@ -210,11 +210,8 @@ class FMoE(MoE):
                         f"{key} is an argument of FastMoE's signature (num_expert=): omit it with num_experts="
                     )
             options |= {"d_model": d_model, "num_experts": num_experts, "top_k": top_k, "gate": gate}
-            options |= {
-                "slice_group": slice_group,
-                "moe_group": moe_group,
-                "expert": "ffn" if expert is None else expert,
-            }
+            expert = "ffn" if expert is None else expert
+            options |= {"slice_group": slice_group, "moe_group": moe_group, "expert": expert}
         spec = Spec.of({"name": "FMoE"} | options)
         super().__init__(**spec.arguments(layout=NestedLayout))
         self.spec, self.is_fastmoe = spec, is_fastmoe
