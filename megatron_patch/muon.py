@@ -52,7 +52,7 @@ def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
     if ranks > 1 and matrices.group is None:
         raise UserError(
             f"Muon cannot gather a weight of shape {tuple(parameter.shape)}: it is split over {ranks} tensor parallel "
-            "ranks by a module other than ColumnParallelLinear, RowParallelLinear and FFNExperts"
+            "ranks by a module other than ColumnParallelLinear, RowParallelLinear and FFNExperts; use another optimizer"
         )
 
 

@@ -1,7 +1,7 @@
 """FastMoE's Megatron-LM plugin, importable without Megatron.
 
 `fmoefy` converts megatron-core models, and models with the layout of Megatron-LM 2.2 to 3.0. FastMoE also replaced
-parts of Megatron-LM's training loop; here, its functions for that raise errors that name a substitute.
+parts of Megatron-LM's training loop; the functions that did so raise an error here that names a substitute.
 """
 
 import argparse
@@ -238,8 +238,8 @@ def fmoefy(
     if not layers:
         return _fmoefy_core(model, settings, gate)
     settings.num_layers = len(layers)
-    for index, layer in enumerate(layers):
-        width, hidden = _widths(layer.mlp, index)
+    sizes = [_widths(layer.mlp, index) for index, layer in enumerate(layers)]  # before any layer is replaced
+    for index, (layer, (width, hidden)) in enumerate(zip(layers, sizes, strict=True)):
         own = SimpleNamespace(**{"hidden_hidden_size": None, **vars(settings)})
         own.hidden_size, own.hidden_hidden_size = width, own.hidden_hidden_size or hidden
         old = next(layer.mlp.parameters())
@@ -258,6 +258,8 @@ def _old_layers(model: Any) -> list[Any]:
 
 def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
     """Return D and H of an MLP, which are the sizes of its first matrix [H, D]."""
+    if isinstance(mlp, FMoETransformerMLP):
+        raise UserError(f"the mlp of layer {index} has experts already: call fmoefy once")
     for parameter in mlp.parameters():
         if parameter.dim() == 2:
             return parameter.shape[1], parameter.shape[0]

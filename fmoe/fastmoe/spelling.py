@@ -51,7 +51,8 @@ def translate(
             raise UserError(f"world_size={world_size} needs torch.distributed: call init_process_group first")
         moe_group = dist.distributed_c10d._get_default_group() if moe_group is None else moe_group
         if moe_group.size() != world_size:
-            raise UserError(f"world_size={world_size} differs from the {moe_group.size()} ranks of moe_group")
+            where = "moe_group (default: all processes)"
+            raise UserError(f"world_size={world_size} differs from the {moe_group.size()} ranks of {where}")
     else:
         moe_group = None
     if slice_group is not None and slice_group.size() == 1:
