@@ -57,7 +57,7 @@ def mtp_block_spec(
     vp_stage: int | None = None,
     norm: Any = None,
 ) -> Any:
-    """Return the spec of this pipeline stage's MTP modules, with weights keyed by (seed, module); None if it has none.
+    """Return the spec of this pipeline stage's MTP modules, with weights keyed by (seed, module); None without modules.
 
     Args:
         layer_spec: spec of a transformer layer.

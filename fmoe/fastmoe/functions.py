@@ -101,13 +101,13 @@ def _local_scatter(inp: Tensor, pos: Tensor) -> Tensor:
 
 
 def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True) -> Tensor:
-    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows of equal indices."""
+    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows with the same index."""
     out = inp.new_zeros(out_batch_size, *inp.shape[1:])
     return out.index_add(0, pos, inp) if maybe_overlap else out.index_copy(0, pos, inp)
 
 
 class MOEScatter:
-    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; the rows of each expert arrive contiguous."""
+    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; the rows of each expert arrive one after the other."""
 
     @staticmethod
     def apply(
