@@ -7,8 +7,8 @@ same for all tokens is divided out of the experts' output maps. If it differs be
 router logits near zero, the caller gets an error.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
-``e mod m`` of the hidden units, and the m experts of a group have the same router weights, so that a token's K choices
-are K / m whole groups, each of which adds up to the dense block.
+``e mod m`` of the hidden units. The m experts of a group have the same router weights, so a token's K choices are K / m
+whole groups, each of which adds up to the dense block.
 """
 
 import math
