@@ -161,7 +161,7 @@ class FMoE(MoE):
     Args:
         num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
-        mask: FastMoE's signature only; integers, one per token. With ``mask_dict``, tokens other than 0 are not routed.
+        mask: FastMoE's signature only; integers, one per token. With ``mask_dict``, only tokens of value 0 are routed.
         mask_dict: FastMoE's signature only; by mask value, the output of its tokens, times their summed gate weights.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`; inputs may
             also be nests of tensors that agree in every dimension but the last.
