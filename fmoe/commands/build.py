@@ -31,12 +31,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="compile even if the cache has an entry")
     parser.add_argument("--clean", action="store_true", help="empty the cache and exit")
     parser.add_argument("--sanitize", default="", metavar="address,undefined", help="build with sanitizers, for tests")
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        metavar="sm_90",
-        help="compile only the CUDA kernels, for these architectures; needs no GPU",
-    )
+    only_cuda = "compile only the CUDA kernels, for these architectures; needs no GPU"
+    parser.add_argument("--arch", nargs="+", metavar="sm_90", help=only_cuda)
     parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers of kernels")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
