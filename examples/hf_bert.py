@@ -1,6 +1,6 @@
 """Turn a Hugging Face BERT into a Mixture of Experts with one line, and train it.
 
-The model is tiny and randomly initialised, so that this needs no download and ends in seconds:
+The model is tiny and randomly initialized, so that this needs no download and ends in seconds:
 
     pip install transformers
     python examples/hf_bert.py
@@ -15,7 +15,7 @@ MASK, FIRST_WORD = 1, 2
 
 
 def batch(size: int = 16, length: int = 16, vocab_size: int = 32) -> dict[str, torch.Tensor]:
-    """Return sentences of two alternating words, a seventh of them masked."""
+    """Return sentences of two alternating words, in which each word is masked with probability 1/7."""
     words = torch.randint(FIRST_WORD, vocab_size, (size, 2)).repeat(1, length // 2)
     masked = torch.rand(words.shape) < 1 / 7
     return {"input_ids": words.masked_fill(masked, MASK), "labels": words.masked_fill(~masked, -100)}

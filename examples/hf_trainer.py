@@ -4,7 +4,7 @@
     python examples/hf_trainer.py
     torchrun --nproc-per-node 2 examples/hf_trainer.py     # every process holds all experts
 
-The model reads bytes and is randomly initialised, so that this needs no download and ends in seconds.
+The model reads bytes and is randomly initialized, so that this needs no download and ends in seconds.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ LENGTH = 64
 
 
 class MoETrainer(Trainer):
-    """Trainer that applies the balance losses once per step, and logs the routing of every layer."""
+    """Trainer that scales the auxiliary losses like the training loss, and logs the routing of every layer."""
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         scaler = self.accelerator.scaler  # of fp16

@@ -1,4 +1,4 @@
-"""A LightningModule with experts, and a callback that applies the balance losses once per step and logs the routing.
+"""A LightningModule with experts, and a callback that scales the auxiliary losses and logs the routing.
 
     pip install lightning
     python examples/lightning_module.py
@@ -18,7 +18,7 @@ BATCH, LENGTH, VOCABULARY = 8, 16, 32
 
 
 class Routing(lightning.Callback):
-    """Callback that sets the factor of the balance losses and logs the routing of every layer."""
+    """Callback that scales the auxiliary losses like the training loss, and logs the routing of every layer."""
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         fmoe.set_loss_scale(1 / trainer.accumulate_grad_batches)  # Lightning divides the loss by the same number

@@ -1,4 +1,4 @@
-"""Experts in a GPT of Megatron-core, from scratch: process groups, model, one line, a few steps. No GPU is needed."""
+"""Experts in a GPT of Megatron-core: process groups, model, conversion in one line, and a few steps; needs no GPU."""
 
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,7 @@
 """Two tasks that share experts: multi-gate Mixture-of-Experts (MMoE) on a synthetic problem.
 
-The tasks are regressions whose targets are mixtures of the same few features; how much they share is ``CORRELATION``.
-Prints the loss of each task every 50 steps, and how the tasks' gates differ at the end.
+Each task is a regression along one direction of the input; the cosine of the two directions is ``CORRELATION``. Prints
+the loss of each task every 50 steps, and at the end the cosine between the tasks' gates.
 """
 
 import torch

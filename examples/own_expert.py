@@ -1,4 +1,4 @@
-"""A custom expert: any module from tokens to tokens, built once per expert; here a convolution over their features."""
+"""A custom expert: any module that maps tokens to tokens, built once per expert; here a convolution over features."""
 
 import torch
 from torch import nn

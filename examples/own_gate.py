@@ -1,4 +1,4 @@
-"""A custom gate: a function or module from tokens to a `Routing`, registered by one line."""
+"""A custom gate: a function or module that maps tokens to a `Routing`, registered in one line."""
 
 import torch
 from torch import nn

@@ -10,7 +10,7 @@ from megatron_patch import versions
 
 # Several modules of megatron-core warn about Apex when they are imported. Apex is optional.
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
-warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")  # imported, never used
+warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")  # megatron-core imports it
 versions.check()
 with versions.without_triton():
     import megatron.core  # noqa: F401

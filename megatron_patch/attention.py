@@ -32,13 +32,14 @@ class SDPAttention(DotProductAttention):
     Arguments, shapes and results are the same, except for a query whose keys are all masked: its output is zeros (NaN
     with `HeadDropout`), while megatron-core's code returns the mean of the values. Cases that torch's kernels do not
     support use megatron-core's code: packed sequences, scores scaled by layer number, several queries after cached
-    keys. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
-    bias, which megatron-core's code refuses, is added to the scaled scores.
+    keys, and windows or offsets without causality or with an attention bias. bf16 is computed in float32 on processors
+    where that is faster (`megatron_patch.bf16_linear`). An attention bias, which megatron-core's code refuses, is added
+    to the scaled scores.
 
-    A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks, and a learned offset of the
-    softmax (``config.softmax_type="learnable"``) as a further key (`fmoe.kernels.attention`). Offsets are initialized
-    to zero; each tensor parallel rank holds those of its heads. Masks and windows both apply; megatron-core's code
-    ignores a mask in layers with a window.
+    A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks (with `HeadDropout`, as a mask),
+    and a learned offset of the softmax (``config.softmax_type="learnable"``) as a further key
+    (`fmoe.kernels.attention`). Offsets start at zero; each tensor parallel rank holds those of its heads. Masks and
+    windows both apply; megatron-core's code ignores a mask in layers with a window.
 
     Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
 
@@ -47,7 +48,8 @@ class SDPAttention(DotProductAttention):
 
     Raises:
         UserError: the context parallel size does not divide the heads of a tensor parallel rank; under context
-            parallelism, a case that torch's kernels do not support, or dropout that is not `HeadDropout`.
+            parallelism, a case that torch's kernels do not support, an attention bias, or dropout that is not
+            `HeadDropout`.
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -111,7 +113,7 @@ class SDPAttention(DotProductAttention):
         """Map query, key and value [s, b, heads, head width] to [s, b, heads * head width of values].
 
         Args:
-            attention_mask: True where a query must not see a key.
+            attention_mask: True where a query must not see a key, [1 or b, 1, s of queries, s of keys].
             attention_bias: added to the scores, such as T5's relative positions: [1 or b, heads, s of queries, s of
                 keys].
         """
@@ -148,7 +150,7 @@ class SDPAttention(DotProductAttention):
         if self.context_group is not None and attention_bias is not None:
             self._refuse_context("an attention bias")
         if special or packed_seq_params is not None:
-            self._refuse_context("packed sequences, non-causal windows, scores scaled by layer number or cached keys")
+            self._refuse_context("packed sequences, non-causal windows or offsets, layer-scaled scores or cached keys")
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))

@@ -58,7 +58,7 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, *settings):
-        fusion, allreduce_dgrad, sequence_parallel, buffer, _, group, *remat_size = settings  # the last from 0.19 on
+        fusion, allreduce_dgrad, sequence_parallel, buffer, _, group, *remat_size = settings  # remat_size from 0.19 on
         ctx.is_float32 = (
             getattr(weight, _MARK, False) and input.dtype == torch.bfloat16 and not (fusion or sequence_parallel)
         ) and (buffer is None and remat_size in ([], [1]))

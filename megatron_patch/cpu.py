@@ -1,8 +1,8 @@
 """Megatron-core on machines without a GPU.
 
 Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each of which states its
-reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a name to replace, `install` raises an
-error that names it.
+reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a required name, `install` raises a
+UserError that names it.
 """
 
 import contextlib
@@ -118,10 +118,10 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 def _cpu_rng_tracker(tracker_class: type) -> type:
     """Make the tracker use torch's CPU generator instead of the CUDA one.
 
-    The generator also carries the position in training (`fmoe.random`). Layers read it within `fork` too, because a
-    sequence parallel model forks around all of its layers. So a fork gets a seed derived from the outer generator's
-    seed and its own, and continues the previous fork only if that had the same derived seed. Draws then depend on the
-    position and the tracker's seed.
+    The generator's seed also identifies the position in training (`fmoe.random`). Layers need the position inside
+    `fork` too, because a sequence parallel model forks around all of its layers. If a position is set, a fork therefore
+    gets a seed derived from the seeds of the outer generator and of the tracker's state. It continues the previous fork
+    of that state if that had the same derived seed. Draws then depend on the position and the tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):
@@ -273,7 +273,7 @@ def on_meta() -> Iterator[None]:
         RuntimeError: `install` has not been called, or torch sees a GPU.
     """
     if not _installed:
-        raise RuntimeError("on_meta() needs the CPU runtime: hide GPUs (CUDA_VISIBLE_DEVICES=) and call install()")
+        raise RuntimeError("on_meta() needs the CPU runtime: hide GPUs (CUDA_VISIBLE_DEVICES=) and call cpu.install()")
     before = torch.cuda.current_device
     meta = torch.device("meta")
     torch.cuda.current_device = lambda: meta  # type: ignore[assignment, return-value]

@@ -94,7 +94,7 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Key the dropout of a Megatron-core language model: of embedding, attention probabilities and residual branches.
+    """Key the dropout of a Megatron-core language model: in embedding, attention and residual branches.
 
     Args:
         model: the whole model, or a pipeline stage.
@@ -125,10 +125,7 @@ def _key_layer(layer: TransformerLayer, seed: int, stack: str) -> None:
 
 def _tensor_parallel() -> tuple[int, int]:
     """Return the size of the tensor parallel group, and this rank's index in it."""
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def _context_parallel() -> tuple[int, int]:

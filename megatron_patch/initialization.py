@@ -48,16 +48,14 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: Any, seed: int) -> None:
-    """Draw the weight of an untied output layer under a separate key; do nothing if ``model`` has none."""
+    """Draw the weight of an untied output layer under a separate key; do nothing without one, or on the meta device."""
     if not model.post_process or model.share_embeddings_and_output_weights:
         return
     weight = model.output_layer.weight
     if weight.is_meta:
         return
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     whole = torch.empty(weight.shape[0] * size, weight.shape[1], device="cpu", dtype=torch.float32)
     with random.keyed("output layer", seed):
         (model.config.embedding_init_method or model.config.init_method)(whole)

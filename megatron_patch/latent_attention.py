@@ -19,7 +19,7 @@ _FROM_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layer
 
 
 class LatentAttention(MLASelfAttention):
-    """`MLASelfAttention` with the whole gradient of the rotary key under tensor parallelism.
+    """`MLASelfAttention` with the correct gradient of the rotary key under tensor parallelism.
 
     All heads share one rotary key per token, so its gradient is the sum over the heads of all tensor parallel ranks.
     Megatron-core's layers without Transformer Engine, whose down projection is split by columns, sum it over the heads

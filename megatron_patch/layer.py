@@ -43,8 +43,8 @@ class MegatronMoE(MoE):
     one that it takes from the whole. Under context parallelism each rank routes the slice that it holds, which must be
     contiguous (`megatron_patch.context`). The gate decides over all slices.
 
-    With an expert tensor parallel size above 1, the experts' hidden units are split over that group. "mlp" or "moe" in
-    ``config.recompute_modules`` recomputes the layer in the backward pass.
+    With an expert tensor parallel size above 1, the experts' hidden units are split over that group. With
+    ``config.recompute_granularity="selective"``, "mlp" or "moe" in ``config.recompute_modules`` recomputes the layer.
 
     Args:
         config, submodules, layer_number, pg_collection, is_mtp_layer, name: arguments that Megatron-core passes.
@@ -53,7 +53,7 @@ class MegatronMoE(MoE):
             that is not set.
         seed: seed of the run; together with the layer number, it keys the layer's weights and noise.
         layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
-        model_layers: number of layers over all stacks; None for the number in ``config``.
+        model_layers: number of layers over all stacks; None for those in ``config``, with multi-token prediction.
         overlap_shared: on a GPU, compute the shared expert on a second stream, beside the gate, the exchange and the
             routed experts, forward and backward. The result is the same.
         options: all other options of `fmoe.build.Spec`.
@@ -267,7 +267,7 @@ class MegatronAux(AuxLosses):
 
 
 def drop_tracked_losses() -> None:
-    """Empty Megatron's aux-loss tracker, whose tensors have one entry per layer of the first model of the process."""
+    """Empty Megatron's aux-loss tracker, whose tensors keep the first model's number of layers; for the next model."""
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
         moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
     else:  # from megatron-core 0.18 on
@@ -292,7 +292,7 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the group whose ranks hold the same tokens, and that whose ranks hold successive slices of sequences."""
+    """Return the group of ranks with the same tokens, and that of ranks with successive slices of the sequences."""
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)

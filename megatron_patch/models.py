@@ -196,6 +196,8 @@ def _convert(
     model: nn.Module, *, layers: str | int | Collection[int] = "all", upcycle: bool = True, **options
 ) -> nn.Module:
     """Call `fmoefy` with arguments of `fmoe.fmoefy`: its forms of ``layers``, counted from 1, and its defaults."""
+    if isinstance(layers, str) and layers != "all":
+        raise UserError(f"layers={layers!r} is neither 'all', nor layer numbers, nor n for every n-th layer")
     if isinstance(layers, int):
         count = sum(s.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
         if not 1 <= layers <= count:

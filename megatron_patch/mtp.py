@@ -57,7 +57,7 @@ def mtp_block_spec(
     vp_stage: int | None = None,
     norm: Any = None,
 ) -> Any:
-    """Return the spec of this pipeline stage's MTP modules, with weights keyed by (seed, module); None if it has none.
+    """Return the spec of this pipeline stage's MTP modules, with weights keyed by (seed, module); None without modules.
 
     Args:
         layer_spec: spec of a transformer layer.
@@ -83,7 +83,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield each MTP module's transformer layer, and the difference of its number in the model and ``layer_number``."""
+    """Yield each MTP module's transformer layer, and the offset of its ``layer_number`` in the whole model."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))

@@ -21,9 +21,9 @@ def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
     """Return the hidden matrices in each weight of a model's transformer layers, found by the modules that own them.
 
     Embeddings, position embeddings, output layers and the heads of a BERT are outside these layers, and
-    `fmoe.optim.hidden_matrices` leaves out gates. Query, key and value of ``linear_qkv``, key and value of
-    ``linear_kv``, and the halves of a gated ``linear_fc1`` are separate matrices, each with the rows of all heads or
-    hidden units, over all tensor parallel ranks.
+    `fmoe.optim.hidden_matrices` leaves out gates. Fused matrices count separately: query, key and value of
+    ``linear_qkv``, key and value of ``linear_kv``, and the halves of a gated ``linear_fc1``. Each has the rows of all
+    heads or hidden units, over all tensor parallel ranks.
 
     Raises:
         UserError: the model has Megatron-core's GroupedMLP, whose weights are experts side by side.
@@ -52,7 +52,7 @@ def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
     if ranks > 1 and matrices.group is None:
         raise UserError(
             f"Muon cannot gather a weight of shape {tuple(parameter.shape)}: it is split over {ranks} tensor parallel "
-            "ranks by a module other than ColumnParallelLinear, RowParallelLinear and FFNExperts"
+            "ranks by a module other than ColumnParallelLinear, RowParallelLinear and FFNExperts; use another optimizer"
         )
 
 

@@ -43,7 +43,7 @@ class Shard:
         parameter: parameter of the model.
         main: tensor that is stepped: the parameter, a float32 copy of it, or a flat slice of either.
         start, stop: range of ``main`` in the flattened parameter.
-        is_sharded: whether other ranks step other ranges.
+        is_sharded: whether it is of the distributed optimizer, whose ranks step different ranges.
     """
 
     optimizer: Optimizer
@@ -169,7 +169,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: float) -
 
 
 def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
-    """Raise UserError if the optimizer gets slices of tensors."""
+    """Raise UserError if an optimizer that needs whole tensors gets slices of them."""
     if shard.is_sharded:
         raise UserError(
             f"{type(optimizer).__name__} steps whole tensors: use_distributed_optimizer=True, which splits them, is "

@@ -147,9 +147,7 @@ def _count_experts_by_their_group(init: Callable) -> Callable:
 
 
 def _gather_once(step: Callable) -> Callable:
-    """Make distributed optimizers gather each model chunk once in a step, after the last of its optimizers has
-    stepped.
-    """
+    """Make distributed optimizers gather a model chunk's parameters once per step, after its last optimizer's step."""
 
     @functools.wraps(step)
     def wrapped(self):

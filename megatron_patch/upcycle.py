@@ -112,10 +112,7 @@ def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
     like = block.tensors[0]
     layer.to(like.device, like.dtype)
     upcycle_(layer, block, how)
-    drawn = {
-        "init_method": layer.config.init_method,
-        "output_init_method": layer.config.output_layer_init_method,
-    }
+    drawn = {"init_method": layer.config.init_method, "output_init_method": layer.config.output_layer_init_method}
     vars(layer.experts).update(drawn)  # for reset_parameters
     layer.spec.expert_options.update(drawn)  # for set_layer_number
     for parameter in layer.experts.parameters():

@@ -1,4 +1,4 @@
-"""``fmoe build``: compile the native CPU backend and the CUDA kernels, or with ``--arch`` only the CUDA kernels."""
+"""``fmoe build``: compile the native CPU backend, and the CUDA kernels for this machine's GPUs, if there are any."""
 
 import shlex
 import sys
@@ -18,10 +18,10 @@ from fmoe.kernels.native import loader as native
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile, load the native library, and print a report.
+    """Compile the backends, load the native library, and print a report.
 
     Returns:
-        Exit code: 0, or 1 if a requested build or the load fails.
+        Exit code: 1 if the native build, loading it, or a build by ``--arch`` fails; else 0.
 
     Raises:
         UserError: an unknown sanitizer, ``--sanitize`` together with ``--arch``, or an architecture that NVRTC does not
@@ -31,13 +31,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="compile even if the cache has an entry")
     parser.add_argument("--clean", action="store_true", help="empty the cache and exit")
     parser.add_argument("--sanitize", default="", metavar="address,undefined", help="build with sanitizers, for tests")
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        metavar="sm_90",
-        help="compile only the CUDA kernels, for these architectures; needs no GPU",
-    )
-    parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers and spills")
+    only_cuda = "compile only the CUDA kernels, for these architectures; needs no GPU"
+    parser.add_argument("--arch", nargs="+", metavar="sm_90", help=only_cuda)
+    parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers of kernels")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
     try:
@@ -46,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if arguments.arch:
             if sanitize:
-                raise UserError(f"--sanitize {arguments.sanitize} applies to the native CPU backend, not to --arch")
+                raise UserError(f"--sanitize {arguments.sanitize} is not supported with --arch: omit one of the two")
             return build_cuda(arguments.arch, arguments.force, arguments.verbose)
         code = _build_native(sanitize, arguments.force, arguments.verbose)
         if not sanitize:
@@ -121,7 +117,7 @@ def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False)
 
 
 def _build_cuda_here(force: bool, verbose: bool) -> None:
-    """Compile the kernels for the GPUs of this machine, if it has any; a failure is printed, not raised."""
+    """Compile the kernels for the GPUs of this machine, if it has any; a failed build is printed, not raised."""
     if not torch.cuda.is_available():
         return
     try:

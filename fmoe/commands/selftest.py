@@ -32,10 +32,8 @@ from fmoe.runtime import collectives
 
 GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
 EXPERTS = ("ffn", "swiglu")
-LIMITS = {
-    "cpu": 1e-5,
-    "cuda": 1e-4,
-}  # relative, in float32; on a GPU, GEMMs of different shapes sum in different orders
+# Relative, in float32; on a GPU, GEMMs of different shapes sum in different orders.
+LIMITS = {"cpu": 1e-5, "cuda": 1e-4}
 SEQUENCES, LENGTH, WIDTH, HIDDEN, EXPERTS_OF_A_RANK = 4, 16, 32, 48, 2
 ROW_WIDTH, REPEATS = 1024, 5  # width of rows and measurements per entry, in the bandwidth table
 
@@ -66,15 +64,15 @@ def main(argv: Sequence[str]) -> int:
         UserError: ``--timeout`` is not positive, or ``--ep`` or ``--device`` does not suit these ranks.
     """
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--ep", type=int, help="number of expert-parallel ranks; default: all")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="device of the layers; default: cuda if available")
+    parser.add_argument("--ep", type=int, help="number of expert-parallel ranks, default all ranks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="device of the layers, default cuda if available")
     parser.add_argument("--timeout", type=float, default=60.0, help="time limit of a collective in seconds, default 60")
-    sizes = "sizes at which exchanges are timed, in MB of rows per rank"
+    sizes = "sizes at which exchanges are timed, in MB of rows per rank, default 0.125 1 8 64"
     parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help=sizes)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, written by rank 0")
     arguments = parser.parse_args(argv)
     if arguments.timeout <= 0:
-        raise UserError(f"--timeout={arguments.timeout:g} is not positive")
+        raise UserError(f"--timeout={arguments.timeout:g} must be more than 0 seconds")
     ep = arguments.ep or int(os.environ.get("WORLD_SIZE", 1))
     groups = parallel.init(ep, device_type=arguments.device, timeout=timedelta(seconds=arguments.timeout))
     results, table = _test(groups, arguments)
@@ -93,8 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _test(groups: parallel.ParallelGroups, arguments: argparse.Namespace) -> tuple[list[Result], list[dict]]:
-    device = torch.device("cuda", torch.cuda.current_device()) if groups.mesh.device_type == "cuda" else "cpu"
-    device = torch.device(device)
+    device = torch.device(f"cuda:{torch.cuda.current_device()}" if groups.mesh.device_type == "cuda" else "cpu")
     is_first = dist.get_rank() == 0
     if is_first:
         print(f"{groups.size} ranks, ep {groups.ep}, dp {groups.dp}, {dist.get_backend()}, torch {torch.__version__}")
@@ -136,7 +133,7 @@ class Case:
 
 
 def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return the tested exchanges with options, also with chunks where supported; only one exchange for ep=1."""
+    """Return the tested exchanges with their options, where supported also in two chunks; only one for ep=1."""
     if ep == 1:
         return [("all_to_all", {})]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
@@ -153,7 +150,7 @@ def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def cases(ep: int) -> Iterator[Case]:
-    """Yield all cases."""
+    """Yield every combination of exchange, gate and experts."""
     for (exchange, options), gate, experts in itertools.product(exchanges(ep), GATES, EXPERTS):
         yield Case(exchange, options, gate, experts)
 
@@ -326,7 +323,7 @@ class _Unchanged(nn.Module):
 
 @torch.no_grad()
 def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGroups) -> float:
-    """Return the time of one exchange on the slowest rank, in seconds."""
+    """Return the time of sending the rows there and back on the slowest rank, in seconds."""
     wait = torch.cuda.synchronize if rows.is_cuda else lambda: None
     dist.barrier(groups.data_group)
     wait()

@@ -1,4 +1,4 @@
-"""``fmoefy``: converts the feed-forward blocks of a model to experts, in place, in one line.
+"""``fmoefy`` converts the feed-forward blocks of a model to experts, in place.
 
 `fmoe.convert.families` finds the blocks, module by module. Models whose layers have another interface (Megatron-core)
 are passed to converters of whole models: entry points of the group ``fmoe.converters``, named after the package of the
@@ -64,9 +64,10 @@ def fmoefy(
             changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
-        granularity: m makes experts of 1 / m of the block's hidden units; with ``upcycle``, m of them form the block
-            (`fmoe.convert.upcycle`), and m must divide ``num_experts`` and ``top_k``.
-        seed: key of new weights and noise; None draws one from torch's default generator.
+        granularity: m makes experts of 1 / m of the block's hidden units; ``num_experts`` and ``top_k`` count these.
+            With ``upcycle``, m of them form the block (`fmoe.convert.upcycle`), so m must divide both numbers.
+        seed: key of new weights and noise; None draws one from torch's default generator. All ranks of ``moe_group``
+            must use the same.
         options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,
             ... For Megatron-core models, options of `megatron_patch.fmoefy`, which counts layers from 1 and uses seed 0
             by default.
@@ -163,14 +164,14 @@ def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
         return list(range(layers - 1, count, layers))
     indices = list(layers) if isinstance(layers, Collection) else [layers]
     if not indices or not all(type(index) is int and 0 <= index < count for index in indices):
-        raise UserError(f"layers={layers!r} are not all indices of blocks; {there}")
+        raise UserError(f"layers={layers!r} must be one or more indices of blocks; {there}")
     return sorted(set(indices))
 
 
 def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
     """Raise a UserError if a chosen block cannot be replaced by experts, or an option of `fmoefy` is invalid."""
     if granularity < 1:
-        raise UserError(f"granularity={granularity} is not positive")
+        raise UserError(f"granularity={granularity} must be at least 1")
     if "d_model" in options:
         raise UserError(f"d_model={options['d_model']} must not be set: fmoefy takes the width from the model")
     if isinstance(options.get("gate"), nn.Module) and len(chosen) > 1:

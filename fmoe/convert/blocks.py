@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return a phrase about hooks or a replaced forward of the instance, which conversion would lose; else None."""
+    """Return a phrase if the module has hooks or a replaced ``forward``, which conversion would lose; else None."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -142,7 +142,7 @@ class Block:
 
     def __post_init__(self):
         if len(self.maps_in) not in (1, 2):
-            raise UserError(f"a feed-forward block has 1 or 2 input maps, not {len(self.maps_in)}")
+            raise UserError(f"maps_in has {len(self.maps_in)} maps; a feed-forward block has 1, or 2 if it is gated")
         if None in (*self.maps_in, self.map_out):
             maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(self.maps_in)}
             raise UserError(

@@ -21,7 +21,7 @@ Finder = Callable[[nn.Module], list[Block | Refusal]]
 
 
 def mlp(module: nn.Module) -> list[Block | Refusal]:
-    """Two linear maps with an activation between them; the first may compute gate and value together (Phi-3).
+    """Find two linear maps with an activation between them; the first may compute gate and value together (Phi-3).
 
     They form a separate module (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or are part of a larger one.
     """
@@ -29,7 +29,7 @@ def mlp(module: nn.Module) -> list[Block | Refusal]:
 
 
 def glu(module: nn.Module) -> list[Block | Refusal]:
-    """Gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and similar models (arXiv 2002.05202).
+    """Find gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and similar models (arXiv 2002.05202).
 
     They have three linear maps: gate, value, output. The map whose output enters the activation is the gate.
     """
@@ -61,7 +61,7 @@ def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
 
 
 def inline(module: nn.Module) -> list[Block | Refusal]:
-    """Blocks inside larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
+    """Find blocks inside larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
 
     They are two linear maps of ``module``, or of its children, with a removable activation between them. The MoE layer
     replaces the first map; activation, dropout and second map become `nn.Identity`. The rest of the module stays.
@@ -126,7 +126,7 @@ def _activation_slots(owner: nn.Module, pieces: Pieces) -> list[tuple[nn.Module,
 
 
 def bert(module: nn.Module) -> list[Block | Refusal]:
-    """Blocks that are spread over two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
+    """Find blocks that are spread over two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
 
     ``module.intermediate`` has the first linear map and the activation, ``module.output.dense`` is the second map,
     followed by dropout, residual and normalization. The MoE layer replaces ``intermediate``, the second map becomes
@@ -175,7 +175,7 @@ def _is_map_and_activation(intermediate: nn.Module, pieces: Pieces) -> bool:
 
 
 def torch_layer(module: nn.Module) -> list[Block | Refusal]:
-    """The block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or of all layers of an
+    """Find the block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or those of all layers of an
     `nn.TransformerEncoder`.
 
     The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Encoders and their
@@ -216,12 +216,12 @@ def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block 
     rows = pieces.trial.args[0]
     whole = Trial(layer, layer, (rows,) * len(required(layer)), {})
     if not keeps_output(whole, block, stack):
-        return [Refusal("it uses linear1 and linear2 differently than torch's layer")]
+        return [Refusal("it uses linear1 and linear2 differently from torch's layer")]
     return [block]
 
 
 def sequential(module: nn.Module) -> list[Block | Refusal]:
-    """``Linear, activation, [Dropout], Linear`` as consecutive items of an `nn.Sequential`.
+    """Find ``Linear, activation, [Dropout], Linear`` as consecutive items of an `nn.Sequential`.
 
     The MoE layer replaces the first item of each such run whose input and output widths are equal. The other items of
     the run become `nn.Identity`, so that all items keep their names.
@@ -320,7 +320,7 @@ def find_blocks(model: nn.Module) -> list[Found]:
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return the result of `find_blocks`, and by name the reason for each refused module that looks like a block."""
+    """Return the result of `find_blocks`, and why modules that look like blocks are refused, by name of the module."""
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}

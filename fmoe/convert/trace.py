@@ -34,8 +34,8 @@ class Pieces(NamedTuple):
     Attributes:
         maps_in, map_out, activation, dropout: attributes of `Block`.
         first, last: modules of the input maps, and of the output map.
-        between: modules called between them.
-        after: dropouts called after them.
+        between: modules called between these maps.
+        after: dropouts called after the output map.
         counts: number of calls of each module in one run.
         rate: module and attribute that hold the rate of the dropout between the maps, if it is called as a function.
         trial: the run in which the block was found.
@@ -100,7 +100,7 @@ def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Return the names of the pairs of maps D -> H and H -> D that are not both within one child of the module.
+    """Return pairs of names of maps D -> H (or 2 H) and H -> D, except pairs inside a single child of the module.
 
     The value is True if the pair is likely a block: few other maps have the same parent, unlike in an attention.
     """

@@ -7,10 +7,11 @@ same for all tokens is divided out of the experts' output maps. If it differs be
 router logits near zero, the caller gets an error.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
-``e mod m`` of the hidden units, and the m experts of a group have the same router weights, so that a token's K choices
-are K / m whole groups, each of which adds up to the dense block.
+``e mod m`` of the hidden units. The m experts of a group have the same router weights, so a token's K choices are K / m
+whole groups, each of which adds up to the dense block.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,10 +117,8 @@ def plan_upcycling(
     if not exact:
         share = share_T.nanmedian().item()
         if not abs(share) > 1e-6:
-            raise UserError(
-                f"gate={gate} is not supported with upcycle=True: most tokens get {share:.3g} times the output of the "
-                "dense block"
-            )
+            what = "no token gets a multiple of" if math.isnan(share) else "most tokens get 0 times"
+            raise UserError(f"gate={gate} is not supported with upcycle=True: {what} the output of the dense block")
         return Upcycling(_factor(share), False, granularity, noise)
     if (scale := _constant(share_T)) is not None:
         return Upcycling(scale, False, granularity, noise)
@@ -138,8 +137,7 @@ def plan_upcycling(
         f"upcycle=True cannot keep the model's output with gate={gate}"
         + (f" and granularity={granularity}" if granularity > 1 else "")
         + f": {_spread(share_T)}, which no constant factor corrects; pass a gate whose weights sum to one "
-        "(gate='naive'), "
-        "or exact=False to accept a changed output"
+        "(gate='naive'), or exact=False to accept a changed output"
     )
 
 

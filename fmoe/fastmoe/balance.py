@@ -1,4 +1,4 @@
-"""FastMoE's balance metrics by layer. `fmoe.metrics` has more metrics, without a gate hook."""
+"""FastMoE's balance metrics by layer, which need a gate hook. `fmoe.metrics` has more metrics and needs none."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ metrics = {
 
 
 def reset_balance_profile(balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None) -> None:
-    """Allocate a list of ``num_layers`` values, None at first, for every metric and for the strategy's loss."""
+    """Set every metric, and the loss of ``balance_strategy`` if given, to a list of ``num_layers`` Nones."""
     names = [*metrics, f"{balance_strategy}_loss"] if balance_strategy else list(metrics)
     balance_dict.update({name: [None] * num_layers for name in names})
 
@@ -41,11 +41,12 @@ def update_balance_profile(
     num_expert: int,
     balance_strategy: str | None,
 ) -> None:
-    """Set the metrics of one layer from its choices, in a gate hook.
+    """Store the metrics of one layer; call it in the layer's gate hook.
 
     Args:
+        gate_top_k_idx: expert ids chosen by the gate, of any shape; -1 is not counted.
+        gate_context: loss of the gate, stored if ``balance_strategy`` is given; None without a loss.
         num_expert: number of experts over all ranks.
-        gate_context: loss of the gate; None without a loss.
     """
     chosen_N = gate_top_k_idx.reshape(-1)
     count_E = torch.zeros(num_expert, device=chosen_N.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""FastMoE's data parallelism, which averages each gradient over the group that its parameter names."""
+"""FastMoE's data parallelism: each parameter is tagged with the group over which its gradient is averaged."""
 
 from collections.abc import Iterator
 
@@ -91,7 +91,7 @@ class DistributedGroupedDataParallel(nn.Module):
             copy_back(flat, parameters)
 
     def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-        """Group parameters by communicator and dtype, in the same order on all ranks."""
+        """Yield each group with its parameters of one dtype, in the same order on all ranks."""
         ownership.refresh()
         for module in self.module.modules():
             if (name := getattr(module, "_dp_comm", None)) is not None:

@@ -17,11 +17,12 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):
-    """Top-2 gate that sends at most ``int(fraction * T)`` tokens to a best expert on another node.
+    """Top-2 gate that limits how many of a rank's T tokens may leave their node: ``limit = int(fraction * T)``.
 
-    If at most that many tokens prefer such an expert, all choices are free, and second choices may leave the node too.
-    Otherwise only the tokens with the largest logits get it, as second choice after the best expert of their node;
-    all others choose within the node. A choice is -1 if the node has no further expert.
+    If the best expert of at most ``limit`` tokens is on another node, every token gets its two best experts of all
+    nodes. Otherwise every token first gets the best expert of its node. As second choice, the ``limit`` tokens with the
+    largest logits for an expert on another node get that expert; all others get the second best expert of their node,
+    or -1 if it has only one.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.
@@ -41,7 +42,8 @@ class FasterGate(NaiveGate):
         num_nodes = math.ceil(self.tot_expert / self.ne_per_node)
         if not 0 <= node_rank < num_nodes:
             raise UserError(
-                f"node_rank={node_rank} is out of range for {num_nodes} nodes: pass gen_faster_gate(rank) to layers"
+                f"node_rank={node_rank} is not in 0..{num_nodes - 1}, as world_size={world_size} and "
+                f"FMOE_TOPO_GPUS_PER_NODE={ranks_per_node()} require: pass gate=gen_faster_gate(rank in moe_group)"
             )
         self.ogn_ratio = _number("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14)
         self.register_buffer("mask", torch.empty(self.tot_expert, dtype=torch.bool), persistent=False)
@@ -57,7 +59,7 @@ class FasterGate(NaiveGate):
         self._fill_mask()
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
-        """Map [T, D] to index [T, 2] and score [T, 2]."""
+        """Map [T, D] to index [T, 2], -1 for no expert, and score [T, 2]."""
         logits_TE = self.gate(inp)
         top_TK, free_TK = logits_TE.topk(2, dim=-1)
         self.set_loss(balance_loss(logits_TE, free_TK[:, 0]))
@@ -74,7 +76,7 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a function that builds the `FasterGate` of rank ``rank``, to pass as ``gate`` to layers."""
+    """Return a function that builds the `FasterGate` of a rank of ``moe_group``; pass it as ``gate`` to layers."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:
@@ -85,7 +87,7 @@ def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
 
 
 def ranks_per_node() -> int:
-    """Return the value of FMOE_TOPO_GPUS_PER_NODE."""
+    """Return the number of ranks per node, from FMOE_TOPO_GPUS_PER_NODE (default 8)."""
     return _number("FMOE_TOPO_GPUS_PER_NODE", int, 8)
 
 
@@ -95,6 +97,6 @@ def _number(name: str, kind: type, default: float):
         value = default if text is None else kind(text)
     except ValueError:
         raise UserError(f"{name}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
-    if value < 0 or (kind is int and value == 0):
-        raise UserError(f"{name}={text!r} must be at least {1 if kind is int else 0}")
+    if not (1 if kind is int else 0) <= value < math.inf:
+        raise UserError(f"{name}={text!r} must be at least {1 if kind is int else 0}, and finite")
     return value

@@ -1,6 +1,7 @@
 """FasterMoE's functions (PPoPP'22), as in FastMoE 1.1.
 
-In new code, use ``FMoE(exchange_options={"chunks": ..., "shadow": ...})`` instead (docs/parallelism.md).
+Shadowing sends the parameters of a hot expert to all ranks, instead of their tokens to its rank. In new code, use
+``FMoE(exchange_options={"chunks": ..., "shadow": ...})`` instead (docs/parallelism.md).
 
 Shape letters: W ranks, L experts per rank, E = W * L, T tokens, K choices, D width, R rows.
 """
@@ -19,7 +20,7 @@ from fmoe.fastmoe.functions import MOEGather, MOEScatter, count_by_gate, moe_gro
 
 
 def float_from_env(key: str, default: float = -1) -> float:
-    """Return an environment variable as a number.
+    """Return an environment variable as a number; ``default`` if it is not set.
 
     Raises:
         UserError: the value is not a number.
@@ -28,11 +29,11 @@ def float_from_env(key: str, default: float = -1) -> float:
     try:
         return default if text is None else float(text)
     except ValueError:
-        raise UserError(f"{key}={text!r} is not a number") from None
+        raise UserError(f"{key}={text!r} must be a number") from None
 
 
 def switch_from_env(key: str, default: bool = False) -> bool:
-    """Return whether an environment variable is "1" or "ON"."""
+    """Return whether an environment variable is "1" or "ON"; ``default`` if it is not set."""
     return os.environ[key] in ("1", "ON") if key in os.environ else default
 
 
@@ -40,14 +41,15 @@ Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
 
 
 def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
-    """Return a mask, bool [E], that shadows no expert."""
+    """Return False for every expert, bool [E]: none is shadowed."""
     return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:
-    """Return `no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON a policy by `fmoe.exchange.shadow.choose`.
+    """Return a function that decides which experts are shadowed: `no_shadow_policy`, unless
+    FMOE_FASTER_SHADOW_ENABLE=ON selects one that calls `fmoe.exchange.shadow.choose`.
 
-    That policy assumes two-layer experts. It reads environment variables with the prefix FMOE_FASTER_GLBPLC (defaults
+    The latter assumes two-layer experts. It reads environment variables with the prefix FMOE_FASTER_GLBPLC (defaults
     in parentheses): _NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a rank (1.15e13); _ALPHA, hidden
     width / model width (2); and _DMODEL, the model width (``d_model``, or 2048 if that is None).
     """
@@ -87,9 +89,11 @@ def _fmoe_general_global_forward(
     Args:
         inp: [T, D].
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
-        expert_fn: called once per expert with its rows [R, D], a tensor [1] that holds R, and its local index.
+        expert_fn: called with an expert's rows [R, D], a tensor [1] that holds R, and the expert's index on its rank:
+            once per expert of this rank, and once per shadowed expert, whose parameters ``experts`` then hold.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
-        stored_models: bool [W * L], True for experts to shadow; None for the policy of `get_shadow_policy`.
+        stored_models: bool [W * L], True for experts to shadow, ignored on a single rank; None for the policy of
+            `get_shadow_policy`.
 
     Returns:
         [T * K, D]; zero for choices of -1.

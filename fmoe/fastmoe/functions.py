@@ -1,7 +1,7 @@
 """FastMoE's dispatch functions, for user code that builds layers and gates from them (`fmoe.FMoE` does not).
 
-Ranks communicate over the group that `ensure_comm` set last. Counts are int64; rank w owns the experts
-w * num_expert ... (w + 1) * num_expert - 1.
+Ranks communicate over the group that `ensure_comm` set last, or else over all processes. Counts are int64; rank w owns
+the experts w * num_expert ... (w + 1) * num_expert - 1.
 
 Shape letters: T tokens, K choices, D width, L experts per rank, W ranks, M choices other than -1, R rows that this
 rank's experts get.
@@ -71,8 +71,8 @@ def count_by_gate(
 
     Returns:
         ``pos`` [M], indices into ``gate.view(-1)``, sorted by expert and then by index; None without ``require_pos``;
-        ``local_expert_count`` [W * L], how often this rank chose every expert;
-        ``global_expert_count`` [W * L], for each rank in order, how often it chose each of this rank's experts.
+        ``local_expert_count`` [W * L], the number of this rank's choices of each expert;
+        ``global_expert_count`` [W * L], for each rank in order, its choices of each of this rank's experts.
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
@@ -82,7 +82,7 @@ def count_by_gate(
 
 @torch.no_grad()
 def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return the results of `count_by_gate`, and how many rows this rank gets.
+    """Return the results of `count_by_gate`, and the numbers of rows that this rank gets.
 
     Returns:
         ``pos``; ``local_expert_count`` and ``global_expert_count``, on the host; the number of rows of each of this
@@ -101,13 +101,13 @@ def _local_scatter(inp: Tensor, pos: Tensor) -> Tensor:
 
 
 def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True) -> Tensor:
-    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows of equal indices."""
+    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows with the same index."""
     out = inp.new_zeros(out_batch_size, *inp.shape[1:])
     return out.index_add(0, pos, inp) if maybe_overlap else out.index_copy(0, pos, inp)
 
 
 class MOEScatter:
-    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; the rows of each expert arrive contiguous."""
+    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; the rows of each expert arrive one after the other."""
 
     @staticmethod
     def apply(
@@ -118,7 +118,7 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [T, D] to [R, D]; ``pos`` [M] has the token of each choice. ``fwd_batch_size`` is ignored."""
+        """Map [T, D] to [R, D]; ``pos`` [M] is the token index of each choice. ``fwd_batch_size`` is ignored."""
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD
@@ -186,7 +186,8 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
     group = get_torch_default_comm() if _moe_group is None else _moe_group
     if group.size() != world_size:
         raise UserError(
-            f"world_size={world_size} differs from the {group.size()} ranks of the group: pass another to ensure_comm"
+            f"world_size={world_size} differs from the {group.size()} ranks of the group: call ensure_comm "
+            "with another group"
         )
     return group
 

@@ -100,8 +100,8 @@ class NaiveGate(BaseGate):
 class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
-    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise, and
-    the load of an expert is its number of tokens.
+    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise.
+    There, and if K = E, the load of an expert is its number of tokens.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -141,7 +141,7 @@ class GShardGate(NaiveGate):
 
     In training, choices after the first are kept with probability ``min(1, 2 * score)``. Every expert then accepts at
     most ``ceil(factor * T) * K // E`` choices of each rank (at least one), first choices before second ones. The
-    balance loss counts first choices before capacity.
+    balance loss counts first choices before any is dropped.
 
     Args:
         topk: K.
@@ -275,11 +275,8 @@ class SwipeGate(NaiveGate):
         moved_WW = (end_WW - begin_WW).clamp(min=0)
 
         stays_T = keep_first(rank_T, taken_WW[rank].to(idx.device)) >= 0
-        targets_M = (
-            torch.arange(self.world_size, dtype=torch.int64, device="cpu")
-            .repeat_interleave(moved_WW[rank])
-            .to(idx.device)
-        )
+        ranks_W = torch.arange(self.world_size, dtype=torch.int64, device="cpu")
+        targets_M = ranks_W.repeat_interleave(moved_WW[rank]).to(idx.device)
         new_idx = torch.where(stays_T, idx, -1)
         new_idx[(~stays_T).nonzero().squeeze(1)[: len(targets_M)]] = targets_M * self.num_expert + bias
         return new_idx, (room_W - moved_WW.sum(0))[rank].to(capacity.device)
@@ -337,11 +334,8 @@ def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
     X is the number of experts or ranks that accept choices.
     """
     before_WX = offered_WX.cumsum(0) - offered_WX
-    return (
-        (torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64) - before_WX)
-        .clamp(min=0)
-        .minimum(offered_WX)
-    )
+    capacity_X = torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64)
+    return (capacity_X - before_WX).clamp(min=0).minimum(offered_WX)
 
 
 @torch.no_grad()
@@ -366,10 +360,9 @@ def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
 
 
 def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
-    """Return the load balancing loss of the ``chosen`` experts (any shape) before capacity; 1 if balanced."""
-    count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device, dtype=torch.int64)).sum(
-        0
-    )
+    """Return the load balancing loss of the experts in ``chosen`` (ids, any shape); 1 if balanced."""
+    ids_E = torch.arange(logits_TE.shape[1], device=chosen.device, dtype=torch.int64)
+    count_E = (chosen.reshape(-1, 1) == ids_E).sum(0)
     return load_balancing_loss(softmax(logits_TE).unsqueeze(0), count_E.unsqueeze(0))
 
 

@@ -31,11 +31,11 @@ from fmoe.runtime.adapters import adapted
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """`LocalTokens` of a nest of tensors (lists, tuples and dicts, a pytree).
+    """`LocalTokens` of a nest of tensors: a pytree of lists, tuples and dicts.
 
     Attributes:
         nest: structure of the input.
-        filled: FastMoE's ``mask`` of these tokens; None without a mask.
+        filled: FastMoE's integer ``mask`` of these tokens; None without a mask.
     """
 
     nest: pytree.TreeSpec = field(kw_only=True)
@@ -79,7 +79,8 @@ class NestedLayout(Layout):
         for leaf in rest:
             if leaf.shape[: len(leading)] != leading:
                 raise UserError(
-                    f"a tensor of the input has shape {tuple(leaf.shape)}; it must start with {tuple(leading)}"
+                    f"a tensor of the input has shape {tuple(leaf.shape)}; its first dimensions must be "
+                    f"{tuple(leading)}, as in the first tensor"
                 )
         if self.slice_group is not None:
             rest, filled = take_slice((rest, filled), self.slice_group)
@@ -107,7 +108,7 @@ class NestedCall(ExpertCall):
         tokens: tokens of this forward pass.
 
     Attributes:
-        nest: structure of the outputs, set by the first call.
+        nest: structure of the outputs, set by each call.
     """
 
     def __init__(self, layer: "FMoE", tokens: NestedTokens):
@@ -158,7 +159,10 @@ class FMoE(MoE):
         users add ``gate.get_loss()`` themselves.
 
     Args:
-        num_expert, world_size, mp_group, gate_hook, mask, mask_dict, gate_bias: FastMoE's signature only.
+        num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
+        gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
+        mask: FastMoE's signature only; integers, one per token. With ``mask_dict``, only tokens of value 0 are routed.
+        mask_dict: FastMoE's signature only; by mask value, the output of its tokens, times their summed gate weights.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`; inputs may
             also be nests of tensors that agree in every dimension but the last.
 
@@ -206,11 +210,8 @@ class FMoE(MoE):
                         f"{key} is an argument of FastMoE's signature (num_expert=): omit it with num_experts="
                     )
             options |= {"d_model": d_model, "num_experts": num_experts, "top_k": top_k, "gate": gate}
-            options |= {
-                "slice_group": slice_group,
-                "moe_group": moe_group,
-                "expert": "ffn" if expert is None else expert,
-            }
+            expert = "ffn" if expert is None else expert
+            options |= {"slice_group": slice_group, "moe_group": moe_group, "expert": expert}
         spec = Spec.of({"name": "FMoE"} | options)
         super().__init__(**spec.arguments(layout=NestedLayout))
         self.spec, self.is_fastmoe = spec, is_fastmoe
@@ -318,9 +319,6 @@ class FMoE(MoE):
 
     def _process_groups(self) -> list[dist.ProcessGroup | None]:
         return [*super()._process_groups(), self.moe_group, self.expert_tensor_group]
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, ep_size={self.world_size}, first_expert={self.first_expert}"
 
 
 def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], weight_TK: Tensor) -> Tensor:

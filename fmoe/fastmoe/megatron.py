@@ -1,7 +1,7 @@
 """FastMoE's Megatron-LM plugin, importable without Megatron.
 
 `fmoefy` converts megatron-core models, and models with the layout of Megatron-LM 2.2 to 3.0. FastMoE also replaced
-parts of Megatron-LM's training loop; these names raise errors that state the replacement.
+parts of Megatron-LM's training loop; the functions that did so raise an error here that names a substitute.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import convert, random
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.fastmoe import gates
 from fmoe.fastmoe.balance import reset_balance_profile, update_balance_profile
 from fmoe.fastmoe.transformer import FMoETransformerMLP
 
 
 def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add FastMoE's arguments, with ``--fmoe-num-experts`` for ``--num-experts`` if the parser has that already."""
+    """Add FastMoE's arguments; ``--num-experts`` is named ``--fmoe-num-experts`` if the parser has the former."""
     group = parser.add_argument_group("fastmoe")
     taken = "--num-experts" in parser._option_string_actions
     group.add_argument("--fmoefy", action="store_true")
@@ -56,7 +56,7 @@ def megatron_groups() -> ModuleType | None:
 
 
 def gone(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises an error with the replacement of ``name``."""
+    """Return a function that raises a UserError, which names a substitute for the function ``name``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(
@@ -73,7 +73,7 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Reset the metrics of ``num_layers`` layers; None for the number of the last call."""
+    """Reset the metrics of the first ``num_layers`` layers; None for the number of the last call."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())
@@ -85,7 +85,7 @@ def get_balance_profile() -> dict[str, list]:
 
 
 def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[[Tensor, Tensor, Any], None]:
-    """Return the gate hook of one layer."""
+    """Return a gate hook that stores the metrics of one layer, if `reset_gate_hook` has made room for that layer."""
     strategy = _strategy()
 
     def hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
@@ -101,7 +101,7 @@ def _strategy() -> str | None:
     return getattr(megatron_args(), "balance_strategy", None)
 
 
-# FastMoE's gates by the name of their strategy, which is also the name of the router for megatron-core.
+# FastMoE's gates by the name of their strategy, which is also the name of the router that replaces them.
 STRATEGIES: dict[str, type[nn.Module]] = {
     "naive": gates.NaiveGate,
     "noisy": gates.NoisyGate,
@@ -137,7 +137,8 @@ class MegatronMLP(FMoETransformerMLP):
         args: arguments of Megatron-LM and FastMoE. Required are ``fmoe_num_experts`` (per rank) and ``hidden_size``;
             the others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
             ``top_k`` (the default of the gate), ``balance_strategy`` (naive), ``distributed_experts`` (False),
-            ``data_parallel_size`` (number of processes), ``init_method_std`` (0.02), ``num_layers`` (1).
+            ``data_parallel_size`` (number of processes; ignored if Megatron has process groups), ``init_method_std``
+            (0.02), ``num_layers`` (1).
         layer_idx: index of the layer, from 0.
         gate: gate to use instead of the strategy's.
 
@@ -152,7 +153,7 @@ class MegatronMLP(FMoETransformerMLP):
             raise UserError(f"tensor_model_parallel_size={tensor_parallel} is not supported by MegatronMLP: use 1")
         strategy = getattr(args, "balance_strategy", None) or "naive"
         if gate is None and strategy not in STRATEGIES:
-            raise UserError(f"balance_strategy={strategy!r} is not known; there are {', '.join(STRATEGIES)}")
+            raise UserError(f"balance_strategy={strategy!r} is not known; {known_names(strategy, STRATEGIES)}")
         distributed = getattr(args, "distributed_experts", False)
         moe_group = groups.get_data_parallel_group() if distributed and groups is not None else None
         world_size = 1
@@ -215,8 +216,8 @@ def fmoefy(
         distributed_experts: whether experts are split over ranks: those of the data parallel group; in megatron-core,
             those of the expert parallel group; without Megatron, all ranks.
         hidden_hidden_size: hidden width of an expert; None for the hidden width of the MLP.
-        gate: a gate class of FastMoE; in megatron-core and other models a class of `STRATEGIES`, or any router by name
-            or class.
+        gate: a gate class of FastMoE, by default that of ``balance_strategy``; in megatron-core and other models a
+            class of `STRATEGIES`, or any router by name or class, by default `fmoe.fmoefy`'s.
         megatron_version: ignored; the model's layout determines the version.
 
     Raises:
@@ -237,8 +238,8 @@ def fmoefy(
     if not layers:
         return _fmoefy_core(model, settings, gate)
     settings.num_layers = len(layers)
-    for index, layer in enumerate(layers):
-        width, hidden = _widths(layer.mlp, index)
+    sizes = [_widths(layer.mlp, index) for index, layer in enumerate(layers)]  # before any layer is replaced
+    for index, (layer, (width, hidden)) in enumerate(zip(layers, sizes, strict=True)):
         own = SimpleNamespace(**{"hidden_hidden_size": None, **vars(settings)})
         own.hidden_size, own.hidden_hidden_size = width, own.hidden_hidden_size or hidden
         old = next(layer.mlp.parameters())
@@ -257,6 +258,8 @@ def _old_layers(model: Any) -> list[Any]:
 
 def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
     """Return D and H of an MLP, which are the sizes of its first matrix [H, D]."""
+    if isinstance(mlp, FMoETransformerMLP):
+        raise UserError(f"the mlp of layer {index} has experts already: call fmoefy once")
     for parameter in mlp.parameters():
         if parameter.dim() == 2:
             return parameter.shape[1], parameter.shape[0]

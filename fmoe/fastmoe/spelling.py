@@ -1,4 +1,4 @@
-"""Translation of FastMoE's arguments of `FMoE` (README and doc/parallelism of version 1.1) to options of `Spec`."""
+"""Translation of FastMoE's arguments of `FMoE` (README and doc/parallelism of version 1.1) to `fmoe.build.Spec`."""
 
 import warnings
 from collections.abc import Iterable
@@ -51,7 +51,8 @@ def translate(
             raise UserError(f"world_size={world_size} needs torch.distributed: call init_process_group first")
         moe_group = dist.distributed_c10d._get_default_group() if moe_group is None else moe_group
         if moe_group.size() != world_size:
-            raise UserError(f"world_size={world_size} differs from the {moe_group.size()} ranks of moe_group")
+            where = "moe_group (default: all processes)"
+            raise UserError(f"world_size={world_size} differs from the {moe_group.size()} ranks of {where}")
     else:
         moe_group = None
     if slice_group is not None and slice_group.size() == 1:
@@ -84,7 +85,7 @@ def translate(
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
-    """Tag parameters with ``dp_comm``, the group over which `DistributedGroupedDataParallel` averages them."""
+    """Tag parameters with ``dp_comm``, the name of the group over which their gradients are averaged."""
     part: Any
     for part in module.parameters():
         part.dp_comm = comm

@@ -90,7 +90,7 @@ def test_settings_from_the_environment(monkeypatch):
     assert float_from_env("FMOE_FASTER_X", 3) == 3 and not switch_from_env("FMOE_FASTER_X")
     monkeypatch.setenv("FMOE_FASTER_X", "ON")
     assert switch_from_env("FMOE_FASTER_X")
-    with pytest.raises(fmoe.UserError, match="FMOE_FASTER_X='ON' is not a number"):
+    with pytest.raises(fmoe.UserError, match="FMOE_FASTER_X='ON' must be a number"):
         float_from_env("FMOE_FASTER_X")
     counts = torch.tensor([7, 1])
     assert not get_shadow_policy(8)(counts, counts, 2, 1, torch.device("cpu")).any()

@@ -227,10 +227,13 @@ def test_faster_gate_as_the_gate_of_a_layer(monkeypatch):
     layer = FMoE(num_expert=L, d_model=D, gate=faster_gate.gen_faster_gate(0), expert=SmallExpert)
     assert type(layer.gate) is FasterGate and "mask" not in layer.gate.state_dict()
     assert layer(tokens()).shape == (T, D)
-    with pytest.raises(fmoe.UserError, match="node_rank=2 is out of range for 1 nodes"):
+    with pytest.raises(fmoe.UserError, match="node_rank=2 is not in 0"):
         FMoE(num_expert=L, d_model=D, gate=FasterGate)
     with pytest.raises(fmoe.UserError, match="top_k=3"):
         FMoE(num_expert=L, d_model=D, gate=faster_gate.gen_faster_gate(0), top_k=3)
+    monkeypatch.setenv("FMOE_TOPO_OUTGOING_FRACTION", "nan")
+    with pytest.raises(fmoe.UserError, match="FMOE_TOPO_OUTGOING_FRACTION='nan' must be at least 0"):
+        faster_gate.gen_faster_gate(0)(D, L, 1)
     monkeypatch.setenv("FMOE_TOPO_GPUS_PER_NODE", "many")
     with pytest.raises(fmoe.UserError, match="FMOE_TOPO_GPUS_PER_NODE='many'"):
         faster_gate.gen_faster_gate(0)(D, L, 1)

@@ -83,6 +83,9 @@ def test_everything_that_fmoefy_is_told():
     assert (mlp.num_expert, mlp.top_k, type(mlp.gate)) == (4, 1, GShardGate)
     assert mlp.experts[0].htoh4.weight.shape == (1, 6, D) and mlp.experts[0].htoh4.weight.dtype == torch.bfloat16
     assert {p.dp_comm for p in mlp.experts.parameters()} == {"dp"}
+    with pytest.raises(fmoe.UserError, match="the mlp of layer 0 has experts already"):
+        fmoefy(wrapped, 4)
+    assert model.layers()[0].mlp is mlp
     with pytest.raises(fmoe.UserError, match="fmoe_num_experts is missing"):
         fmoefy(model)
     with pytest.raises(fmoe.UserError, match="found no feed-forward block"):
@@ -131,7 +134,7 @@ def test_a_gate_of_ones_own_counts():
     """FastMoE's took NaiveGate wherever no strategy was named."""
     own = type("Own", (NaiveGate,), {})
     assert type(MegatronMLP(args(), 0, gate=own).gate) is own
-    with pytest.raises(fmoe.UserError, match="balance_strategy='best' is not known; there are naive"):
+    with pytest.raises(fmoe.UserError, match="balance_strategy='best' is not known; valid names: naive"):
         MegatronMLP(args(balance_strategy="best"), 0)
 
 

@@ -97,7 +97,7 @@ def test_probabilities_are_made_up_for_in_the_output_map():
         ),
         ({"gate": "gshard", "gate_options": DROPLESS}, ["at random", "gate_options={'random_routing': False}"]),
         ({"gate_options": {"capacity_factor": 1.0}}, ["NaiveGate|NaiveRouter", "capacity_factor=1.0"]),
-        ({"granularity": 0}, ["granularity=0 is not positive"]),
+        ({"granularity": 0}, ["granularity=0 must be at least 1"]),
         ({"granularity": 5}, ["granularity=5", "24 hidden units of blocks.0"]),
         ({"granularity": 2, "top_k": 1}, ["top_k=1", "granularity=2"]),
         ({"granularity": 3, "top_k": 3}, ["num_experts=8", "granularity=3"]),

@@ -29,6 +29,7 @@ def converted(options):
         ({"layers": [1]}, [1]),
         ({"layers": 2}, [2]),
         ({"layers": [3]}, "layers=[3] is out of range: the model's layers are numbered 1 to 2"),
+        ({"layers": "odd"}, "layers='odd' is neither 'all', nor layer numbers, nor n for every n-th layer"),
         ({"layers": 3}, "layers=3 (every n-th layer) selects no layer: the model has 2 layers"),
     ],
     ids=str,
