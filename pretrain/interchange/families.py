@@ -40,7 +40,7 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     elif name in FAMILIES:
         family = FAMILIES[name]
     else:
-        raise UserError(f"--format {name} is invalid: use one of auto, {', '.join(FAMILIES)}")
+        raise UserError(f"--format {name} is invalid: use auto, {', '.join(FAMILIES)}")
     if family.misfits(model):
         raise UserError(_misfit(family, model, name == "auto"))
     return family

@@ -274,7 +274,7 @@ def test_something_is_at_the_output(mixtral, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
-    for name, message in (("file", "is not a folder"), ("full", "is not empty")):
+    for name, message in (("file", "is a file or a symbolic link"), ("full", "is not empty")):
         with pytest.raises(UserError, match=message):
             import_folder(mixtral, tmp_path / name)
         with pytest.raises(UserError, match=message):
