@@ -319,7 +319,8 @@ def _steps(model: ModelConfig) -> list[int] | None:
 
 def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     layers: list[int] = []
-    steps, total = [], 0
+    steps: list[str] = []
+    total = 0
     for stack, depths in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
         depth = read_int(config, depths, config["num_layers"])
         number = read_int(config, f"num_sparse_{stack}_layers", 3, 0)
