@@ -21,7 +21,7 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Mean over the runs; NaN if any loss is NaN."""
+        """Mean over the runs; not finite if any loss is not."""
         return sum(self.losses) / len(self.losses)
 
     @property
@@ -55,7 +55,7 @@ class Group:
     """Runs that differ only in their seed.
 
     Attributes:
-        name: the common part of their folder names.
+        name: the common part of their folder names; the first run's folder if that is empty or not unique.
         runs: ordered by seed.
     """
 

@@ -11,7 +11,7 @@ from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
 from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
 
-# Keys that do not define an experiment: the seed, and keys that change a run's losses by rounding at most.
+# Prefixes of keys that do not define an experiment: the seed, and keys that change losses by rounding at most.
 OF_NO_EFFECT = (
     "run.",
     "parallel.",
@@ -150,7 +150,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def _meaning(recipe: Recipe) -> list[str]:
-    """Return the recipe keys that define the predicted tokens and their context."""
+    """Return the recipe keys that must be equal, because they define the predicted tokens and their context."""
     keys = {"gpt": ["data.document_mask"], "bert": ["data.noise_density"]}
     return ["model.kind", *keys.get(recipe.model.objective, ["data.noise_density", "data.mean_span"])]
 

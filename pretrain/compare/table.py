@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain.compare.groups import Group, Reach, differing_keys, reach
 
-_CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # compared by SHA-256, which is not shown
+_CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # only their names are shown, not SHA-256
 
 
 def text(groups: Sequence[Group]) -> str:
@@ -169,7 +169,7 @@ def _steps(group: Group) -> int:
 
 
 def _count(number: float) -> str:
-    """Format with three digits and a unit: 2.17 M."""
+    """Format with three digits and an SI prefix: 2.17 M."""
     for power, unit in enumerate("YZEPTGMk"):
         limit = 1000.0 ** (8 - power)
         if number >= 0.9995 * limit:

@@ -4,8 +4,8 @@
 define families, which `families` lists. `configs` converts config.json, `outgoing` exports, `incoming` imports, and
 `llama_cpp` writes GGUF files.
 
-`transfer` is ``fmoe checkpoint export`` and ``import``, under our own names: `dcp` reads and writes folders of
-torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` renames the tensors of Megatron-core.
+`transfer` is ``fmoe checkpoint export`` and ``import``, which keep fmoe's tensor names: `dcp` reads and writes folders
+of torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` renames the tensors of Megatron-core.
 """
 
 from pretrain.interchange.families import FAMILIES

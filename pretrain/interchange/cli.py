@@ -27,7 +27,7 @@ def export_main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument(
-        "--format", default="auto", metavar="NAME", help=f"{', '.join(FAMILIES)}; auto (default) picks one that fits"
+        "--format", default="auto", metavar="NAME", help=f"{', '.join(FAMILIES)}; auto (default): the first that fits"
     )
     _add_tokenizer(parser, "new location of the recipe's data.tokenizer")
     parser.add_argument(

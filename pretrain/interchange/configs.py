@@ -13,7 +13,7 @@ from pretrain.interchange.rope import read_rope, read_yarn
 
 
 def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the config.json of a model; ``dtype`` is torch's name of its weights' dtype."""
+    """Return the config.json of a model; ``dtype`` names the dtype of its weights, such as "bfloat16"."""
     return {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -32,28 +32,29 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
     """
-    name = config.get("fmoe_format", config.get("model_type"))
+    key = "fmoe_format" if "fmoe_format" in config else "model_type"
+    name = config.get(key)
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
+        raise UserError(f"{key}={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     config = config if folder is None else family.adapt(config, folder)
     config = {**config, **read_rope(config)}
     for only in family.only:
         value = config.get(only.theirs)
         if not any(value == one and type(value) is type(one) for one in only.values):
-            can_be = " or ".join(toml(one) for one in only.values if one is not None) or "none"
+            can_be = " or ".join(toml(one) for one in only.values if one is not None) or "null or missing"
             raise UserError(f"{only.theirs}={toml(value)} is not supported: it must be {can_be}")
-    if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
+    if config.get("num_key_value_heads", 0) is None:  # null means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
     values = {key.ours: _value(key, config) for key in family.keys} | read_yarn(config)
     if "rope_scaling" in values and "rope_scaling" not in family.varies:
-        raise UserError(f"rope_type=yarn is not supported by {family.name}: only default is")
+        raise UserError(f"rope_type=yarn is not supported by {family.name}: use rope_type=default")
     return family, ModelConfig(**_without_defaults({**family.fixed, **values, **family.read(config)}))
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the values that our keys express as None."""
+    """Leave out key/value heads and head widths that equal their defaults, which ``[model]`` has as None."""
     values = dict(values)
     if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]
@@ -66,9 +67,9 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
     value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
         raise UserError(f"{key.theirs} is missing")
-    for name in filter(None, (key.other, key.alias)):  # transformers obeys the last of several names
+    for name in filter(None, (key.other, key.alias)):  # transformers takes the last of them
         if name in config and config[name] != value:
-            raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} must be equal: leave out one")
+            raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} must be equal: use one")
     if key.kind is float and type(value) is int:
         with contextlib.suppress(OverflowError):
             value = float(value)

@@ -124,7 +124,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunked:
-    """A tensor of a folder, and the chunks that hold each of its elements once."""
+    """A tensor of a folder, and the chunks that together hold each of its elements once."""
 
     dtype: torch.dtype
     shape: Shape
@@ -139,8 +139,8 @@ class DcpFolder:
         tensors: its tensors by name. Other objects of the folder are ignored.
 
     Raises:
-        UserError: ``.metadata`` is missing or damaged; a file is missing or too short; chunks of a tensor overlap, or
-            leave a part of it out.
+        UserError: ``.metadata`` is missing or damaged; a file is missing, too short or outside the folder; chunks of a
+            tensor overlap, or leave elements out.
     """
 
     def __init__(self, path: Path):
@@ -186,27 +186,27 @@ class DcpFolder:
         for name, end in sorted(ends.items()):
             path = self.path / name
             if not _PLAIN_NAME.fullmatch(name):
-                raise UserError(f"{self.path / METADATA} names {name!r}, which is not a file of the folder")
+                raise UserError(f"{self.path / METADATA} names {name!r}, which must be a file name without a path")
             if not path.is_file():
                 raise UserError(f"{path} is missing; {METADATA} names it")
             if (size := path.stat().st_size) < end:
-                raise UserError(f"{path} has {size} bytes, but needs {end} by {METADATA}")
+                raise UserError(f"{path} has {size} bytes, but {METADATA} requires {end}")
 
 
 def _tensors_of(document: Any) -> dict[str, Chunked]:
-    """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is not one."""
+    """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is malformed."""
     if not _is(document, "Metadata"):
         raise ValueError("it holds no Metadata")
     stored: dict[tuple[str, Shape], Any] = {}
     for index, info in document.state["storage_data"].items():
         if (offset := index.state.get("offset")) is not None:
             if not isinstance(fqn := index.state["fqn"], str):
-                raise ValueError(f"a {type(fqn).__name__} is not a name")
+                raise ValueError(f"the name of a tensor has type {type(fqn).__name__}: it must be str")
             stored[fqn, _size(offset)] = info.state
     found = {}
     for name, entry in document.state["state_dict_metadata"].items():
         if not isinstance(name, str):
-            raise ValueError(f"a {type(name).__name__} is not a name")
+            raise ValueError(f"the name of an entry has type {type(name).__name__}: it must be str")
         if not _is(entry, "TensorStorageMetadata"):
             continue  # an object, such as the state of a generator
         state = entry.state
@@ -224,7 +224,7 @@ def _tensors_of(document: Any) -> dict[str, Chunked]:
                 raise ValueError(f"{name} is compressed or encrypted")
             file, begin, length = where["relative_path"], where["offset"], where["length"]
             if not isinstance(file, str) or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
-                raise ValueError(f"{name} has an invalid location")
+                raise ValueError(f"{name} has an invalid file, offset or length")
             chunks.append(Chunk(offset, block, file, begin, length))
         found[name] = Chunked(dtype_named(dtype.text.removeprefix("torch.")), shape, tuple(chunks))
     return found
@@ -240,7 +240,7 @@ def _size(value: Any) -> Shape:
     if not isinstance(numbers, tuple | list) or any(
         type(number) is not int or not 0 <= number < 2**63 for number in numbers
     ):
-        raise ValueError(f"a {type(numbers).__name__} is not a size of numbers from 0 to 2^63")
+        raise ValueError(f"a {type(numbers).__name__} is not a size of integers from 0 to 2^63 - 1")
     return tuple(numbers)
 
 
@@ -258,7 +258,7 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
 
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
-    """Return the one tensor that ``torch.save`` wrote; raise ValueError for anything else."""
+    """Return the tensor of a file that ``torch.save`` wrote; raise ValueError if it holds anything else."""
     made = pickle_in(archive)
     if _is(made, "_rebuild_parameter"):
         made = made.args[0]
@@ -275,7 +275,7 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
     if found.removeprefix("torch.") != name_of(dtype):
         raise ValueError(f"its dtype is {found}, but {name_of(dtype)} in {METADATA}")
     if member(archive, "byteorder", b"little") != b"little":
-        raise ValueError("its bytes are in big-endian order")
+        raise ValueError("its byte order is not little-endian")
     data = (
         torch.frombuffer(member(archive, f"data/{key}"), dtype=dtype)
         if prod(shape)
@@ -292,7 +292,7 @@ def pickle_in(archive: zipfile.ZipFile) -> Any:
 
 
 def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytearray | bytes:
-    """Return the file ``name`` in the archive's only folder, after comparing it with its CRC-32."""
+    """Return the file ``name`` in the archive's folder, checked by its CRC-32; ``default`` if it is missing."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if not found:
         if default is None:
@@ -342,6 +342,6 @@ class _Part(io.RawIOBase):
 
 
 def chunks_of(folder: DcpFolder, names: Iterable[str]) -> list[tuple[str, Chunk]]:
-    """Return the chunks of tensors in the order of their files, which are then read from front to back."""
+    """Return the chunks of tensors by file and position, so that files are read from front to back."""
     found = [(name, chunk) for name in names for chunk in folder.tensors[name].chunks]
     return sorted(found, key=lambda item: (item[1].file, item[1].position))

@@ -149,18 +149,14 @@ def write_groups(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_latent(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that both families have."""
+    """Return the keys of config.json that DeepSeek-V2 and DeepSeek-V3 share."""
     written = write_llama(model) | write_dense(model) | write_groups(model)
     written |= {"head_dim": model.qk_rope_head_dim, "q_lora_rank": model.q_lora_rank}
     return written | {"qk_head_dim": model.head_width}
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rank of queries.
-
-    Raises:
-        UserError: it is not a positive integer.
-    """
+    """Return the width of compressed queries, None without compression. Raises UserError: not a positive integer."""
     return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
@@ -264,7 +260,10 @@ SIGMOID = (
 
 
 def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the values of the sigmoid gate; ``groups`` and ``kept`` are the defaults of missing keys.
+    """Return the values of the sigmoid gate and of multi-token prediction.
+
+    Args:
+        groups, kept: values of missing ``n_group`` and ``topk_group``.
 
     Raises:
         UserError: a value is invalid or not supported.
@@ -273,22 +272,12 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     if normalize and config.get("num_experts_per_tok") == 1:
         raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: it must be false")
     values = DROPLESS | {"gate": "sigmoid", "normalize": normalize, "gate_options": read_groups(config, groups, kept)}
-    return values | read_mtp(config)
+    return values | {"mtp_layers": read_int(config, "num_nextn_predict_layers", 0, least=0)}
 
 
 def write_sigmoid(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json for the sigmoid gate and multi-token prediction."""
     return write_groups(model) | {"norm_topk_prob": sums_weights(model), "num_nextn_predict_layers": model.mtp_layers}
-
-
-def read_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of layers of multi-token prediction.
-
-    Raises:
-        UserError: it is not an integer of at least 0.
-    """
-    layers = read_int(config, "num_nextn_predict_layers", 0, least=0)
-    return {"mtp_layers": layers}
 
 
 def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:

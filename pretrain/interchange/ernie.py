@@ -75,7 +75,7 @@ ERNIE_STACKED = (*_REST, *STACKED, _choice_bias("gate.moe_statics"))
 
 
 def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
-    """Return the numbers (from 1) of the layers with experts, by ERNIE's indices (from 0) of the first and the last."""
+    """Return the layers (from 1) with experts: multiples of ``interval`` between ERNIE's indices (from 0)."""
     return tuple(number for number in range(start + 1, end + 2) if number % interval == 0)
 
 
@@ -117,7 +117,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("moe_k=1 is not supported: it must be at least 2")
     found = _range(start, layers - 1 if end == -1 else end, interval)
     if not found:
-        raise UserError(f"moe_layer_start_index={start}, moe_layer_end_index={end} leave no layer with experts")
+        keys = ", ".join(f"{name}={value}" for name, (value, _, _) in list(values.items())[:3])
+        raise UserError(f"{keys} leave no layer with experts")
     read = read_llama(config) | DROPLESS | {"gate": "sigmoid", "score": "softmax", "num_shared_experts": shared}
     if len(found) < layers:
         read |= {"moe_layers": found, "dense_ffn_hidden_size": read_int(config, "intermediate_size")}
@@ -142,7 +143,7 @@ ERNIE4_5_MOE = Family(
         *(demand for demand in SIGMOID if demand.ours not in ("score", "gate_options")),
         Demand("normalize", lambda m: m.normalize is not False, "true: weights that sum to one"),
         Demand("top_k", lambda m: m.top_k > 1, "at least 2, whose weights sum to one"),
-        Demand("moe_layers", _is_regular, "every layer, or every n-th, from a first to a last one"),
+        Demand("moe_layers", _is_regular, "the multiples of a number in a range of layers, such as 4, 6, 8"),
     ),
     varies=("head_dim", "moe_every", "num_shared_experts", "jitter", *YARN),
     constants={"use_bias": False, "moe_norm_min": 1e-12},

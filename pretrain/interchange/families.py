@@ -30,8 +30,8 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
-        UserError: no family fits; the message names the nearest, `FMOE` for a GPT, and the first key that differs with
-            its allowed values.
+        UserError: ``name`` is unknown, or the family does not fit: the message names the first key that differs and
+            its allowed values. For "auto", it is about the nearest family, or about `FMOE` for a GPT.
     """
     if name == "auto":
         family = _nearest(model)
@@ -53,9 +53,9 @@ def why_own(model: ModelConfig) -> str:
 
 
 def _nearest(model: ModelConfig) -> Family:
-    """Return the family of transformers that fits a model, or the nearest one.
+    """Return the first family of transformers that fits a model, or the nearest one.
 
-    A family with another kind of model is the farthest, then one that differs in having experts.
+    The farthest families have another ``kind``, the next do not support its ``num_experts``; then misfits are counted.
     """
 
     def distance(family: Family) -> tuple[bool, bool, int]:
@@ -66,7 +66,7 @@ def _nearest(model: ModelConfig) -> Family:
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    """Return the first key of a model that a family does not support; keys that rank families come first."""
+    """Return the error about a key that a family does not support: ``kind`` or ``num_experts``, else the first one."""
     misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""

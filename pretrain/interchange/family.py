@@ -11,7 +11,7 @@ from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
 
 # Keys of [model] that a family need not mention: they do not change the logits of a trained model. The last three do in
-# some families, which convert them.
+# some models, whose families convert them.
 ONLY_TRAINING = frozenset(
     {"dropout", "init", "init_std", "capacity_factor", "group_size", "balance_loss", "balance_scope", "z_loss"}
     | {"loss_weights", "bias_step", "mtp_loss", "dense_ffn_hidden_size", "num_decoder_layers", "rope_theta"}
@@ -20,13 +20,13 @@ ONLY_TRAINING = frozenset(
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that corresponds to one of ``[model]``.
+    """A key of config.json that corresponds to a key of ``[model]``.
 
     Attributes:
         theirs, ours: names in config.json and in ``[model]``.
-        kind: int, float or bool.
-        other: alternative name in config.json.
-        alias: further name that transformers accepts, refused if its value differs.
+        kind: int (at least 1), float or bool.
+        other: name that is read if ``theirs`` is missing; if both are there, their values must be equal.
+        alias: name that transformers also accepts; it is not read, but its value must be equal.
         default: value that transformers assumes for a missing key; None if the key is required.
         value: computes the exported value where ours may be None; by default, the value of ours is exported.
     """
@@ -49,7 +49,7 @@ class Demand:
     """A condition that a recipe must meet for a family to represent its model.
 
     Attributes:
-        ours: the key named in the error.
+        ours: the key of ``[model]`` that the error names.
         holds: tests the condition.
         why: the allowed values, for the error.
     """
@@ -61,7 +61,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Only:
-    """The supported values of a key of config.json; None stands for a missing key."""
+    """The supported values of a key of config.json; None stands for null or a missing key."""
 
     theirs: str
     values: tuple[Any, ...]
@@ -77,21 +77,21 @@ class Family:
     Attributes:
         name: the ``model_type`` and value of ``--format``.
         architecture: transformers' class.
-        tables: for each form of its tensors that import reads, a table; export writes the first form.
-        keys: keys of config.json that correspond to one of ``[model]``.
-        fixed: keys of ``[model]`` with the only value that the family has: a condition of export, a result of import.
+        tables: one table for each form of the tensors that import reads; export writes the first form.
+        keys: keys of config.json that correspond to a key of ``[model]``.
+        fixed: keys of ``[model]`` and their only supported value, which export requires and import sets.
         demands: other conditions of export.
         varies: further keys of ``[model]`` that `read` and `write` convert.
         constants: keys of config.json with the same value in every export.
-        only: conditions of import.
-        read: returns values of ``[model]`` without a `Key`, from config.json, or raises UserError.
-        write: returns keys of config.json without a `Key`.
+        only: keys of config.json and their supported values, which import requires.
+        read: returns the keys of ``[model]`` that no `Key` converts, from config.json, or raises UserError.
+        write: returns the keys of config.json that no `Key` converts.
         ignored: endings of the names of tensors in a folder that an import leaves out.
-        places: returns the tensors of a model, instead of `tables`, for a family whose tensors depend on more of it.
+        places: returns the tensors of a model, for a family without `tables`.
         files: returns further files of an export by name.
         notes: returns lines about an export for the user.
         left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
-        copies: tensors that a folder may have as copies of others: their names, and the names of the others.
+        copies: names of tensors that a folder may have as copies of others, each with the name of the other.
         adapt: returns config.json, changed where the weights of the folder decide the meaning of a key.
     """
 
@@ -138,10 +138,10 @@ class Family:
 
 
 def read_int(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    """Return an integer of config.json; ``default`` for a missing one.
+    """Return an integer of config.json; ``default`` for a missing key.
 
     Raises:
-        UserError: it is not an integer, or less than ``least``.
+        UserError: the value is not an integer or less than ``least``, or the key and ``default`` are missing.
     """
     value = config.get(key, default)
     if type(value) is not int or value < least:
@@ -150,10 +150,10 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, le
 
 
 def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return a key of config.json that is true or false; ``default`` for a missing one.
+    """Return a boolean of config.json; ``default`` for a missing key.
 
     Raises:
-        UserError: it is another value.
+        UserError: the value is not a boolean.
     """
     value = config.get(key, default)
     if type(value) is not bool:
@@ -162,7 +162,7 @@ def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def toml(value: Any) -> str:
-    """Spell a value as TOML for a message, shortened."""
+    """Spell a value for a message, in at most 80 characters: ``true``, ``none`` for None, else its ``str``."""
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -172,7 +172,7 @@ def _dense_only(key: str) -> Demand:
     return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, toml(default))
 
 
-# Keys that mean nothing in a model without experts, for families of such models.
+# Keys without effect in a model without experts: families of such models support any value of them.
 DENSE_ONLY = tuple(
     _dense_only(key)
     for key in (

@@ -47,7 +47,7 @@ class SafetensorsFolder:
         path: the folder.
 
     Raises:
-        UserError: the folder is missing, its weights are pickled, or a file is missing or damaged.
+        UserError: the folder is missing, or, from `tensors`, its weights are pickled, missing or damaged.
     """
 
     def __init__(self, path: Path):
@@ -57,7 +57,7 @@ class SafetensorsFolder:
         self._open = lru_cache(_NUM_OPEN)(self._open_anew)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Read a file of the folder that holds a JSON object; None if it is missing."""
+        """Return the JSON object in a file of the folder; None if the file is missing."""
         path = self.path / name
         if not path.is_file():
             return None
@@ -66,7 +66,7 @@ class SafetensorsFolder:
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         if not isinstance(value, dict):
-            raise UserError(f"{path} is invalid: not a JSON object")
+            raise UserError(f"{path} is invalid: it must hold a JSON object")
         return value
 
     @cached_property
@@ -86,7 +86,7 @@ class SafetensorsFolder:
         return found
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read one of `tensors`, or ``rows`` of its first axis."""
+        """Read a tensor by name, or only ``rows`` of its first axis."""
         stored = self.tensors[name]
         try:
             file = self._open(stored.file)
@@ -132,7 +132,7 @@ class HuggingFaceFolder(SafetensorsFolder):
         config: the parsed config.json.
 
     Raises:
-        UserError: as `SafetensorsFolder`, or config.json is missing.
+        UserError: as `SafetensorsFolder`; or config.json is missing or damaged.
     """
 
     def __init__(self, path: Path):
@@ -157,8 +157,8 @@ class Planned:
 
 
 def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
-    """Write and sync safetensors: one file, or several with an index. A file has at most ``max_bytes``, or one tensor
-    that is larger.
+    """Write and sync safetensors: one file, or several with an index. A file has at most ``max_bytes`` of
+    tensors, or one larger tensor.
 
     Args:
         plan: the tensors in order.
@@ -241,22 +241,22 @@ def _created(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_output(out: Path) -> None:
-    """Raise UserError unless ``out`` is missing or an empty folder."""
+    """Raise UserError unless ``out`` is missing or an empty folder; a symbolic link is refused."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UserError(f"{out} is not a folder: pass another path")
+        raise UserError(f"{out} is a file or a symbolic link: pass another path")
     if out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: pass another folder")
 
 
 @contextlib.contextmanager
 def appearing(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a temporary folder next to ``out``, renamed to it at the end of the block or removed after an error.
+    """Yield a temporary folder next to ``out``, which becomes ``out`` after the block, or is removed after an error.
 
     Args:
         needed: estimate of the bytes to write.
 
     Raises:
-        UserError: ``out`` is in use; the folder is not writable; the disk is full.
+        UserError: ``out`` is not empty, its parent folder is not writable, or the disk is full.
     """
     refuse_output(out)
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"

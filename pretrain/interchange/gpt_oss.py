@@ -1,7 +1,7 @@
 """GPT-OSS (``gpt_oss``, arXiv 2508.10925): windows in every second layer, attention sinks, biases, and clamped gated
 experts.
 
-Its expert matrices have the axis of inputs before the axis of outputs, on which gates and values alternate.
+Its expert matrices are [in, out], and the columns of gates and values alternate.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Granite-MoE: experts in two tensors per layer, and constant factors (arXiv 2408.13359)."""
+"""Granite-MoE: experts in two tensors per layer, and constant factors on activations (arXiv 2408.13359)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -25,13 +25,13 @@ from pretrain.tracking.folder import CONFIG
 _PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Learning rate of the written recipe, for continued training.
 _LR = 1e-5
-# Ending of tensors in older folders that are computed, not learned.
+# Ending of the names of tensors that older folders have, although models compute them.
 _IGNORED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import: family, recipe, folder of checkpoints, and tokenizer file or None."""
+    """Result of an import: family, recipe, folder of checkpoints, and tokenizer file (None for none)."""
 
     family: Family
     recipe: Recipe
@@ -48,8 +48,8 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         tokenizer: path of a tokenizer.json or sentencepiece model that replaces the folder's, or "none".
 
     Raises:
-        UserError: the model's family or computation is not supported; a tensor is missing, unexpected, of another
-            shape or dtype, or not finite; ``out`` is in use.
+        UserError: the model's family or a value of config.json is not supported; a tensor is missing, unexpected, of
+            another shape or dtype, or not finite; the tokenizer is damaged; ``out`` is not empty.
     """
     refuse_output(out)
     folder = HuggingFaceFolder(source)
@@ -78,13 +78,13 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     nbytes = sum(
-        prod(shape) * (2 if place.dtype == torch.uint8 else 1)  # a byte has two weights
+        prod(shape) * (2 if place.dtype == torch.uint8 else 1)  # a byte of MXFP4 has two weights
         for place in found
         if place.ours
         for shape in place.theirs.values()
     )
     nbytes *= dtype.itemsize
-    state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # --resume is refused
+    state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # so --resume is refused
     if path is not None:
         state["data"] = {"tokenizer": hashlib.sha256(files[path.name]).hexdigest()}
     with appearing(out, nbytes) as temporary:
@@ -121,10 +121,10 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
         if copy not in left:
             continue
         if folder.tensors[copy].shape != wanted[name] or not torch.equal(folder.read(copy), folder.read(name)):
-            raise UserError(f"{folder.path}: {copy} differs from {name}, but a {family.name} model shares them")
+            raise UserError(f"{folder.path}: {copy} differs from {name}, but the model shares them")
         left.remove(copy)
     if left:
-        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name} model")
+        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of this {family.name} model")
     return found
 
 
@@ -135,7 +135,7 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
-                f"{folder.path}: {name} has dtype {name_of(dtype)}, not one of {', '.join(map(name_of, _PRECISIONS))}"
+                f"{folder.path}: {name} has dtype {name_of(dtype)}: use one of {', '.join(map(name_of, _PRECISIONS))}"
             )
     return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
 

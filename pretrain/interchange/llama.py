@@ -1,4 +1,4 @@
-"""Descendants of Llama with experts: Mixtral and Qwen3-MoE, and their common parts."""
+"""Mixtral and Qwen3-MoE, and the parts that they share with other descendants of Llama with experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,7 +57,7 @@ DENSE = (
 
 
 def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Return the entries of router and experts, with separate matrices per expert."""
+    """Return the entries of router and experts; ``gate``, ``value`` and ``output`` name the matrices of an expert."""
     expert = f"{LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.{block}.gate.weight": "E D"}),
@@ -72,7 +72,7 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of the shared experts, which are one block as wide as all of them together."""
+    """Return the entries of the shared experts, which are one block as wide as all together; ``block`` is its name."""
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
@@ -94,9 +94,7 @@ QWEN3_MOE_TABLE = (*COMMON, *QK_NORM, *DENSE, *expert_entries("mlp", "gate_proj"
 
 def weights_sum_to_one(model: ModelConfig) -> bool:
     """Return whether the weights of a token's experts sum to one in evaluation."""
-    if model.gate == "switch":
-        return False
-    return model.normalize is not False
+    return model.gate != "switch" and model.normalize is not False
 
 
 def drops_in_evaluation(model: ModelConfig) -> bool:
@@ -156,21 +154,15 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of a head; check that attention has no window.
+    """Return the width of a head, None for the default; check that attention has no window.
 
     Raises:
-        UserError: a value is not supported.
+        UserError: a value is invalid or not supported.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
         raise UserError(f"layer_types={toml(kinds)} is not supported: all must be full_attention")
     return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
-
-
-def refuse_window(config: Mapping[str, Any]) -> None:
-    """Raise UserError for attention that is limited to a sliding window."""
-    window = toml(config.get("sliding_window"))
-    raise UserError(f"sliding_window={window} is not supported: attention must be full")
 
 
 _EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"
@@ -245,12 +237,12 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a value is invalid or not supported.
     """
-    if bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None:
-        refuse_window(config)
+    if config.get("use_sliding_window"):
+        raise UserError(f"use_sliding_window={toml(config['use_sliding_window'])} is not supported: it must be false")
     step, dense = read_int(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     if not isinstance(dense, list) or any(type(n) is not int or n not in layers for n in dense):
-        raise UserError(f"mlp_only_layers={dense!r} must be a list of layers from 0 to {len(layers) - 1}")
+        raise UserError(f"mlp_only_layers={toml(dense)} must be a list of layers from 0 to {len(layers) - 1}")
     with_experts = [n + 1 for n in layers if n not in dense and (n + 1) % step == 0]
     if not with_experts:
         raise UserError(f"no layer has experts with decoder_sparse_step={step} and mlp_only_layers={dense}")

@@ -30,7 +30,7 @@ from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER
 SCRIPT = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"
 
-# Conditions of llama.cpp's code that computes a family; a family that is missing here was not equal to transformers'.
+# Conditions under which llama.cpp computes the same logits as transformers.
 _EVERY_LAYER = Demand(
     "moe_layers",
     lambda m: len(m.layers_with_experts) == len(m.layer_numbers),
@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
         ),
     ),
 }
-"""Families whose converted models were compared with transformers, and what their recipes need."""
+"""Families whose converted models were compared with transformers, and the conditions on their recipes."""
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # llama.cpp's name for GPT-2's words after single digits. Tokenizers trained here also separate newlines. That makes no
 # difference, because their pieces with a newline have no other character.
@@ -109,11 +109,11 @@ _OWN_VOCABULARY = ("Glm4MoeForCausalLM", "Ernie4_5_MoeForCausalLM")
 def check_convertible(
     llama_cpp: Path, family: Family, model: ModelConfig, tokenizer: Tokenizer | None, files: Mapping[str, bytes]
 ) -> str:
-    """Check that llama.cpp computes the same logits from the same tokens.
+    """Check the conditions under which llama.cpp computes the same tokens and logits.
 
     Args:
         llama_cpp: folder of llama.cpp's source.
-        files: from `files_for`.
+        files: the export's files by name, with those of `files_for`.
 
     Returns:
         llama.cpp's name of the pre-tokenizer; empty if its converter has to find it.
@@ -137,8 +137,8 @@ def check_convertible(
         return ""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise UserError(
-            f"the tokenizer {tokenizer.path} is not supported with --llama-cpp: a sentencepiece model must be one of "
-            "bpe, with byte fallback and without normalization"
+            f"the tokenizer {tokenizer.path} is not supported with --llama-cpp: a sentencepiece model must be bpe, "
+            "with byte fallback and without normalization"
         )
     if not json.loads(files[TOKENIZER])["model"].get("merges"):
         raise UserError(f"the tokenizer {tokenizer.path} is not supported with --llama-cpp: it has no merges")
@@ -157,7 +157,7 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
         The file's name.
 
     Raises:
-        UserError: llama.cpp's converter failed; the message ends with its last line.
+        UserError: llama.cpp's converter failed; the message ends with the last line that it printed to stderr.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="fmoe-") as temporary:
@@ -207,7 +207,7 @@ def _name_as_deepseek_moe(script: Any) -> None:
     """Let the converter read an export of `deepseek_moe`, a Qwen2-MoE, as a published DeepSeekMoE.
 
     llama.cpp's Qwen2-MoE has experts in every layer, and divides by the logit of the shared experts' gate, which is
-    zero here.
+    zero in the export.
     """
     load = script.ModelBase.load_hparams
 

@@ -28,9 +28,9 @@ from pretrain.interchange.pickled import Made
 
 COMMON = "common.pt"
 _IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
-# Tensors of optimizers, which a run of Megatron-LM saves in addition to the model's.
+# Names that are not the model's: optimizer states, and extra states of modules.
 _NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
-# The same norm, as a module of its own or within the linear layer after it, as Transformer Engine has it.
+# Pairs of names of one norm: as a separate module, and within the linear layer after it (Transformer Engine).
 _SAME_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -44,10 +44,11 @@ class Renamed:
     """A tensor of ours and its location in a folder.
 
     Attributes:
-        name: its name in a checkpoint, with prefix.
+        name: name in a checkpoint of fmoe, with ``model/``.
+        shape, dtype: shape of ours, and the stored dtype.
         theirs: name in the folder.
-        row: index along the leading axis of theirs; None for all of it.
-        is_stacked: ours has a leading axis of size 1 that theirs lacks, as shared experts have.
+        row: index along the leading axis of theirs (layers); None for all of theirs.
+        is_stacked: True if ours has a leading axis of size 1 that theirs lacks (shared experts).
     """
 
     name: str
@@ -66,7 +67,7 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
             norms.
 
     Raises:
-        UserError: a tensor is empty, or has another number of layers than the recipe's model.
+        UserError: a tensor is empty, has no axis of layers, or another number of layers than the recipe's model.
     """
     found, layers = [], _num_layers(wanted)
     for theirs, tensor in folder.tensors.items():
@@ -140,19 +141,19 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     """Compare the arguments of Megatron-LM in common.pt, which decide what the tensors compute, with a recipe.
 
     Returns:
-        False if it has no arguments: a program saved it with Megatron-core, without Megatron-LM.
+        False if common.pt has no arguments: another program than Megatron-LM saved it.
 
     Raises:
-        UserError: an argument differs from the recipe, or our models do not have it; common.pt is damaged.
+        UserError: an argument differs from the recipe, or fmoe does not support it; common.pt is missing or damaged.
     """
     arguments = _arguments_in(path / COMMON)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
         # Megatron-LM lacks these settings or, as for its own YaRN, has arguments for them that are not compared here.
         if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
             raise UserError(
-                f"{path / COMMON} has arguments of Megatron-LM, whose import does not support model.{ours}={value} in "
-                f"the recipe: import with model.{ours}={toml(default)}, then set it in the recipe of the run that "
-                "starts from the imported checkpoint"
+                f"model.{ours}={toml(value)} is not supported, because {path / COMMON} has arguments of Megatron-LM: "
+                f"import with model.{ours}={toml(default)}, then set it in the recipe of the run that starts from the "
+                "imported checkpoint"
             )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
@@ -176,7 +177,7 @@ def _brief(value: Any) -> str:
 
 def _arguments_in(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise UserError(f"{path} is missing")
+        raise UserError(f"{path} is missing: the checkpoint is incomplete")
     try:
         with zipfile.ZipFile(path) as archive:
             common = pickle_in(archive)
@@ -244,13 +245,13 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     if score == "softmax":
         yield "moe_router_pre_softmax", not normalize, f"{key('gate')}, {key('normalize')}"
     elif normalize != (model.chosen_experts > 1):
-        yield "moe_router_topk", None, f"{key('normalize')}: it is true with more than one expert per token"
+        yield "moe_router_topk", None, f"{key('normalize')}: Megatron-LM normalizes sigmoid weights if top_k > 1"
     yield "moe_router_topk_scaling_factor", model.routed_scale, key("routed_scale")
     yield "moe_router_enable_expert_bias", model.gate == "sigmoid", key("gate")
 
 
 def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
-    """Return the argument ``swiglu`` that the recipe's activation requires; "neither" if no value gives it.
+    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if there is none.
 
     Without ``swiglu``, blocks are ungated with GELU, which is the tanh approximation if it is fused with the biases.
     """

@@ -1,10 +1,10 @@
-"""The models of a recipe with ``kind = "gpt"`` for Hugging Face transformers, in torch and fmoe, without Megatron-core.
+"""The models of recipes with ``kind = "gpt"`` for Hugging Face transformers, in torch and fmoe, without Megatron-core.
 
-`fmoe export` copies this file into a folder of ``--format fmoe``. Importing it as a module registers it with
-`AutoModelForCausalLM`.
+``fmoe export --format fmoe`` copies this file into its folder. Importing ``pretrain.interchange.modeling_fmoe``
+registers the model with `AutoModelForCausalLM`.
 
-Shape letters: B sequences, S tokens of each, P past tokens (in the cache), K = P + S keys, D width, H heads, G heads of
-keys and values, d width of a head, V vocabulary.
+Shape letters: B sequences, S tokens of each, P past tokens (in the cache), K = P + S keys, D hidden size, H heads, G
+heads of keys and values, d width of a head, r rotated elements of a head, V vocabulary.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return the functions that initialize a matrix, and the output matrix of a block."""
+    """Return the initializer of matrices, and that of the output matrix of a block."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -157,7 +157,7 @@ class SelfAttention(_Attention):
 
 
 class LatentAttention(_Attention):
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1). The cache holds keys and values of heads."""
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1). The cache holds keys and values per head."""
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
@@ -191,7 +191,7 @@ class LatentAttention(_Attention):
 
 
 class PositionBiases(nn.Module):
-    """Transformer-XL's biases u (``content``) and v (``position``), which stand for the query's position; [H d]."""
+    """Transformer-XL's biases u (``content``) and v (``position``), which replace the query's position: [H * d]."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -264,7 +264,7 @@ def _relative_shift(scores: Tensor) -> Tensor:
 
 
 def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
-    """Rotate the pairs (i, i + r / 2) of the first r elements of each head by the r angles of its position."""
+    """Rotate the pairs (i, i + r / 2) of the first r elements of each head by the angles of its position."""
     if rotary is None:
         return x_BSHd
     cos, sin = (part.to(x_BSHd.dtype) for part in rotary)
@@ -324,11 +324,11 @@ class DecoderLayer(nn.Module):
 
 
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
-    """A GPT with experts, with the logits of `fmoe evaluate` and the greedy texts of `fmoe generate`.
+    """A GPT, with the logits of ``fmoe evaluate`` and the greedy texts of ``fmoe generate``.
 
-    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with the limit, the output for a
-    token would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise
-    and dropout in training are as in the recipe, but not keyed by step and token.
+    `generate` lifts the limit of ``eval_capacity_factor``, as ``fmoe generate`` does: with the limit, the output for a
+    token would depend on later tokens. In training mode, the loss includes the balance losses of the recipe. Noise and
+    dropout in training are as in the recipe, but not keyed by step and token.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types
@@ -388,12 +388,13 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
         Args:
             attention_mask: [B, K], zero for padding, on either side; padding is neither seen nor routed.
-            position_ids: [B, S]; by default, the number of earlier tokens that are not padding. Unused with relative
-                positions.
+            position_ids: [B, S]; by default, the number of earlier tokens that are not padding. Only learned and rotary
+                positions use them.
             past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported. With
                 ``memory_length``, the input is a segment, and the last positions of the cache are its memory.
             labels: [B, S], the tokens themselves; -100 is not predicted.
-            use_cache: return a cache; by default, the configuration's value, or False if a token depends on later ones.
+            use_cache: return a cache; by default, the configuration's value, but False in training mode or if a token's
+                output depends on later tokens.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
@@ -461,7 +462,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         """Generate as transformers does, without a limit of the experts' capacity.
 
         Raises:
-            UserError: experts choose among all tokens of a sequence.
+            UserError: the gate is ``expert_choice``, which chooses among all tokens of a sequence.
         """
         with self._without_limits():
             if reason := self.looks_ahead():
@@ -473,7 +474,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         """Return the arguments of the next forward pass, as transformers does.
 
         Raises:
-            UserError: no cache with ``memory_length``: the whole text would be one segment.
+            UserError: there is no cache with ``memory_length``: the whole text would be one segment.
         """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **options)
         if self.recipe_model.memory_length and inputs.get("past_key_values") is None:
@@ -534,7 +535,7 @@ def _angles(position_BS: Tensor, model: ModelConfig) -> Rotary:
 
 def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
     """Return bool [B or 1, 1, S, K], True where a query sees a key. Every query sees itself, because padding that sees
-    nothing would have NaN."""
+    nothing would give NaN."""
     query_S1 = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(1)
     key_K = torch.arange(past + length, device=device, dtype=torch.int64)
     causal_SK = key_K <= query_S1

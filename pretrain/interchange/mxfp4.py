@@ -28,7 +28,7 @@ class FromMXFP4:
         self.of_rows = of_rows
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
-        raise UserError("MXFP4 is not written: export other weights")
+        raise UserError("export does not support MXFP4")
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         blocks, scales = theirs
@@ -38,5 +38,5 @@ class FromMXFP4:
             exponents = scale.int().sub_(_BIAS).unsqueeze(-1)
             matrix.copy_(torch.ldexp(_VALUES[codes.int()], exponents).flatten(1))
         if bool((scales == 255).any()) or not bool(matrices.isfinite().all()):
-            raise UserError("its numbers are not finite")
+            raise UserError("MXFP4 weights or their scales are not finite")
         return self.of_rows.join([matrices], sizes)

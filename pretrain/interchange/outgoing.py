@@ -65,13 +65,13 @@ def export_checkpoint(
         out: a new or empty folder, which appears when it is complete.
         form: name of a family in `families.FAMILIES`, or "auto".
         tokenizer: new location of the recipe's tokenizer, or "none".
-        shard_bytes: maximum size of a weight file.
+        shard_bytes: maximum size of a weight file, unless it has a single tensor.
         llama_cpp: folder of llama.cpp, whose converter adds a GGUF file.
         no_drops: export the model without its ``eval_capacity_factor``, as ``fmoe generate`` runs it.
 
     Raises:
-        UserError: the checkpoint is damaged; the family or llama.cpp does not support the model; the tokenizer cannot
-            be converted to tokenizer.json; ``out`` is in use.
+        UserError: the checkpoint is damaged or has non-finite weights; the family or llama.cpp does not support the
+            model; the tokenizer cannot be converted to tokenizer.json; ``out`` is not empty; the disk is full.
     """
     refuse_output(out)
     checkpoint = open_checkpoint(source)
@@ -93,9 +93,9 @@ def export_checkpoint(
         if loaded is not None:
             config["eos_token_id"] = generation["eos_token_id"] = loaded.end_of_document
             generation["pad_token_id"] = loaded.end_of_document if loaded.pad is None else loaded.pad
-            if unused := list(range(loaded.vocab_size, recipe.model.vocab_size)):  # as `fmoe generate`
+            if unused := list(range(loaded.vocab_size, recipe.model.vocab_size)):  # as `fmoe generate` does
                 generation["suppress_tokens"] = unused
-            if recipe.model.kind == "t5":  # the decoder starts with the padding
+            if recipe.model.kind == "t5":  # the decoder starts with the padding token
                 config["pad_token_id"] = config["decoder_start_token_id"] = generation["pad_token_id"]
                 generation["decoder_start_token_id"] = generation["pad_token_id"]
         write_json(folder / CONFIG, config)
@@ -114,7 +114,7 @@ def export_checkpoint(
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
-    """Return the recipe that a checkpoint was made with."""
+    """Return the recipe in a checkpoint's state. Raises UserError: it is missing or invalid."""
     values: Any = checkpoint.state.get("recipe")
     if not isinstance(values, dict):
         raise UserError(f"{checkpoint.path} has no recipe in its state")
@@ -127,7 +127,7 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) -> Tokenizer | None:
-    """Load the recipe's tokenizer, from another path if given; None for "none", or if the recipe has none.
+    """Load the recipe's tokenizer, or the one at ``given``. Return None if ``given`` is "none", or both are missing.
 
     Raises:
         UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has too many pieces.
@@ -141,7 +141,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Return the weights' common dtype; raise UserError unless names and shapes are those of the table."""
+    """Return the weights' common dtype; raise UserError unless names and sizes are those of ``found``."""
     ours = {place.ours: place for place in found if place.ours}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
@@ -162,7 +162,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the converted tensors in the order of the plan."""
+    """Yield the converted tensors, one place after another."""
     sizes = sizes_of(recipe.model)
     for place in found:
         if not place.ours:

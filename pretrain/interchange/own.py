@@ -26,7 +26,7 @@ def without_mtp(model: ModelConfig) -> ModelConfig:
 
 
 def tensors(model: ModelConfig) -> Iterator[Place]:
-    """Yield every tensor of a model, under the names of Megatron-core's modules, most of which a checkpoint has too."""
+    """Yield every tensor of a model except multi-token prediction's, by the names of Megatron-core's modules."""
     model = without_mtp(model)
     for name, shape in _shapes(model):
         ours, layer = name, None
@@ -133,8 +133,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     try:
         list(_shapes(model))
-    except (TypeError, ValueError) as error:  # of a constructor that was given an option of another type
-        raise UserError(f"model: its gate or its experts refuse their options: {error}") from error
+    except (TypeError, ValueError) as error:  # from a constructor, for an option of a wrong type
+        raise UserError(f"model.gate_options or model.expert_options is invalid: {error}") from error
     return {key.name: getattr(model, key.name) for key in fields(model)}
 
 

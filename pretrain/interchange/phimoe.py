@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE (``phimoe``): LayerNorm, biases of attention and logits, and two experts by SparseMixer."""
+"""Phi-3.5-MoE (``phimoe``): LayerNorm, biases of attention and logits, and SparseMixer, which chooses two experts."""
 
 import sys
 from collections.abc import Mapping

@@ -73,12 +73,12 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
     if "attention_factor" in rope:
         usual = rotary_factor(ModelConfig(**values))
         if not math.isclose(_number("attention_factor", rope["attention_factor"], 0), usual, rel_tol=1e-9):
-            raise UserError(f"attention_factor={toml(rope['attention_factor'])} is not supported: only {usual} is")
+            raise UserError(f"attention_factor={toml(rope['attention_factor'])} is not supported: it must be {usual}")
     return values
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object of rotary positions; empty for none."""
+    """Return ``rope_parameters`` or ``rope_scaling`` of config.json; empty if both are missing."""
     found: Mapping[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):  # transformers replaces the first by the second
         rope = config.get(key)
@@ -87,7 +87,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(rope, Mapping):
             raise UserError(f"{key}={toml(rope)} must be an object")
         if _kind(rope) not in ("default", "yarn"):
-            raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default or yarn is")
+            raise UserError(f"{key}={toml(rope)} is not supported: rope_type must be default or yarn")
         if others := sorted(set(rope) - set(_PLAIN if _kind(rope) == "default" else _YARN)):
             raise UserError(f"{key}={toml(rope)} is not supported with {others[0]}")
         if found not in ({}, rope):
@@ -102,7 +102,7 @@ def _kind(rope: Mapping[str, Any]) -> Any:
 
 def _number(key: str, value: Any, least: int) -> float:
     if value is None:
-        raise UserError(f"{key} is missing, which rope_type=yarn needs")
+        raise UserError(f"{key} is missing: rope_type=yarn needs it")
     if type(value) not in (int, float) or not least <= value <= sys.float_info.max:
-        raise UserError(f"{key}={toml(value)} must be a number of at least {least}")
+        raise UserError(f"{key}={toml(value)} must be a finite number of at least {least}")
     return float(value)

@@ -1,8 +1,8 @@
 """Encoder-decoders: T5 (arXiv 1910.10683) and the Switch Transformer (arXiv 2101.03961).
 
-T5 does not scale attention scores by d^-0.5 for heads of width d, and our models do, unless ``attention_scale`` is 1.
-An import of other widths than powers of 4, such as T5-3B's, sets it. Without it, a conversion multiplies the query
-matrices by d^0.5 or divides them by it, which is exact for powers of 4.
+T5 does not scale attention scores by d^-0.5 for heads of width d; fmoe does, unless ``attention_scale`` is 1. An import
+sets this for widths that are not powers of 4, such as T5-3B's. Otherwise, an import multiplies the query matrices by
+d^0.5, and an export divides them by it, which is exact for powers of 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -206,7 +206,7 @@ IGNORED = (".EncDecAttention.relative_attention_bias.weight",)
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the depth of the decoder, and the factor of scores."""
+    """Return the number of decoder layers, and the factor on attention scores."""
     depth = read_int(config, "num_decoder_layers", config["num_layers"])
     return {
         "num_decoder_layers": None if depth == config["num_layers"] else depth,
@@ -236,7 +236,7 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"feed_forward_proj={toml(block)} is not supported: it must be one of {', '.join(_BLOCKS)}")
     activation, gated = _BLOCKS[block]
     name = "gelu_new" if block == "gated-gelu" else block.removeprefix("gated-")
-    for key, value in (("dense_act_fn", name), ("is_gated_act", gated)):  # older releases write these too
+    for key, value in (("dense_act_fn", name), ("is_gated_act", gated)):  # older configs have these too
         if config.get(key, value) != value:
             raise UserError(f"{key}={toml(config[key])} contradicts feed_forward_proj={block}")
     tied = config.get("tie_word_embeddings", True)
@@ -287,6 +287,7 @@ T5 = Family(
         *DENSE_ONLY,
         *SCORES,
         Demand("tied_output_bias", lambda m: not (m.tie_embeddings and m.tied_output_bias), "false"),
+        Demand("activation", lambda m: (m.activation, m.gated) in _BLOCKS.values(), "gelu, gelu_tanh, relu or silu"),
     ),
     varies=("num_decoder_layers", "activation", "gated", "tie_embeddings", "output_scale"),
     constants=CONSTANTS,
@@ -318,15 +319,17 @@ def _steps(model: ModelConfig) -> list[int] | None:
 
 def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     layers: list[int] = []
+    steps: list[str] = []
     total = 0
     for stack, depths in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
         depth = read_int(config, depths, config["num_layers"])
         number = read_int(config, f"num_sparse_{stack}_layers", 3, 0)
         step = read_int(config, f"{stack}_sparse_step", depth // number if number else depth, 0)
+        steps.append(f"{stack}_sparse_step={step}")
         layers += [total + n + 1 for n in _with_experts(depth, step)]
         total += depth
     if not layers:
-        raise UserError("encoder_sparse_step and decoder_sparse_step leave no layer with experts")
+        raise UserError(f"no layer has experts with {' and '.join(steps)}")
     every = next((n for n in range(1, total + 1) if list(range(n, total + 1, n)) == layers), None)
     activation = config.get("dense_act_fn", "relu")
     names = [name for name, (_, gated) in _BLOCKS.items() if not gated]
@@ -388,7 +391,7 @@ SWITCH = Family(
         Demand(
             "eval_capacity_factor",
             lambda m: not drops_in_evaluation(m),
-            "none, because an absolute expert_capacity drops other tokens than a factor; or pass --no-drops",
+            "none, or at least model.num_experts, which drop no token; or pass --no-drops",
         ),
     ),
     varies=("num_decoder_layers", "activation", "normalize", "moe_layers", "moe_every"),

@@ -1,11 +1,11 @@
 """Mapping between the tensors of a Hugging Face folder ("theirs") and of a checkpoint of fmoe ("ours").
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
-the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, S of all shared experts, E experts, P positions, T types of segments. In latent attention, C is the width
-of compressed queries, R that of compressed keys and values, K that of the latter and the rotary key; a head has values
-of width v, and M is the width of a key without position and a value. X and Y are D and H in blocks of 32. "2H D" is a
-matrix of 2 * H rows and D columns.
+the embedding, D hidden size, Q query heads and G key/value heads of width d, F hidden units of a dense block, H of an
+expert, S of all shared experts together, E experts, P positions, T types of segments. In multi-latent attention, C is
+the width of compressed queries, R of compressed keys and values, and K of these with the rotary key. A head has values
+of width v, and M is v plus the width of its key without the rotary part. X = D / 32 and Y = H / 32 count MXFP4 blocks.
+"2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -47,7 +47,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
-    """Return the shape that letters spell: ``(2 * H, D)`` for ``"2H D"``. Spaces separate axes, not their factors."""
+    """Return the shape that letters spell: ``(2 * H, D)`` for ``"2H D"``."""
     return tuple(
         prod(int(f) if f.isdigit() else sizes[f] for f in re.findall(r"\d+|[A-Za-z]", axis)) for axis in letters.split()
     )
@@ -83,7 +83,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class OfOne:
-    """Another transform, applied to the only element of a stack."""
+    """Another transform, applied to the only element of a stack [1, ...]."""
 
     transform: Transform
 
@@ -97,7 +97,8 @@ class OfOne:
 class QueryKeyValue:
     """Megatron's fused matrix or bias (for each key/value head, its queries, key and value) as three tensors.
 
-    In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
+    In both formats, rotary embeddings pair elements i and i + r / 2 of the first r elements of a head. Rows therefore
+    keep their order within a head.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -124,13 +125,14 @@ class Entry:
             "dense": every layer without experts; "moe": every layer with experts; "expert": every expert of those
             layers, where ours is the expert's slice of a stack; "mtp": every module of multi-token prediction, whose
             transformer layer has the entries of a layer.
-        ours: name in a checkpoint; ``{layer}`` counts from 0, ``{depth}`` from the first module of multi-token
-            prediction. Empty for tensors of zeros that only their format has.
+        ours: name in a checkpoint; ``{layer}`` and ``{depth}``, the module of multi-token prediction, count from 0.
+            Empty for tensors of zeros that only their format has.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
-        dtype: dtype of a buffer, on both sides; None for a weight.
-        stack: the stack of an encoder-decoder whose layers have the entry, and are counted; None for other models.
-        when: tests whether a model has the tensor.
+        dtype: None for weights, which have the model's dtype; torch.uint8 for MXFP4, which import converts to the
+            model's dtype; else the dtype of a buffer on both sides.
+        stack: the stack of an encoder-decoder that has the entry, in which ``{layer}`` counts; None for other models.
+        when: tests whether a model has the tensors.
     """
 
     where: Where
@@ -148,9 +150,9 @@ class Place:
 
     Attributes:
         ours: name in a checkpoint; empty for zeros.
-        expert: index in the stack, of experts or of equal layers; None for the whole tensor.
+        expert: index along the first axis of ours, which stacks experts or equal layers; None for the whole tensor.
         theirs: names and shapes.
-        dtype: dtype of a buffer, on both sides; None for a weight.
+        dtype: see `Entry`.
     """
 
     ours: str

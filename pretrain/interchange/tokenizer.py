@@ -18,11 +18,11 @@ from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 CONFIG = "tokenizer_config.json"
-# Files that may accompany tokenizer.json in a Hugging Face folder; kept through import and export.
+# Files that may accompany tokenizer.json in a Hugging Face folder; import and export copy them.
 BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", SENTENCEPIECE)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # sentencepiece's types of pieces
 _UNIGRAM, _BPE = 1, 2
-_SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
+_SPACE_MARK = "\u2581"  # sentencepiece's symbol for a space
 _NEVER = -1e6  # score of a piece that no text produces
 
 _PROBES = (
@@ -46,7 +46,7 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
     is encoded as text. A sentencepiece model that llama.cpp can apply is included, for its converter.
 
     Raises:
-        UserError: the tokenizer.json would tokenize differently, for example for some sentencepiece models.
+        UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.
     """
     beside: dict[str, bytes] = {}
     for_llama_cpp: dict[str, bool] = {"add_bos_token": False}
@@ -83,7 +83,7 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
 
 def files_from(source: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of a model folder or of a tokenizer's file, by name, without conversion.
+    """Return the unchanged tokenizer files of a model folder (empty if it has none) or of a tokenizer's file, by name.
 
     Raises:
         UserError: the tokenizer is damaged, or has no piece that ends documents.
@@ -114,8 +114,8 @@ def _proto(tokenizer: Tokenizer) -> Any:
 def _suits_llama_cpp(proto: Any) -> bool:
     """Return whether llama.cpp encodes text as the sentencepiece model does.
 
-    llama.cpp merges by score, falls back to bytes, and normalizes nothing but the first space. From a unigram model's
-    scores, it would make other tokens; without the model's file, its converter fails.
+    llama.cpp merges by score, falls back to bytes, and normalizes nothing but the first space. With a unigram model's
+    scores, it would give other tokens.
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
@@ -184,7 +184,7 @@ def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) ->
 
 
 def _compare(tokenizer: Tokenizer, data: bytes) -> None:
-    """Raise UserError unless the tokenizer.json gives the same ids.
+    """Raise UserError unless the tokenizer.json gives the same ids for the sample texts.
 
     A unigram model may have two equally likely ways to cut a text. The rounding of a sum decides between them and
     differs between sentencepiece and tokenizers, so either is accepted.
@@ -195,7 +195,7 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
         found, expected = exported.encode(text), tokenizer.encode(text)
         if found != expected and not are_equally_likely(tokenizer, found, expected):
             raise UserError(
-                f"the tokenizer {tokenizer.path} is not supported: converted to {TOKENIZER}, it tokenizes {text!r} "
+                f"the tokenizer {tokenizer.path} is not supported: written as {TOKENIZER}, it tokenizes {text!r} "
                 "differently; pass --tokenizer FILE with another file, or --tokenizer none"
             )
 

@@ -1,6 +1,7 @@
-"""Checkpoints to and from the folders of other tools, under our own names: ``fmoe checkpoint export`` and ``import``.
+"""Checkpoints to and from the formats of other tools, under fmoe's names: ``fmoe checkpoint export`` and ``import``.
 
-The formats are torch.distributed.checkpoint and safetensors. Nothing is converted, so tensors are equal bit for bit.
+The formats are torch.distributed.checkpoint (DCP) and safetensors; import also renames the tensors of Megatron-core.
+Values are not converted, so tensors are equal bit for bit.
 """
 
 import json
@@ -57,9 +58,10 @@ class Transferred:
     """Result of an export or import.
 
     Attributes:
-        num_tensors, nbytes: the tensors and their bytes.
-        is_resumable: whether a run can resume from them.
-        is_checked: False if nothing in the folder confirms the recipe's settings of routing, positions and norms.
+        num_tensors, nbytes: number of tensors, and their size in bytes.
+        is_resumable: True if a run can resume from them.
+        is_checked: False for a checkpoint of Megatron-core without Megatron-LM's arguments, with which import compares
+            the recipe's routing, positions and norms.
     """
 
     num_tensors: int
@@ -77,7 +79,7 @@ def export_tensors(
     shard_bytes: int = SHARD_BYTES,
     slice_bytes: int = SLICE_BYTES,
 ) -> Transferred:
-    """Write each tensor of a checkpoint, saved at any parallel split, whole under its name, and the recipe.
+    """Write the recipe and the whole tensors, under their names, of a checkpoint saved at any parallel split.
 
     Args:
         source: a step folder, or a run for its newest checkpoint.
@@ -88,7 +90,7 @@ def export_tensors(
         slice_bytes: maximum size of the slices in which tensors are read, and written in a DCP folder.
 
     Raises:
-        UserError: the checkpoint is damaged, or ``out`` is in use.
+        UserError: ``form`` is unknown; the checkpoint is damaged or lacks the optimizer state; ``out`` is not empty.
     """
     if form not in get_args(Form):
         raise UserError(f"--format {form} must be one of {', '.join(get_args(Form))}")
@@ -118,12 +120,12 @@ def export_tensors(
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors of a folder under our names.
+    """Tensors of a folder, by name.
 
     Attributes:
         layouts: shape and dtype by name.
         nbytes: bytes of all tensors.
-        pieces: reads them, piece by piece.
+        pieces: reads the tensors, piece by piece.
     """
 
     layouts: Mapping[str, Layout]
@@ -135,14 +137,14 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
     """Write a folder with the tensors of a model as a run with one checkpoint.
 
     Args:
-        source: folder that `export_tensors` wrote, or torch.distributed.checkpoint from it; or a checkpoint of
+        source: a folder of DCP or safetensors with the names that `export_tensors` writes, or a checkpoint of
             Megatron-core's dist_checkpointing.
         out: a new or empty folder, which appears when it is complete.
         recipe: path or name of the model's recipe; None for the folder's recipe.toml.
 
     Raises:
-        UserError: the folder is of an unknown format or damaged; a tensor is missing, unexpected or of another shape
-            than in the recipe's model; Megatron's arguments differ from the recipe; ``out`` is in use.
+        UserError: the folder has an unknown format, is damaged or has no recipe; a tensor is missing, unexpected or of
+            another shape than in the recipe's model; Megatron's arguments differ from the recipe; ``out`` is not empty.
     """
     refuse_output(out)
     megatron = find_megatron(source)
@@ -166,10 +168,10 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
 
 
 def find_megatron(path: Path) -> Path | None:
-    """Return the folder of a checkpoint of Megatron-core: ``path``, or its newest iteration; None for another folder.
+    """Return the folder of a checkpoint of Megatron-core: ``path``, or its latest iteration; None for another folder.
 
     Raises:
-        UserError: the newest iteration is missing; the checkpoint has another format than ``torch_dist``.
+        UserError: this iteration is missing; metadata.json is damaged or names another format than ``torch_dist``.
     """
     if (path / LATEST).is_file():
         text = (path / LATEST).read_text(errors="replace").strip()
@@ -183,7 +185,7 @@ def find_megatron(path: Path) -> Path | None:
         values = json.loads(settings.read_bytes())
         backend = values["sharded_backend"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
+        raise UserError(f"{settings} is unreadable or has no sharded_backend: it must be torch_dist") from error
     if backend != "torch_dist":
         spelled = repr(backend) if isinstance(backend, str) else f"a {type(backend).__name__}"
         raise UserError(f"{settings}: sharded_backend={spelled} is not supported: it must be torch_dist")
@@ -191,10 +193,10 @@ def find_megatron(path: Path) -> Path | None:
 
 
 def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
-    """Return a folder, after a check of its index.
+    """Open a folder of DCP or safetensors.
 
     Raises:
-        UserError: the folder is of an unknown format, or damaged.
+        UserError: the folder is missing or of an unknown format, or its ``.metadata`` is damaged.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
@@ -206,7 +208,7 @@ def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
 
 
 def source_of(folder: DcpFolder | SafetensorsFolder) -> Source:
-    """Return the tensors of a folder under the names that it has."""
+    """Return the tensors of a folder under its names."""
     return _dcp_source(folder) if isinstance(folder, DcpFolder) else _safetensors_source(folder)
 
 
@@ -251,14 +253,14 @@ def _of_megatron(
 
 def _layouts(recipe: Recipe) -> dict[str, Layout]:
     """Return the shapes and dtypes of the tensors of the recipe's model, built on the meta device."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes do not depend on GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes need no GPU
     from pretrain.engine.meta import checkpoint_layouts  # imports megatron-core
 
     return {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(recipe).items()}
 
 
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
-    """Raise UserError unless the tensors, without the optimizer's, are those of the recipe's model.
+    """Raise UserError unless the tensors, except the optimizer's and ``memory/``, are those of the recipe's model.
 
     A weight may have another precision than the recipe's.
     """
@@ -278,7 +280,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the states of the run and of its ranks; without an optimizer, those of a checkpoint with only weights."""
+    """Return the states of the run and of its ranks; without the optimizer's tensors, those for weights only."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []
@@ -296,7 +298,7 @@ def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any
     if not rank_states:
         raise UserError(f"{source / rank_name(0)} is missing; it belongs to the optimizer's state")
     if type(state.get("step")) is not int or state["step"] < 0:
-        raise UserError(f"{source / STATE} is damaged: it has no step")
+        raise UserError(f"{source / STATE} is damaged: it has no valid step")
     _check_resumable(source, state, rank_states, recipe)
     return state, rank_states
 
@@ -304,7 +306,7 @@ def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any
 def _check_resumable(
     source: Path, state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]], recipe: Recipe
 ) -> None:
-    """Raise UserError unless the states have what resuming reads, for the recipe's model."""
+    """Raise UserError unless a run can resume from the states with the recipe's model."""
     path = source / STATE
     if state.get("weights_only"):
         raise UserError(f"{path} has weights_only=true, but {source} has tensors of the optimizer")
@@ -322,7 +324,7 @@ def _check_resumable(
         table = state.get(section)
         for key, kind in keys.items():
             if not isinstance(table, dict) or not isinstance(table.get(key), kind):
-                raise UserError(f"{path} is damaged: it has no {section}.{key}")
+                raise UserError(f"{path} is damaged: it has no valid {section}.{key}")
     for rank, rank_state in enumerate(rank_states):
         if "rng" not in rank_state:
             raise UserError(f"{source / rank_name(rank)} is damaged: it has no rng")

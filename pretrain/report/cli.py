@@ -15,8 +15,8 @@ def main(argv: list[str]) -> int:
     """Write the report, or serve it until interrupted; see docs/report.md.
 
     Raises:
-        UserError: a folder holds no run or a run without a step, a file is damaged, or the output file or the port is
-            unavailable.
+        UserError: a folder does not exist or, without ``--live``, has no run with a step; a file is damaged; the output
+            file or the port is unavailable.
     """
     parser = Parser(
         prog="fmoe report",

@@ -18,18 +18,14 @@ _HOSTS = ("127.0.0.1", "localhost")
 
 
 class LiveRuns:
-    """Runs and their latest payload; safe for concurrent threads.
-
-    Args:
-        runs: run folders that were read once.
-    """
+    """Runs, by `open_runs`, and their latest payload; safe for concurrent threads."""
 
     def __init__(self, runs: Sequence[RunFolder]):
         self._runs, self._lock = runs, threading.Lock()
         self._version, self._payload = 0, b""
 
     def read(self) -> tuple[int, bytes]:
-        """Read new data; return a version number, which grows with the data, and the payload.
+        """Read new data; return the payload's version, a number that grows with new data, and the payload.
 
         Raises:
             UserError: a file is damaged.
@@ -41,7 +37,7 @@ class LiveRuns:
 
 
 def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
-    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` is newer data, or status 204 without any.
+    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` a newer payload, or status 204.
 
     Args:
         port: port to listen on; 0 for a free one.

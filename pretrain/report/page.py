@@ -64,10 +64,11 @@ def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = Tru
     """Write the report of runs and return its size in bytes.
 
     Args:
-        requires_steps: refuse runs without a step, which have at most events and a recipe.
+        requires_steps: refuse runs without a step.
 
     Raises:
-        UserError: a folder holds no run or a run without a step, a file is damaged, or ``path`` is not writable.
+        UserError: a folder does not exist or, with ``requires_steps``, has no step; a file is damaged; ``path`` is not
+            writable.
     """
     runs = read_runs(folders, requires_steps=requires_steps)
     text = page(encode(runs)).encode()

@@ -1,8 +1,8 @@
 """Binary payload of the page: JSON followed by arrays, deflated.
 
-``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. To deflate well, arrays of 4-byte
-numbers are stored as byte planes, and layer series and means are rounded to 16 bits of mantissa. The last value of a
-series keeps all bits.
+``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. To deflate well, an array of 4-byte
+numbers is stored as byte planes (all first bytes, then all second bytes, ...), and series of layers and means are
+rounded to 16 bits of mantissa. The last value of a series keeps all bits.
 """
 
 import json
@@ -21,9 +21,9 @@ from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Reco
 from pretrain.report.runs import RunFolder
 from pretrain.tracking.metrics import DECLARED, Metric
 
-# Bits of mantissa, out of 23: a relative error of 2^-(bits + 1). Means are drawn but never shown as text.
+# Bits of mantissa, out of 23: a relative error of at most 2^-(bits + 1). Means are drawn but never shown as text.
 _CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16
-# A load is one byte: 0 dead, 255 not logged, else log2(load x experts), from _LOWEST up.
+# A load is one byte: 0 dead, 255 not logged, else 1 to _CODES, linear in log2(load x experts) from _LOWEST up.
 _LOWEST = -8.0
 _CODES = 254
 # Minimum number of frames (spans of steps with their mean load) of a run when many runs share a page.
@@ -43,8 +43,8 @@ class Arrays:
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` bits of mantissa, the
-        last one all bits."""
+        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` bits of mantissa, but
+        the last value keeps all."""
         if array.dtype == np.uint8:
             kind, data = "u1", array
         elif np.issubdtype(array.dtype, np.integer):
@@ -120,8 +120,8 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """Return a run's figures: the last finite values, or means for metrics that `_is_averaged` selects. Figures that
-    are unknown or were never finite are omitted."""
+    """Return a run's figures: the last finite values, or means for metrics that `_is_averaged` selects. Unknown figures
+    and those that were never finite are omitted."""
     record, info = run.record, run.run_info
     values: dict[str, Any] = {name: info.get(name) for name in ("params", "active_params", "flops_per_token")}
     values |= {"world_size": info.get("world_size"), "step": record.step, "total_steps": run.total_steps}

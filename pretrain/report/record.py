@@ -16,7 +16,8 @@ _NONFINITE = "_nonfinite"
 # Upper bound on the spans of steps of a curve; a span has two points.
 CURVE_SPANS = 1024
 LAYER_SPANS = 256
-# Upper bound on the points of a page's curves of whole models, and on those of layers; many series have fewer spans.
+# Upper bound on the points of a page's curves of whole models, and on those of its curves of layers: many series have
+# longer spans, but at least 16.
 CURVE_POINTS = 1 << 17
 # Upper bound on spans x layers x experts: a byte each in the page before compression.
 LOAD_CELLS = 1 << 19

@@ -39,7 +39,7 @@ class MetricsFile:
         parts of a resumed run, the later rows replace the earlier ones.
 
         Raises:
-            UserError: the file cannot be read, or has a line that is not a JSON object with an integer step.
+            UserError: the file cannot be read, or a line is not a JSON object with a step from 0 to 2^32 - 1.
         """
         try:
             with self.path.open("rb") as file:
@@ -70,7 +70,7 @@ class MetricsFile:
             yield line
 
     def _read_what_counts(self) -> None:
-        """Read the whole file again: one pass finds the rows that no later row replaces, and one adds them."""
+        """Read the whole file again: the first pass finds the rows that no later row replaces, the second adds them."""
         self.record, self._read, self._lines = Record(), 0, 0
         kept: list[tuple[int, int]] = []
         with self.path.open("rb") as file:
@@ -100,7 +100,7 @@ class MetricsFile:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 32:
-            raise UserError(f"{self.path}, line {self._lines}: not a JSON object with an integer step")
+            raise UserError(f"{self.path}, line {self._lines}: not a JSON object with a step from 0 to 2^32 - 1")
         return row
 
 
@@ -113,7 +113,7 @@ class RunFolder:
     Attributes:
         name: name of the run in the report.
         record: aggregate of its metrics.
-        recipe: ``section.key`` -> value of the resolved recipe; empty without a recipe.
+        recipe: values of the resolved recipe by ``section.key``; empty without a recipe.
         run_info: content of ``run.json``; empty if it does not exist yet.
         events: events of ``events.jsonl``, and events derived from metrics.
 
@@ -171,7 +171,7 @@ class RunFolder:
 
     @property
     def total_steps(self) -> int | None:
-        """The recipe's number of steps."""
+        """The recipe's number of steps; None without a recipe."""
         steps = self.recipe.get("train.steps")
         return steps if isinstance(steps, int) else None
 

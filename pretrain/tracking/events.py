@@ -49,7 +49,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run in the order of the file; [] if it is missing. Incomplete lines are skipped."""
+    """Return the events of a run in the order of the file; [] if it is missing. Invalid lines are skipped."""
     events = []
     try:
         lines = path.read_bytes().splitlines()

@@ -1,6 +1,6 @@
 """Expert load for dashboards: one layer as a histogram, all layers as one picture.
 
-Shapes: L layers with experts, E experts; H, W pixels.
+Shapes: L layers with experts, E experts; H, W pixels, C = 3 colours.
 """
 
 import math
@@ -73,7 +73,7 @@ class LoadMatrix:
 
 
 class LoadPictures:
-    """Callable that adds ``moe/load`` for dashboards at the first step, every ``every``-th step and the last step;
+    """Callable that adds ``moe/load`` to the metrics of the first step, every ``every``-th step and the last step;
     ``every=0`` adds none."""
 
     def __init__(self, every: int, last_step: int):

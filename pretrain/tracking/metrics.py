@@ -38,8 +38,8 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report. Metrics of all sections but ``more`` and ``events`` also have a figure in the
-            section "Numbers": the mean over steps for metrics of ``speed`` that are not exact, else the last value.
+        section: section of the report; layer metrics are always in "Routing". Metrics outside ``more`` and ``events``
+            also have a figure in "Numbers": the mean over steps in ``speed`` unless exact, else the last value.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: True if ``fmoe evaluate`` reports the layer metric.

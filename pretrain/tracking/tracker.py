@@ -48,7 +48,7 @@ class Trackers:
         self._view = view
 
     def add_optional(self, make: Callable[[], Tracker], label: str) -> None:
-        """Build and add an optional tracker. It is dropped if ``make`` raises, unless with a UserError."""
+        """Build and add an optional tracker. A UserError of ``make`` is raised; any other error drops the tracker."""
         try:
             self._optional.append(make())
         except UserError:
@@ -106,4 +106,4 @@ def kept_id(path: Path, *, is_new: bool) -> str:
 
 def _warn_dropped(label: str, error: Exception) -> None:
     reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("%s failed and is no longer used; the run continues: %s", label, reason)
+    logger.warning("%s failed and is no longer used; the run is unaffected: %s", label, reason)

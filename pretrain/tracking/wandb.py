@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """Log to wandb. The id of the first run is stored in the run folder.
+    """Log to wandb. The run folder keeps the id of its first wandb run.
 
     Online, a resumed run continues the wandb run of that id; the server keeps the steps that it already has. Offline,
     where logged steps cannot be removed, a resumed run is a new wandb run in the group of that id.
@@ -87,7 +87,7 @@ class WandbTracker:
 
 
 def _mode(wandb: ModuleType) -> str:
-    """Return the mode set by WANDB_MODE or `wandb offline`, or offline without credentials. Asks neither user nor
+    """Return the mode set by ``WANDB_MODE`` or ``wandb offline``; "offline" without an API key. Asks no user and no
     network."""
     # Settings of the session, not of the run: without them, login prints to stderr.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode

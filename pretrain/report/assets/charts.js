@@ -1,7 +1,7 @@
 // Charts and their curves.
 
-// By unit of a metric: `format` of the axis, `read` of readouts, and `unitOf`, whose multiples are ticks. `unit` is
-// empty if the formatted text includes it.
+// By unit of a metric: `format` of the axis, `read` of readouts (default: `format`), `unitOf`, whose multiples are ticks,
+// and `unit`, which replaces the text beside the title.
 const FORMATS = {
   "nats per token": { format: format.small, read: format.loss },
   fraction: { unit: "", format: format.percent },

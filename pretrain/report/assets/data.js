@@ -151,7 +151,7 @@ function interpolate({ x, y }, at) {
   return y[right - 1] + (y[right] - y[right - 1]) * (at - x[right - 1]) / (x[right] - x[right - 1]);
 }
 
-/** Returns the first index whose value is at least `value`. */
+/** Returns the first index whose value is at least `value`; the length if there is none. */
 function lowerBound(sorted, value) {
   let [low, high] = [0, sorted.length];
   while (low < high) {

@@ -63,7 +63,7 @@ function duration(value, digits = 3) {
   return `${trim((hours / 24).toFixed(1))} d`;
 }
 
-/** Returns distinct tick labels with as few digits as possible. */
+/** Returns tick labels with as few digits as possible; a label that repeats is empty. */
 function tickTexts(ticks, text) {
   let texts = [];
   for (let digits = 2; digits <= 7; digits += 1) {

@@ -86,7 +86,12 @@ REFUSED = {
     "another option": (replace(V2, gate_options={"bias": True}), "auto", "model.gate_options={'bias': True}", "groups"),
     "drops": (replace(MODEL, eval_capacity_factor=1.0), "auto", "model.eval_capacity_factor=1.0", "num_experts"),
     "one expert per token": (replace(ERNIE, top_k=1), "ernie4_5_moe", "model.top_k=1", "at least 2"),
-    "irregular layers": (replace(ERNIE, moe_layers=(1, 3)), "ernie4_5_moe", "model.moe_layers=(1, 3)", "every n-th"),
+    "irregular layers": (
+        replace(ERNIE, moe_layers=(1, 3)),
+        "ernie4_5_moe",
+        "model.moe_layers=(1, 3)",
+        "the multiples of a number",
+    ),
     "groups of ernie": (replace(ERNIE, gate_options={"expert_groups": 2}), "ernie4_5_moe", "expert_groups", "{}"),
     "scale of ernie": (replace(ERNIE, routed_scale=2.0), "ernie4_5_moe", "model.routed_scale=2.0", "1.0"),
     "sigmoid scores": (replace(ERNIE, score=None), "ernie4_5_moe", "model.score=none", "softmax"),

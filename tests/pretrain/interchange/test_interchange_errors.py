@@ -151,10 +151,15 @@ CONFIGS = {
         "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
+    "another format": ("mixtral", {"fmoe_format": "other"}, "fmoe_format=other is not supported"),
     "no sliding window": ("mixtral", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
-    "sliding window that is used": ("qwen", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
+    "sliding window that is used": ("qwen", {"use_sliding_window": True}, "use_sliding_window=true .* must be false"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
-    "sliding window of a Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
+    "sliding window of a Qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8},
+        "use_sliding_window=true",
+    ),
     "no width of the shared expert": (
         "qwen2",
         {"shared_expert_intermediate_size": None},
@@ -168,7 +173,7 @@ CONFIGS = {
     "biases that are not expected": (
         "qwen2",
         {"qkv_bias": False},
-        "has the tensor .*proj.bias, which is not part of a qwen2",
+        "has the tensor .*proj.bias, which is not part of this qwen2",
     ),
     "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: it must be false"),
     "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
@@ -183,7 +188,7 @@ CONFIGS = {
     "dense layers that are not there": ("qwen", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
     "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "model.top_k=5 exceeds"),
     "another shape": ("mixtral", {"intermediate_size": 23}, r"has shape \[24, 32\], but config.json has \[23, 32\]"),
-    "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of a mixtral"),
+    "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of this mixtral"),
     "more layers": ("mixtral", {"num_hidden_layers": 3}, "has no tensor model.layers.2"),
     "tied, with another output": ("mixtral", {"tie_word_embeddings": True}, "lm_head.weight differs"),
 }
@@ -230,7 +235,7 @@ SPOILED = {
     "missing": (lambda tensors: tensors.pop(Q_PROJ), f"has no tensor {Q_PROJ}"),
     "one more": (
         lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}),
-        "has the tensor model.layers.0.self_attn.q_proj.bias, which is not part of a mixtral",
+        "has the tensor model.layers.0.self_attn.q_proj.bias, which is not part of this mixtral",
     ),
     "integers": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)}), "has dtype int8"),
     "transposed": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.contiguous()}), r"has shape \[32, 48\]"),
@@ -269,7 +274,7 @@ def test_something_is_at_the_output(mixtral, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
-    for name, message in (("file", "is not a folder"), ("full", "is not empty")):
+    for name, message in (("file", "is a file or a symbolic link"), ("full", "is not empty")):
         with pytest.raises(UserError, match=message):
             import_folder(mixtral, tmp_path / name)
         with pytest.raises(UserError, match=message):

@@ -49,6 +49,7 @@ REFUSED = {
         {"moe_every": 2, "dense_ffn_hidden_size": 9},
         "dense_ffn_hidden_size=9",
     ),
+    "another activation": ("t5", {"activation": "swiglu_oai", "gated": True}, "model.activation=swiglu_oai .* gelu"),
     "wide heads": ("t5", {"head_dim": 32}, "model.head_dim=32 is not supported by t5, .* a power of 4"),
     "scores": ("t5", {"head_dim": 32, "attention_scale": 0.5}, "model.attention_scale=0.5 .* use 1.0, or none"),
     "shared experts": ("switch_transformers", {"num_shared_experts": 1}, "model.num_shared_experts=1"),
@@ -138,14 +139,14 @@ CONFIGS = {
     "no experts": (
         "switch_transformers",
         {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
-        "encoder_sparse_step and decoder_sparse_step",
+        "encoder_sparse_step=0 and decoder_sparse_step=0",
     ),
     "no capacity": (
         "switch_transformers",
         {"expert_capacity": 0},
         "expert_capacity=0 must be an integer of at least 1",
     ),
-    "fewer layers": ("t5", {"num_decoder_layers": 2}, "has the tensor decoder.block.2.*not part of a t5"),
+    "fewer layers": ("t5", {"num_decoder_layers": 2}, "has the tensor decoder.block.2.*not part of this t5"),
     "more experts": ("switch_transformers", {"num_experts": 5}, r"has shape \[4, 24\], but config.json has \[5, 24\]"),
 }
 

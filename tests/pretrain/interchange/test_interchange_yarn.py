@@ -85,15 +85,15 @@ def test_what_is_read_is_written_again(case):
 
 
 REFUSED = {
-    "another kind": ({"rope_type": "longrope"}, "only rope_type=default or yarn"),
-    "no kind": ({"rope_type": None}, "only rope_type=default or yarn"),
+    "another kind": ({"rope_type": "longrope"}, "rope_type must be default or yarn"),
+    "no kind": ({"rope_type": None}, "rope_type must be default or yarn"),
     "no factor": ({"factor": None}, "factor is missing"),
-    "a factor in words": ({"factor": "4"}, "factor=4 must be a number"),
-    "a true factor": ({"factor": True}, "factor=true must be a number"),
-    "less than one": ({"factor": 0.5}, "factor=0.5 must be a number of at least 1"),
-    "not a number": ({"beta_fast": float("nan")}, "beta_fast=nan must be a number"),
+    "a factor in words": ({"factor": "4"}, "factor=4 must be a finite number"),
+    "a true factor": ({"factor": True}, "factor=true must be a finite number"),
+    "less than one": ({"factor": 0.5}, "factor=0.5 must be a finite number of at least 1"),
+    "not a number": ({"beta_fast": float("nan")}, "beta_fast=nan must be a finite number"),
     "a huge number": ({"factor": 10**400}, "factor=1"),
-    "negative": ({"mscale": -1.0}, "mscale=-1.0 must be a number"),
+    "negative": ({"mscale": -1.0}, "mscale=-1.0 must be a finite number"),
     "no length": ({"original_max_position_embeddings": 0}, "original_max_position_embeddings=0"),
     "truth": ({"truncate": 1}, "truncate=1 must be true or false"),
     "another factor": ({"attention_factor": 1.0}, "attention_factor=1.0 is not supported"),

@@ -73,7 +73,7 @@ def test_where_the_record_goes_back_the_later_rows_count(tmp_path):
 def test_a_line_that_no_tracker_wrote_is_named(tmp_path, bad):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.path.write_text(line(1) + bad + line(2))
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: not a JSON object with an integer step"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: not a JSON object with a step from 0"):
         file.refresh()
 
 

@@ -60,7 +60,7 @@ def test_an_optional_tracker_that_raises_is_dropped_with_one_warning(caplog):
     assert len(required.rows) == len(other.rows) == 3
     assert len(broken.rows) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "Recorder failed and is no longer used; the run continues: gone away"
+        "Recorder failed and is no longer used; the run is unaffected: gone away"
     ]
 
 
@@ -91,7 +91,7 @@ def test_an_optional_tracker_that_cannot_be_made_is_dropped(caplog):
         (
             "pretrain.tracking.tracker",
             logging.WARNING,
-            "WandbTracker failed and is no longer used; the run continues: no route",
+            "WandbTracker failed and is no longer used; the run is unaffected: no route",
         )
     ]
 
