@@ -29,8 +29,11 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the recipe and its inputs, then run torchrun. If a single rank is enough, or torchrun started this process,
-    train in this process. Return the exit code."""
+    """Check the recipe and its inputs, then run torchrun; return the exit code.
+
+    Trains in this process if the recipe needs one rank, or if torchrun started this process. Starts nothing for
+    ``--dry-run`` or if the run is finished already.
+    """
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)

@@ -14,8 +14,8 @@ class CollapseWarning(Callback):
     """Check the load of each layer's experts over windows of ``guard.collapse_window`` steps.
 
     A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
-    the window, exceeds its limit. Adds ``guard/collapsed_layers`` at the end of a window. Warns when a layer collapses,
-    and does not repeat the warning until the layer has recovered.
+    the window, exceeds its limit. Adds the metric ``guard/collapsed_layers`` at the end of a window. Warns when a layer
+    collapses, and does not repeat the warning until the layer has recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):
