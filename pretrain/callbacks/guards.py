@@ -43,7 +43,7 @@ class StepGuard(Callback):
 
     def __init__(self, config: GuardConfig):
         self.config = config
-        # Of applied steps only: a spike must not make the next one look normal.
+        # Values of applied steps only, so that a spike does not make the next spike look normal.
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._log_norms: deque[float] = deque(maxlen=config.spike_window)
         self._in_a_row = 0

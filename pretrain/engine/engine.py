@@ -155,12 +155,12 @@ class Engine:
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None
         self.last_loss: Tensor | None = None
-        self._mtp_losses: Tensor | None = None  # this rank's in the last training step
+        self._mtp_losses: Tensor | None = None  # of this rank, in the last training step
 
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
         for module in chunk.modules():
-            if isinstance(module, FFNExperts):  # their own operation alone adds to their gradients, unless shadowed
+            if isinstance(module, FFNExperts):  # only the experts' operation adds to their gradients, unless shadowed
                 module.into_main_grad = not recipe.parallel.shadow
         wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
