@@ -163,8 +163,9 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
         nodes = max(size // (here or recipe.parallel.node_size or GPUS_OF_A_NODE), 1)
         nodes = nodes if size % nodes == 0 else 1
     if here is not None and here * nodes != size:
+        of_nodes = f"--nodes={nodes} x " if options.nodes else f"{nodes} nodes x " if nodes > 1 else ""
         raise UserError(
-            f"--nodes={nodes} x --processes-per-node={here} is {nodes * here} processes, not "
+            f"{of_nodes}--processes-per-node={here} is {nodes * here} processes, not "
             f"{recipe.parallel.world_size_name} = {size}"
         )
     if size % nodes:
