@@ -23,11 +23,10 @@ def leave_working_folder() -> None:
         spec = importlib.util.find_spec(name)
         found = os.path.dirname(os.path.dirname(os.path.realpath(spec.origin))) if spec and spec.origin else None
         if found != _ROOT:
-            origin = spec.origin if spec else None
-            sys.stderr.write(
-                f"pretrain: error: pretrain is installed in {_ROOT}, but {name} comes from {origin}, which hides the "
-                "real one; check PYTHONPATH\n"
-            )
+            problem = "is missing there; install fmoe again"
+            if spec and spec.origin:
+                problem = f"comes from {spec.origin}, which hides the real one; check PYTHONPATH"
+            sys.stderr.write(f"pretrain: error: pretrain is installed in {_ROOT}, but {name} {problem}\n")
             sys.exit(2)
 
 

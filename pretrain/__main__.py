@@ -24,7 +24,7 @@ from pretrain.config.load import find_recipe, is_recipe, read_recipe, recipe_key
 from pretrain.config.reference import options_help
 from pretrain.process import EXIT_DIVERGED, Diverged
 
-_SECONDS_FOR_THE_FIRST = 30
+_SECONDS_FOR_THE_FIRST = 30  # time for another rank to print the error and end
 
 
 def parse(

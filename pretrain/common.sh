@@ -69,7 +69,7 @@ sys.exit(any(importlib.util.find_spec(name) is None for name in ("torch", "megat
     exit 2
 }
 
-# train ARGS...: replace this process by `fmoe train` with the settings, ARGS and OVERRIDES.
+# train ARGS...: replace this process with `fmoe train` with the settings, ARGS and OVERRIDES.
 train() {
     local -a arguments words
     find_python

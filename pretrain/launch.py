@@ -29,8 +29,11 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the recipe and its inputs, then run torchrun. If a single rank is enough, or torchrun started this process,
-    train in this process. Return the exit code."""
+    """Check the recipe and its inputs, then run torchrun; return the exit code.
+
+    Trains in this process if the recipe needs one rank, or if torchrun started this process. Starts nothing for
+    ``--dry-run`` or if the run is finished already.
+    """
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
@@ -160,8 +163,9 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
         nodes = max(size // (here or recipe.parallel.node_size or GPUS_OF_A_NODE), 1)
         nodes = nodes if size % nodes == 0 else 1
     if here is not None and here * nodes != size:
+        of_nodes = f"--nodes={nodes} x " if options.nodes else f"{nodes} nodes x " if nodes > 1 else ""
         raise UserError(
-            f"--nodes={nodes} x --processes-per-node={here} is {nodes * here} processes, not "
+            f"{of_nodes}--processes-per-node={here} is {nodes * here} processes, not "
             f"{recipe.parallel.world_size_name} = {size}"
         )
     if size % nodes:

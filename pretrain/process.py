@@ -135,7 +135,7 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
     if torch.cuda.is_available():
         if local_rank() >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}; "
+                f"local rank {local_rank()} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
                 "start fewer processes on it, with smaller sizes in [parallel]"
             )
         device = torch.device("cuda", local_rank())

@@ -22,7 +22,7 @@ from pretrain.tracking.folder import CHECKPOINTS, METRICS
 # Keys that may change when a run resumes, and the effect of a change. Any other key would change the model, the data or
 # their order. docs/checkpoints.md has the same table.
 MAY_CHANGE = {
-    "run.*": "where the run writes",
+    "run.*": "where the run writes; plugins and callbacks, from here on",
     "parallel.*": "the split; losses agree within rounding",
     "optimizer.*": "from here on; the schedule continues at its step. `optimizer.name` may not change",
     "checkpoint.*": "from here on",
@@ -264,4 +264,4 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
 def _refused(problem: UserError | None, candidates: list[Path], fallback: bool) -> UserError:
     if not fallback:
         return UserError(f"{problem}; to use the newest intact checkpoint, add --fallback")
-    return UserError(f"{problem}; none of the {len(candidates)} checkpoints is intact")
+    return UserError(f"{problem}; no checkpoint is intact, of {len(candidates)} tried")

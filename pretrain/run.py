@@ -182,7 +182,7 @@ def _train(
 
 
 def _guards(recipe: Recipe) -> list[Callback]:
-    """Return the callbacks that add to a step's metrics; they precede the callbacks that log metrics."""
+    """Return the guards of the recipe, which must precede the callbacks that log their metrics."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
         # Choices of the random gate are meant to be uniform.

@@ -55,8 +55,11 @@ PAIRS = {
     "gpt-96": Pair(_without_experts(256, "--optimizer.lr", "1e-2"), "gpt-96", _without_experts(4096)),
     "transformer-xl-64": Pair(_without_experts(256), "transformer-xl-64", _without_experts(2048)),
     "switch-t5": Pair(
-        _without_experts(256, "--model.dense_ffn_hidden_size", "none", "--model.moe_every", "1")
-        + ("--model.group_size", "none", "--optimizer.lr", "1e-2"),
+        _without_experts(
+            256,
+            *("--model.dense_ffn_hidden_size", "none", "--model.moe_every", "1"),
+            *("--model.group_size", "none", "--optimizer.lr", "1e-2"),
+        ),
         "switch-base",
         _without_experts(3072, "--model.moe_every", "1"),
     ),

@@ -89,7 +89,7 @@ def register_callback(name: str, factory: Callable[..., Callback]) -> None:
 
     Args:
         factory: a class, or a function that returns the callback; called with the recipe, and the options in
-            ``run.callback_options`` as keywords, once in every process that checks or runs the recipe.
+            ``run.callback_options.NAME`` as keywords, once in every process that checks or runs the recipe.
 
     Raises:
         UserError: the name belongs to another callback.

@@ -46,7 +46,7 @@ class Checkpointing(Callback):
         if trainer.step % self.config.every == 0 or trainer.is_last:
             self.save(trainer)
         elif (buffers := self._buffers) is not None and self._writer is not None and not self._reserved:
-            # Reserve after the first step, which creates the optimizer state, and in the thread: page faults take time.
+            # The first step has created the optimizer state. The thread reserves the memory: page faults take time.
             wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
             self._writer.start(lambda group: buffers.reserve(wanted))
         self._reserved = True

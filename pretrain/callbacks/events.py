@@ -80,7 +80,7 @@ class _Handler(logging.Handler):
         self._add_event, self._process = add, os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Python prints a warning only if it has no handler, and this is one.
+        # Python itself prints only warnings that reach no handler, but they reach this one.
         if logging.lastResort is not None and not self._has_others(record):
             logging.lastResort.handle(record)
         if os.getpid() == self._process:  # not in a forked data worker

@@ -43,7 +43,7 @@ class StepGuard(Callback):
 
     def __init__(self, config: GuardConfig):
         self.config = config
-        # Of applied steps only: a spike must not make the next one look normal.
+        # Values of applied steps only, so that a spike does not make the next spike look normal.
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._log_norms: deque[float] = deque(maxlen=config.spike_window)
         self._in_a_row = 0
@@ -66,7 +66,7 @@ class StepGuard(Callback):
         self._in_a_row += 1
         self._has_skipped = True
         if self._in_a_row > self.config.max_skips:
-            # Skipped steps do not change the weights, so a region of large gradients is not left by skipping.
+            # Skipped steps do not change the weights, so skipping does not leave a region of large gradients.
             remedy = ": lower optimizer.lr, or set guard.spike_sigma=0" if "is a spike" in reason else ""
             raise Diverged(
                 f"step {trainer.step + 1}: {reason}; this exceeds guard.max_skips={self.config.max_skips} skipped "

@@ -4,7 +4,7 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class Validation(Callback):
-    """Add ``val/loss`` before the first step, every ``every`` steps, and after the last step.
+    """Add the metric ``val/loss`` before the first step, every ``every`` steps, and after the last step.
 
     A run that stops before its last step does not validate, because it may have only seconds left."""
 

@@ -44,10 +44,10 @@ class Batches:
 
     def steps_of(self, samples: int) -> int:
         """Return the smallest number of steps that take at least ``samples`` samples."""
-        place = bisect_right(self._levels, samples, key=lambda level: level[1]) - 1
-        first_step, first_sample, batch = self._levels[place]
+        index = bisect_right(self._levels, samples, key=lambda level: level[1]) - 1
+        first_step, first_sample, batch = self._levels[index]
         steps = first_step + -(-(samples - first_sample) // batch)
-        following = self._levels[place + 1 : place + 2]
+        following = self._levels[index + 1 : index + 2]
         return min([steps, *(level[0] for level in following)])
 
     def _level(self, step: int) -> tuple[int, int, int]:

@@ -143,7 +143,7 @@ def check_values(recipe: Any) -> None:
     for section in fields(recipe):
         for entry in fields(config := getattr(recipe, section.name)):
             key, value = f"{section.name}.{entry.name}", getattr(config, entry.name)
-            is_table = isinstance(value, Mapping)  # its readers know the limits of its options
+            is_table = isinstance(value, Mapping)  # gates, experts, ... check the limits of their options
             for item in _leaves(value):
                 if isinstance(item, float) and not math.isfinite(item) and (key not in MAY_BE_INFINITE or item < 0):
                     raise UserError(f"{key}={item} is not a finite number")
@@ -166,7 +166,7 @@ def check_values(recipe: Any) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values and names in a list or table."""
+    """Yield the values and names in a list or table at any depth; any other value itself."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield name
@@ -179,18 +179,18 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:
-    """Raise UserError, naming both, unless ``value`` divides ``of``."""
+    """Raise UserError, which names both, unless ``value`` divides ``of``."""
     if of % value:
         raise UserError(f"{name}={value} does not divide {of_name}={of}")
 
 
 def check_text(key: str, text: str) -> None:
-    """Raise UserError for control characters other than tab and line break, for invalid UTF-8, and for an empty text
-    or invalid path where the key does not allow it."""
+    """Raise UserError for control characters other than tab and line feed, line separators, invalid UTF-8, an empty
+    text where the key needs one, and an invalid path."""
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"
     ):
-        raise UserError(f"{key}={text!a} has control characters or is not UTF-8: choose another name")
+        raise UserError(f"{key}={text!a} has control characters or line separators, or is not UTF-8: remove them")
     if not text and key in NOT_EMPTY:
         raise UserError(f"{key}='' must not be empty")
     if key in PATHS:
@@ -198,7 +198,7 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_path(key: str, text: str) -> None:
-    """Raise UserError for a path that is too long, or not a prefix where the key needs one."""
+    """Raise UserError for a path that is too long, or that is not a prefix of files where the key needs one."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise UserError(f"{key}={text[:40]}... is too long: paths have at most 4095 bytes, names 255")

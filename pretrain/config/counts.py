@@ -39,9 +39,9 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     """Return the floating point operations per token of a training step, forward and backward.
 
-    Counts 6 operations for each active matrix parameter, and adds the attention scores, without recomputation (PaLM,
-    arXiv 2204.02311 appendix B). Embeddings, positions, norms and biases are not counted. For a T5, returns the mean
-    over the tokens of both stacks."""
+    Counts 6 operations for each active parameter of a matrix, output layer included, and adds the attention scores
+    (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms, biases and the embeddings of tokens and positions are not
+    counted. For a T5, returns the mean over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
     far = 0 if model.sliding_window is None else max(0, length - model.sliding_window)  # tokens outside a window
@@ -61,7 +61,7 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 def _relative_flops(model: ModelConfig) -> float:
     """Return the operations per token that Transformer-XL adds: scores by distance, and attention to the memory, which
-    is projected to keys and values again for each sequence, without a gradient."""
+    is projected to keys and values again for each sequence and gets no gradient."""
     memory, length, width = model.memory_length, model.sequence_length, model.head_width
     by_distance = 6.0 * model.num_heads * width * (length + memory)
     by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
@@ -70,7 +70,7 @@ def _relative_flops(model: ModelConfig) -> float:
 
 
 def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
-    """Return the number of matrix parameters and of other parameters, without norms, of each layer."""
+    """Return the numbers of (matrix, other) parameters of each layer, without its norms."""
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
@@ -86,7 +86,7 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
 
 
 def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
-    """Return (matrix parameters, others) of a router, ``experts`` routed experts and all shared ones."""
+    """Return the numbers of (matrix, other) parameters of a router, ``experts`` routed experts and all shared ones."""
     shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
     shared, biases = _shared(model) if model.num_shared_experts else (0, 0)
@@ -94,7 +94,7 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
 
 
 def _shared(model: ModelConfig) -> tuple[int, int]:
-    """Return (matrix parameters, biases) of all shared experts, which have the options of expert=ffn."""
+    """Return the numbers of (matrix, other) parameters of all shared experts (of kind ffn) and their gate."""
     options = model.expert_options if model.expert == "ffn" else {}
     rows = (1 + options.get("gated", model.gated)) * model.shared_width
     biases = rows + model.hidden_size if options.get("bias") else 0
@@ -102,18 +102,19 @@ def _shared(model: ModelConfig) -> tuple[int, int]:
 
 
 def _block(model: ModelConfig, hidden: int) -> int:
-    """Return the parameters of a feed-forward block."""
+    """Return the number of matrix parameters of a feed-forward block."""
     return (3 if model.gated else 2) * model.hidden_size * hidden
 
 
 def _biases(model: ModelConfig) -> int:
-    """Return the biases of a layer without experts: of queries, keys and values, both outputs, and hidden units."""
+    """Return the number of biases of a layer with ``model.linear_bias``: of queries, keys, values, hidden units and the
+    outputs of both blocks."""
     heads = (model.num_heads + 2 * model.query_groups) * model.head_width
     return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 
 
 def _attention(model: ModelConfig, number: int) -> int:
-    """Return the parameters of queries and output, keys and values; a decoder also attends to the encoder's output."""
+    """Return the number of matrix parameters of attention; a T5's decoder also attends to the encoder's output."""
     width, head = model.hidden_size, model.head_width
     if model.kv_lora_rank is not None:
         return _latent_attention(model, model.kv_lora_rank)
@@ -122,7 +123,7 @@ def _attention(model: ModelConfig, number: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, rank: int) -> int:
-    """Return the parameters of queries, compressed keys and values with the rotary key, and output."""
+    """Return the number of matrix parameters of multi-latent attention."""
     width, queries = model.hidden_size, model.num_heads * model.head_width
     rotary = model.qk_rope_head_dim or 0
     values = model.num_heads * model.value_width

@@ -30,7 +30,7 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
         folder: folder of the recipe's file; None if there is no file.
 
     Raises:
-        UserError: an entry is not found, or its import raised.
+        UserError: an entry is not found, or an import raised.
     """
     _import_entry_points()
     folders = [Path.cwd(), *([] if folder is None else [folder.absolute()])]
@@ -47,7 +47,7 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
         folder: folder of the run.
 
     Raises:
-        UserError: an entry is a relative path or is in the folder; is not found; or its import raised.
+        UserError: an entry is a relative path, is inside the folder, or is not found; or an import raised.
     """
     _import_entry_points()
     folder = folder.resolve()
@@ -62,7 +62,7 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file or package of ``run.imports``, by path; call it after `import_plugins`."""
+    """Return the SHA-256 of each imported file or package, by path, of a recipe that `import_plugins` returned."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):
@@ -102,14 +102,14 @@ def _origin(module: str) -> Path | None:
 
 
 def _import(entry: str, folders: list[Path]) -> str:
-    """Import an entry; return it, or the file's absolute path."""
+    """Import an entry; return the name of an installed module, or the file's absolute path."""
     check_path("run.imports", entry)
     names = [entry] if _is_file(entry) else [f"{entry.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
     files = [folder / name for folder in folders or [Path.cwd()] for name in names]
     found = next((path.resolve() for path in files if path.is_file() and (folders or _is_file(entry))), None)
     origin = None if _is_file(entry) else _origin(entry)
     try:
-        # A module in one of the folders is a file, whether or not Python searches them.
+        # A module in one of the folders is imported as a file, even if Python finds it there too.
         if origin is not None and origin != found:
             importlib.import_module(entry)
             return entry
@@ -118,13 +118,16 @@ def _import(entry: str, folders: list[Path]) -> str:
             return str(found)
     except (Exception, SystemExit) as error:
         raise _failed(entry if found is None else str(found), error) from error
-    kind = "a file" if _is_file(entry) else "an installed module, or a file or package of this name"
-    raise UserError(f"run.imports={entry} is not {kind} in {' or '.join(map(str, dict.fromkeys(folders))) or entry}")
+    kind = "a file" if _is_file(entry) else "an installed module"
+    if folders and not Path(entry).is_absolute():
+        kind += "" if _is_file(entry) else ", or a file or package of this name"
+        kind += f" in {' or '.join(map(str, dict.fromkeys(folders)))}"
+    raise UserError(f"run.imports={entry} is not {kind}")
 
 
 def _import_file(path: Path) -> None:
     """Execute a file as a module under a unique name, which hides no installed module. While it runs, it can import
-    its neighbours."""
+    other files of its folder."""
     if path in _FILES:
         return
     is_package = path.name == "__init__.py"
@@ -138,7 +141,7 @@ def _import_file(path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.append(str(path.parent))
-    # Neighbours that were imported as plugins are not executed again.
+    # Files of this folder that were imported as plugins are not executed again.
     plugins = {file.stem: plugin for file, plugin in _FILES.items() if file.parent == path.parent}
     plugins = {stem: plugin for stem, plugin in plugins.items() if stem not in sys.modules}
     sys.modules.update(plugins)

@@ -38,11 +38,11 @@ HOMES: dict[str, dict[str, str]] = {
         **{name: f"`parallel.{name}`" for name in _OF_EXCHANGE},
         "wire_dtype": "`parallel.wire`",
         "cost": "none: a measurement, which does not change results",
-        "groups": "none: process groups, made from `parallel.node_size`",
+        "groups": "none: a pair of process groups, made from `parallel.node_size`",
     },
     "loss": {"balance": "`model.balance_loss`", "z": "`model.z_loss`"},
 }
-"""Options that are not in a table of options, by part: the key that sets one, or why there is none."""
+"""Options that the tables of options refuse, by part, with the key that sets each, or the reason why there is none."""
 
 OF_LAYER = ("d_model", "num_experts", "top_k", "d_hidden", "first_expert", "seed", "group")
 """Arguments that the layer passes itself. A gate's ``seed`` is an option."""
@@ -105,12 +105,13 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     options = _from_table("loss", "model.loss_weights", model.loss_weights, model.gate, known)
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise UserError(f"model.loss_weights.{name}={value} must be at least 0")
+            raise UserError(f"model.loss_weights.{name}={value} must be a number of at least 0")
     return {"balance": model.balance_loss, "z": model.z_loss, **options}
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's keywords whose recipe keys differ from their defaults; an exchange may lack the others.
+    """Return the exchange's keywords: ``parallel.exchange_options``, and the keys of ``[parallel]`` that differ from
+    their defaults, since an exchange may lack the others.
 
     Raises:
         UserError: an unknown exchange, or an option that it does not have.
@@ -125,7 +126,7 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     known = option_names(EXCHANGES[parallel.exchange])
     known = None if known is None else [name for name in known if name not in OF_LAYER]
     table = parallel.exchange_options
-    slots = table.get("slots")  # checked here, because one expert parallel rank builds no exchange
+    slots = table.get("slots")  # checked here, because no exchange is built with one expert parallel rank
     if slots is not None and (type(slots) is not int or slots < 1):
         raise UserError(f"parallel.exchange_options.slots={slots!r} is not a positive integer")
     return options | _from_table("exchange", "parallel.exchange_options", table, parallel.exchange, known)
@@ -153,7 +154,8 @@ def _from_table(
 
 
 def moe_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of `fmoe.build.Spec` that ``[model]`` alone sets, but d_model, num_experts, shared_options.
+    """Return the options of `fmoe.build.Spec` that depend only on ``[model]``, except d_model, num_experts and
+    shared_options.
 
     Raises:
         UserError: an invalid option of the gate, the experts or the losses.
@@ -196,8 +198,8 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 
 
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the gate's parameters. For a gate that is not imported, or that refuses its options, those
-    of one matrix."""
+    """Return the shapes of the gate's parameters. For a gate that is not imported, or that refuses its options, return
+    the shape of one matrix."""
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
         with torch.device("meta"), random.keyed("sizes"):

@@ -42,8 +42,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a TOML recipe, apply ``--section.key value`` options, and check it.
 
     Raises:
-        UserError: unreadable TOML, an unknown key (names the nearest), a value of the wrong type or out of range, or a
-            word that belongs to no option.
+        UserError: no such recipe, invalid TOML, an unknown key (names the nearest), an invalid value or combination of
+            values, or a word that belongs to no option.
     """
     options, rest = split_overrides(overrides)
     if rest:
@@ -58,7 +58,7 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
     path = find_recipe(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:  # numbers of thousands of digits, brackets thousands deep
+    except (ValueError, RecursionError, OSError) as error:  # RecursionError: brackets nested thousands deep
         raise UserError(f"recipe {path} cannot be read: {error}") from error
     recipe = build_recipe(values)
     for key, value in overrides:
@@ -99,23 +99,23 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
         hint = hints[key]
         if is_dataclass(hint):
             if not isinstance(value, Mapping):
-                raise UserError(f"{prefix}{key}={value!r} must be a section, a TOML table")
+                raise UserError(f"{prefix}{key}={value!r} must be a section (a TOML table)")
             built[key] = _build(hint, value, f"{prefix}{key}.")
         else:
             built[key] = _convert(value, hint, prefix + key)
     return cls(**built)
 
 
-def _convert(value: Any, hint: Any, key: str) -> Any:
+def _convert(value: Any, hint: Any, key: str, or_none: str = "") -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         # TOML has no null: the string "none" means None.
         if type(None) in arguments and value in (None, "none", "None"):
             return None
-        return _convert(value, next(a for a in arguments if a is not type(None)), key)
+        return _convert(value, next(a for a in arguments if a is not type(None)), key, " or none")
     if origin is typing.Literal:
         if value not in arguments:
-            raise UserError(f"{key}={value!r} must be one of {', '.join(map(str, arguments))}")
+            raise UserError(f"{key}={value!r} must be one of {', '.join(map(str, arguments))}{or_none}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
@@ -131,12 +131,12 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{key}={value!r} must be of type {hint.__name__}")
+        raise UserError(f"{key}={value!r} must be of type {hint.__name__}{or_none}")
     return value
 
 
 def _option(value: Any, key: str) -> Any:
-    """Return an option's value if it is a number, bool, text, list or table; only the option's owner knows its type."""
+    """Convert an option's value as far as possible: only the gate, expert, ... that takes the option knows its type."""
     if isinstance(value, Mapping):
         return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -160,12 +160,12 @@ def recipe_keys(cls: Any = Recipe, prefix: str = "") -> dict[str, Any]:
 
 def _unknown(key: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.7) or [
-        name for name in known if name.split(".")[-1] == key.split(".")[-1]
+        name for name in recipe_keys() if name.split(".")[-1] == key.split(".")[-1]
     ]
     if near:
         others = f" Or {', '.join(near[1:3])}?" if near[1:] else ""
         return f"unknown key {key}; did you mean {near[0]}?{others}"
-    sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
+    sections = ", ".join(section.name for section in fields(Recipe))
     return f"unknown key {key}; the sections are {sections}: fmoe train RECIPE --help lists their keys"
 
 
@@ -230,7 +230,7 @@ def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
             value = tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
             value = word  # a text without quotes
-        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets thousands deep
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
             raise UserError(f"{key}={word[:40]}... cannot be read: {error}") from error
         return _option(value, key) if hint is Any else _convert(value, hint, key)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
@@ -245,8 +245,9 @@ def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
         try:
             return kind(word)
         except ValueError:
-            raise UserError(f"{key}={word} must be {'an integer' if kind is int else 'a number'}") from None
-    return _convert(word, kind, key)
+            number = "an integer" if kind is int else "a number"
+            raise UserError(f"{key}={word} must be {number}{' or none' if type(None) in kinds else ''}") from None
+    return _convert(word, hint, key)
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -26,7 +26,7 @@ class ModelConfig:
     hidden_size: int = 192
     """Width of the residual stream."""
     num_heads: int = 6
-    """Number of attention heads; divides hidden_size unless head_dim or kv_lora_rank is set."""
+    """Number of attention heads; must divide hidden_size unless head_dim or kv_lora_rank is set."""
     num_query_groups: int | None = None
     """Key/value heads, each shared by num_heads / num_query_groups query heads (grouped-query attention); None for
     num_heads."""
@@ -55,20 +55,20 @@ class ModelConfig:
     q_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention compresses queries; None for uncompressed queries."""
     qk_head_dim: int | None = None
-    """Elements of a query or key head without position (multi-latent attention)."""
+    """Number of elements without position in each query and key head (multi-latent attention)."""
     qk_rope_head_dim: int | None = None
-    """Elements of a query head with a rotary position, and of the rotary key that all heads share (multi-latent
-    attention)."""
+    """Number of elements with a rotary position in each query head, and in the rotary key that all heads share
+    (multi-latent attention)."""
     v_head_dim: int | None = None
-    """Elements of a value head (multi-latent attention)."""
+    """Width of a value head (multi-latent attention)."""
     ffn_hidden_size: int = 768
-    """Hidden width of a dense feed-forward block and of each expert."""
+    """Hidden width of a dense feed-forward block, and of each expert before the split by granularity."""
     dense_ffn_hidden_size: int | None = None
     """Hidden width of the feed-forward block in layers without experts; None for ffn_hidden_size."""
     sequence_length: int = 256
     """Tokens per training sequence; for t5, those of the encoder."""
     vocab_size: int = 2048
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the size of the tokenizer's vocabulary."""
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu_oai"] = "gelu"
     """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1;
     swiglu_oai, for gated blocks, is that of GPT-OSS: (v + 1) g sigmoid(1.702 g), with the gate g limited to at most 7
@@ -83,12 +83,12 @@ class ModelConfig:
     scores of all layers of a stack; transformer_xl, for gpt only, for projected sinusoids of the distance and two
     biases per head (Transformer-XL, arXiv 1901.02860)."""
     memory_length: int = 0
-    """Number of earlier tokens of its stream whose hidden states a sequence attends to in each layer (Transformer-XL).
-    If positive, each epoch is read as global_batch contiguous streams of text. Needs position=transformer_xl."""
+    """Number of tokens before a sequence whose hidden states it attends to in each layer (Transformer-XL). If positive,
+    each epoch is read as global_batch contiguous streams of text. Needs position=transformer_xl."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
     rotary_fraction: float = 1.0
-    """Share of a head's elements, its first ones, that get a rotary position (position=rope)."""
+    """Share of a head's elements, counted from the first, that get a rotary position (position=rope)."""
     rope_scaling: Literal["yarn"] | None = None
     """Scaling of rotary positions for sequences longer than those of earlier training: yarn (arXiv 2309.00071); None
     for no scaling. Needs model.kind=gpt, position=rope and rope_original_length."""
@@ -105,7 +105,7 @@ class ModelConfig:
     rope_truncate: bool = True
     """Round the indices of the pairs of elements at rope_beta_fast and rope_beta_slow to integers; false in GPT-OSS."""
     rope_mscale: float = 1.0
-    """With m(x) = 0.1 x ln(rope_factor) + 1, YaRN multiplies rotated queries and keys by m(rope_mscale) /
+    """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
     rope_mscale_all_dim: float = 0.0
     """See rope_mscale. Multi-latent attention also multiplies its scores by the square of m(rope_mscale_all_dim)."""
@@ -141,23 +141,23 @@ class ModelConfig:
     2412.19437 section 2.2), each by a layer of its own, which has experts if the last layer has them. Needs
     model.kind=gpt."""
     mtp_loss: float = 0.3
-    """Factor of the mean loss of the further tokens, which is added to the training loss."""
+    """Factor with which the mean loss of the further tokens is added to the training loss."""
     init: Literal["normal", "switch"] = "normal"
     """Distribution of initial weights: normal, with standard deviation init_std; or switch, the Switch Transformer's
-    truncated normal, with standard deviation sqrt(0.1 / inputs) for all matrices but embeddings and output layer."""
+    truncated normal, with standard deviation sqrt(0.1 / number of inputs), except for embeddings and output layer."""
     init_std: float = 0.02
     """Standard deviation of normal initial weights; for the output matrices of attention and feed-forward blocks,
-    divided by sqrt(2 num_layers)."""
+    divided by sqrt(2 num_layers), or sqrt(2 num_decoder_layers) in a t5's decoder."""
 
     num_experts: int = 8
-    """Number of experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
+    """Number of routed experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
     moe_layers: tuple[int, ...] = ()
     """Numbers of the layers with experts, from 1; a t5's decoder layers follow its encoder's; empty to use `moe_every`.
     """
     moe_every: int = 1
     """Every n-th layer has experts, starting with layer n; ignored if `moe_layers` is set."""
     top_k: int = 1
-    """Experts per token."""
+    """Number of routed experts per token."""
     expert: str = "ffn"
     """Kind of experts: ffn (with `activation` and `gated`), swiglu, geglu, or a registered kind."""
     expert_options: Mapping[str, Any] = field(default_factory=dict)
@@ -178,17 +178,18 @@ class ModelConfig:
     score: Literal["softmax", "sigmoid"] | None = None
     """Activation of the router's logits, for gates with this option (naive, sigmoid); None for the gate's default."""
     normalize: bool | None = None
-    """Make the combine weights of a token's experts sum to one, for gates with this option (naive, sigmoid); None for
-    the gate's default, true."""
+    """Make the combine weights of a token's experts sum to one, for gates with this option (naive, and sigmoid with
+    several experts per token); None for the gate's default, true."""
     routed_scale: float = 1.0
     """Factor of the combine weights of a token's experts, for gates with this option (naive, sigmoid)."""
     bias_step: float | None = None
     """Step size of the expert biases with which the sigmoid gate balances loads; 0 leaves balancing to the loss; None
     for the gate's default, 0.001."""
     capacity_factor: float | None = 1.25
-    """Maximum assignments per expert and routing group, relative to an even share; None drops nothing."""
+    """Maximum assignments per expert and routing group, relative to an even share; None for no maximum (with
+    gate=expert_choice: for granularity x top_k)."""
     eval_capacity_factor: float | None = 2.0
-    """Capacity factor in evaluation."""
+    """Capacity factor in evaluation; None for no maximum (with gate=expert_choice: for capacity_factor)."""
     jitter: float = 0.01
     """Half width of the multiplicative noise that the switch gate applies to its input in training."""
     group_size: int | None = None
@@ -412,7 +413,8 @@ class ModelConfig:
             raise UserError(f"model.sliding_window={self.sliding_window} must be at least 1, or none for no window")
         if self.mtp_layers:
             raise UserError(
-                f"model.sliding_window={self.sliding_window} is not supported with model.mtp_layers={self.mtp_layers}"
+                f"model.sliding_window={self.sliding_window} is not supported with model.mtp_layers={self.mtp_layers}: "
+                "use none, or model.mtp_layers=0"
             )
         for number in self.sliding_layers:
             if self.sliding_layers.count(number) > 1:
@@ -449,7 +451,8 @@ class ModelConfig:
         if not low < self.rope_original_length < high:
             raise UserError(
                 f"model.rope_original_length={self.rope_original_length} must be between 2 pi model.rope_beta_slow="
-                f"{low:.1f} and 2 pi model.rope_beta_fast x model.rope_theta={high:.1f}: else YaRN scales no wavelength"
+                f"{low:.1f} and 2 pi model.rope_beta_fast x model.rope_theta={high:.1f}: else YaRN scales all or no "
+                "wavelengths"
             )
         if not self.rope_mscale > 0:
             raise UserError(f"model.rope_mscale={self.rope_mscale} is not positive")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fmoe.errors import UserError
 
-# Optimizers whose state is not elementwise: flat shards would cut it.
+# Optimizers whose state is not elementwise: flat shards would cut through it.
 _WANTS_WHOLE = {
     "adafactor": "factors the second moments of matrices",
     "adamw8bit": "quantizes blocks of 256 elements",
@@ -23,8 +23,8 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute one
-    trust ratio per expert; muon orthogonalizes the momentum of hidden matrices, each expert's by itself, and steps the
-    rest by AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
+    trust ratio per expert; muon orthogonalizes the momentum of hidden matrices, each expert's by itself, and updates
+    all other parameters with AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
     lr: float = 2e-3
     """Peak learning rate at base_batch."""
     min_lr: float = 2e-4
@@ -34,7 +34,7 @@ class OptimizerConfig:
     base_batch: int | None = None
     """Global batch in sequences at which lr and min_lr apply unscaled; needs lr_scaling."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after the warmup."""
+    """Shape of the decay from lr to min_lr after the warmup; constant for no decay."""
     warmup_steps: int = 30
     """Steps of linear warmup from zero."""
     warmup_tokens: int | None = None
@@ -66,15 +66,14 @@ class OptimizerConfig:
     update_clip: float = 1.0
     """For adafactor: upper bound on the root mean square of an update before it is multiplied by the learning rate."""
     weight_decay: float = 0.1
-    """Weight decay. Decoupled, except in lars and sgd, where it is part of the gradient; not applied to biases and
-    norms."""
+    """Weight decay: decoupled, but added to the gradient by lars and sgd; not applied to biases and norms."""
     clip_grad: float = 1.0
     """Maximum norm of the gradient, with every expert counted once; 0 disables clipping."""
     distributed: bool = False
     """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
     cpu_offload: float = 0.0
-    """Share of adamw's moments and master weights that are kept and updated in host memory (Megatron's
-    optimizer_offload_fraction); rounded up to whole tensors."""
+    """Share of adamw's moments and master weights that are kept and updated in host memory, rounded up to whole
+    tensors. Needs a GPU, distributed, and train.precision=bf16 or fp16."""
     loss_scale: float | None = None
     """Constant loss scale for train.precision=fp16; None for a dynamic scale."""
     initial_loss_scale: float | None = None

@@ -13,8 +13,8 @@ from pretrain.config.model import ModelConfig
 class ParallelConfig:
     """The split of the job over ranks (docs/parallelism.md).
 
-    World size: ``pipeline x max(tensor x context, expert_tensor x expert) x data``. Expert ranks span the tensor
-    parallel ranks, then data parallel ones; one of the two products in ``max`` must divide the other.
+    World size: ``pipeline x max(tensor x context, expert_tensor x expert) x data``. Experts are spread over
+    tensor and context parallel ranks, then over data parallel ranks. One of the two products must divide the other.
     """
 
     tensor: int = 1
@@ -23,8 +23,8 @@ class ParallelConfig:
     """Sequence parallelism: cut activations outside of attention and feed-forward blocks along the sequence; None
     enables it if tensor > 1."""
     context: int = 1
-    """Context parallel size: the number of slices of each sequence, one per rank in all layers; in attention the ranks
-    exchange them for slices of the heads. More than 1 needs model.kind=gpt."""
+    """Context parallel size: the number of ranks among which each sequence is divided. In attention, each of them has
+    whole sequences and a part of the heads instead. More than 1 needs model.kind=gpt."""
     pipeline: int = 1
     """Pipeline parallel size: the number of stages that the layers are cut into."""
     virtual_pipeline: int | None = None
@@ -53,10 +53,11 @@ class ParallelConfig:
     """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical, deepep,
     symmetric (docs/parallelism.md), or a registered one; does not change results."""
     chunks: int = 1
-    """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
+    """Number of parts into which each expert's rows are split, so that the communication of one overlaps with the
+    computation of another."""
     max_rows: int | None = None
-    """Maximum number of rows (token vectors) of other ranks that a rank holds at once; more rows are exchanged and
-    computed in chunks; None for no bound."""
+    """Maximum number of rows (token vectors) that a rank receives at a time, at least twice the number of experts; more
+    rows are exchanged and computed in chunks; None for no bound."""
     shadow: int = 0
     """Maximum number of hot experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: int | None = None
@@ -198,7 +199,7 @@ class ParallelConfig:
     def _check_mtp(self, model: ModelConfig) -> None:
         if self.context > 1:
             raise UserError(
-                f"parallel.context={self.context} is not supported with model.mtp_layers={model.mtp_layers}"
+                f"parallel.context={self.context} is not supported with model.mtp_layers={model.mtp_layers}: use 1"
             )
         if self.pipeline > 1 and model.position == "learned_absolute":
             raise UserError(

@@ -54,7 +54,7 @@ class Recipe:
 
     @property
     def streams(self) -> int:
-        """Number of contiguous streams that are read side by side; 0 for sequences in random order."""
+        """Number of contiguous streams of text that are read side by side; 0 for sequences in random order."""
         return self.train.global_batch if self.model.memory_length else 0
 
     @property
@@ -67,7 +67,7 @@ class Recipe:
         return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
 
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses, counting only ``model.top_k`` routed experts per layer."""
+        """Number of parameters that a token uses, with ``model.top_k`` routed experts and all shared ones per layer."""
         return counts.num_params(self.model, self.model.top_k, self.decoder_length)
 
     def flops_per_token(self) -> float:
@@ -121,10 +121,7 @@ class Recipe:
             return
         sent = parallel.wire or self.train.precision
         if sent != "bf16":
-            raise UserError(
-                f"parallel.exchange=deepep sends rows in bf16, not {sent}: set parallel.wire=bf16 or "
-                "train.precision=bf16"
-            )
+            raise UserError(f"parallel.exchange=deepep sends rows in bf16, not {sent}: set parallel.wire=bf16")
         if model.hidden_size % MULTIPLE:
             raise UserError(
                 f"model.hidden_size={model.hidden_size} must be a multiple of {MULTIPLE} with parallel.exchange=deepep"
@@ -150,15 +147,12 @@ class Recipe:
             )
         if model.memory_length:
             self._check_memory()
-        if not 0 < data.noise_density < 1:
-            raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")
+        if not data.noise_density > 0:
+            raise UserError(f"data.noise_density={data.noise_density} is not positive")
         if not 1 <= data.mean_span < math.inf:
             raise UserError(f"data.mean_span={data.mean_span} must be a finite number of at least 1")
         if model.kind == "t5":
-            try:
-                _ = self.spans
-            except UserError as error:
-                raise UserError(f"model.{error}") from error
+            _ = self.spans  # raises for a sequence that is too short
             if self.parallel.is_sequence_parallel:
                 divides("parallel.tensor", self.parallel.tensor, "decoder tokens per sample", self.decoder_length)
         if model.kind == "bert" and model.sequence_length < 3:
@@ -174,7 +168,7 @@ class Recipe:
                 raise UserError(f"data.{error}") from error
 
     def _check_memory(self) -> None:
-        """Raise UserError for the first value that does not go with streams read in order."""
+        """Raise UserError for the first value that is not supported with ``model.memory_length``."""
         data, train, key = self.data, self.train, f"model.memory_length={self.model.memory_length}"
         if data.document_mask:
             raise UserError(f"data.document_mask=true is not supported with {key}")
@@ -241,6 +235,6 @@ class Recipe:
         if world_size != parallel.world_size:
             raise UserError(
                 f"world size {world_size} is not the product {parallel.world_size_name} = {parallel.world_size}: start "
-                f"that many ranks (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or change "
-                "[parallel]"
+                f"{parallel.world_size} ranks (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or "
+                "change [parallel]"
             )

@@ -12,7 +12,7 @@ MAX_RAMP = 100_000  # upper bound on the batch sizes of a ramp, which are kept i
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Input files. Paths are relative to the current folder."""
+    """Input files, and how samples are made of them. Paths are relative to the current folder."""
 
     tokenizer: str = "data/pylib/out/tokenizer.model"
     """Tokenizer file: a sentencepiece model, or a tokenizer.json of Hugging Face tokenizers; ``fmoe data tokenizer``
@@ -20,9 +20,9 @@ class DataConfig:
     train: tuple[str, ...] = ("data/pylib/out/train",)
     """Training corpora: prefixes of .bin/.idx pairs, which ``fmoe data prepare`` writes."""
     weights: tuple[float, ...] = ()
-    """Sampling weights of `train`'s corpora, in any unit; empty to join them and sample documents uniformly."""
+    """Proportions in which samples are taken from the corpora of `train`, in any unit; empty to join the corpora."""
     validation: tuple[str, ...] = ("data/pylib/out/validation",)
-    """Validation corpora, read as if joined into one; empty for none."""
+    """Validation corpora, read as if joined into one; empty for no validation."""
     document_mask: bool = False
     """gpt only: restrict attention and loss to one document, and restart positions at the beginning of each."""
     noise_density: float = 0.15
@@ -44,21 +44,21 @@ class TrainConfig:
     ramp_batch: int | None = None
     """Global batch of the first step, from which it grows to global_batch; None for no ramp."""
     ramp_increment: int | None = None
-    """Number of sequences by which the batch grows each time."""
+    """Number of sequences by which the batch grows at a time."""
     ramp_samples: int | None = None
-    """Number of sequences over which the batch grows; each batch size gets an equal share."""
+    """Number of sequences over which the batch grows; each size below global_batch gets an equal share."""
     micro_batch: int = 8
     """Sequences per forward pass of a rank; gradients accumulate over the micro batches of a step."""
     seed: int = 1234
     """Seed of weights, data order and noise."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the model; master weights and router are always fp32. See optimizer.loss_scale for fp16."""
+    """Precision of weights and activations; master weights, gradients and the router's arithmetic are always fp32."""
     validation_every: int = 50
-    """Steps between validations; the model is also validated before the first step and after the last."""
+    """Steps between validations; the model is also validated before the first step and after the last one."""
     validation_sequences: int = 64
     """Sequences per validation, the same ones each time."""
     init_from: str | None = None
-    """Checkpoint or run whose weights initialize this run (warm start); --resume restores the whole state."""
+    """Folder of a checkpoint or run whose weights initialize this run (warm start); --resume restores all state."""
 
     def check_ramp(self) -> bool:
         """Return whether the batch grows; raise UserError for an invalid ramp."""
@@ -86,7 +86,7 @@ class CheckpointConfig:
     """Schedule and retention of checkpoints."""
 
     every: int = 100
-    """Steps between checkpoints; the last step is always saved; 0 disables checkpoints."""
+    """Steps between checkpoints; the last step is saved too; 0 disables all checkpoints."""
     keep: int = 2
     """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int | None = None
@@ -97,7 +97,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """Detection of and reaction to failures (docs/operations.md)."""
+    """Detection of failures, and reaction to them (docs/operations.md)."""
 
     nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a NaN or infinity in any rank's loss or gradient: end the run, or skip the step."""
@@ -105,21 +105,21 @@ class GuardConfig:
     """Maximum consecutive skipped steps; one more ends the run."""
     spike_sigma: float = 10.0
     """Skip a step whose loss or log gradient norm exceeds the median by more than this number of standard deviations,
-    estimated from the median absolute deviation; 0 disables."""
+    estimated from the median absolute deviation, with a lower bound (docs/operations.md); 0 disables."""
     spike_window: int = 128
-    """Number of applied steps over which the median is taken; 0 disables spike skips."""
+    """Number of latest applied (not skipped) steps over which the median is taken; 0 disables spike skips."""
     spike_history: int = 64
-    """Minimum number of applied steps in the window before the first skip."""
+    """Minimum number of applied steps in the window for a step to be skipped as a spike."""
     collapse_window: int = 100
     """Steps over which expert loads are summed to detect a collapsed router; 0 disables the warning."""
     collapse_cv: float = 1.5
-    """Maximum coefficient of variation of a layer's expert loads; it is sqrt(E - 1) if one of E experts gets all
-    tokens."""
+    """Coefficient of variation of a layer's expert loads above which a warning is logged; it is sqrt(E - 1) if one of
+    E experts gets all tokens."""
     collapse_dead: float = 0.25
-    """Maximum share of a layer's experts without a token in the window."""
+    """Share of a layer's experts without a token in the window above which a warning is logged."""
     collapse_uniform: float = 5e-4
-    """Minimum distance, in nats, of a router's mean entropy from its maximum, the logarithm of the number of experts; a
-    router closer to it is uniform, so its choice of experts is arbitrary. 0 disables this check."""
+    """Distance, in nats, of a router's mean entropy from its maximum, the logarithm of the number of experts, below
+    which a warning is logged: the choice of experts is then arbitrary. 0 disables this check."""
     hang_minutes: float = 8.0
     """Minutes without progress after which all ranks write their stacks and exit; 0 disables."""
 
@@ -135,7 +135,7 @@ class TrackingConfig:
     trackio: bool = False
     """trackio, with a database in the run's folder; TRACKIO_DIR sets a shared one for several runs."""
     console_every: int = 10
-    """Steps between lines on a console that is not a terminal."""
+    """Steps between lines on the console, which also shows each validation."""
     trust_every: int = 10
     """Steps between summaries of the trust ratios of lamb and lars; 0 disables."""
     picture_every: int = 100
@@ -156,4 +156,4 @@ class RunConfig:
     callbacks: tuple[str, ...] = ()
     """Names of registered callbacks to run, in this order, after guards and validation and before tracking."""
     callback_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of a callback's options, by its name: ``callback_options.NAME.OPTION``."""
+    """Table of the callbacks' options: ``callback_options.NAME.OPTION``, with a callback's name."""

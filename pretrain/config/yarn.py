@@ -31,18 +31,19 @@ def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -
 
 
 def rotary_factor(model: ModelConfig) -> float:
-    """Return the factor of rotated queries and keys."""
+    """Return the factor by which rotated queries and keys are multiplied."""
     return _m(model.rope_factor, model.rope_mscale) / _m(model.rope_factor, model.rope_mscale_all_dim)
 
 
 def score_factor(model: ModelConfig) -> float:
-    """Return the additional factor of attention scores: not 1 only in multi-latent attention (DeepSeek-V2, arXiv
+    """Return the additional factor of attention scores, which is 1 except in multi-latent attention (DeepSeek-V2, arXiv
     2405.04434)."""
     return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
-    """Return the last pair that keeps its frequency, and the first whose frequency is divided by the whole factor."""
+    """Return the indices of the last pair that keeps its frequency, and of the first whose frequency is divided by the
+    whole ``rope_factor``; they are not integers with ``model.rope_truncate=false``."""
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (
@@ -56,5 +57,5 @@ def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
 
 
 def _m(factor: float, scale: float) -> float:
-    """Return section 3.4's factor, 0.1 ln(factor) + 1, with ``scale`` times the logarithm."""
+    """Return 0.1 scale ln(factor) + 1: with scale 1, the factor of the paper's section 3.4."""
     return 0.1 * scale * math.log(factor) + 1.0

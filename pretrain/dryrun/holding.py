@@ -123,7 +123,7 @@ def _layers(engine: Engine) -> Iterator[tuple[Any, int]]:
 
 
 def _parts(parameter: Tensor) -> int:
-    """Return the number of ranks of a pipeline stage over which the parameter's layer is split."""
+    """Return the number of ranks of a pipeline stage that hold different parts of a layer's parameters of this kind."""
     if is_expert(parameter):
         cut = parallel_state.get_expert_tensor_parallel_world_size()
         return parallel_state.get_expert_model_parallel_world_size() * cut

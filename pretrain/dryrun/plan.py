@@ -56,7 +56,7 @@ class Plan:
         flops_per_token: FLOPs of a training step per token, forward and backward.
         tokens_per_step: number of tokens that enter the model in a step, at the final batch size.
         checkpoint_bytes: bytes of the tensors of one checkpoint, without names and checksums.
-        kinds: kinds of ranks, by their first pipeline stage.
+        kinds: kinds of ranks, in the order of their first pipeline stages.
     """
 
     recipe: Recipe

@@ -155,12 +155,12 @@ class Engine:
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None
         self.last_loss: Tensor | None = None
-        self._mtp_losses: Tensor | None = None  # this rank's in the last training step
+        self._mtp_losses: Tensor | None = None  # of this rank, in the last training step
 
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
         for module in chunk.modules():
-            if isinstance(module, FFNExperts):  # only their own operation adds to their gradients, unless shadowed
+            if isinstance(module, FFNExperts):  # only the experts' operation adds to their gradients, unless shadowed
                 module.into_main_grad = not recipe.parallel.shadow
         wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
@@ -287,7 +287,7 @@ class Engine:
 
     @torch.no_grad()
     def _update(self, grad_norm: float) -> None:
-        """Run the second half of Megatron's ``ChainedOptimizer.step``, which allows no decision in between."""
+        """Run the second half of Megatron's ``ChainedOptimizer.step``, which allows no decision between its halves."""
         for part in self.optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_gradients(parameters, part.config.clip_grad, grad_norm)
@@ -334,7 +334,7 @@ class Engine:
         return torch.stack([result["loss"] for result in results]).mean()
 
     def sync_parameters(self) -> None:
-        """Wait for updated parameters that are still being gathered; needed before reading them outside a forward."""
+        """Wait for updated parameters that are being gathered; call it before reading them outside a forward pass."""
         if self.recipe.parallel.overlap_parameters:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)

@@ -49,9 +49,7 @@ def check_optimizer(recipe: Recipe) -> None:
         )
     optimizer = _registered(recipe, [{"params": [torch.zeros(2, 2, dtype=torch.float32, device="cpu")]}])
     if not isinstance(getattr(optimizer, "state_names", None), tuple):
-        raise UserError(
-            f"optimizer.name={own.name}: {type(optimizer).__name__} has no tuple state_names, which checkpoints need"
-        )
+        raise UserError(f"optimizer.name={own.name}: checkpoints need the tuple {type(optimizer).__name__}.state_names")
     if own.distributed and not getattr(optimizer, "is_elementwise", False):
         raise UserError(
             f"optimizer.name={own.name} needs optimizer.distributed=false: {type(optimizer).__name__} does not have "

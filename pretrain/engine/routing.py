@@ -70,7 +70,7 @@ class RoutingReports:
         every rank."""
         if not self._num_experts:
             return {}
-        # After a layer's sums: flags of its losses, the bytes that it sent, and the number of ranks with the layer.
+        # After a layer's sums: a flag for each of its losses, the bytes sent, and the number of ranks with the layer.
         width = self._width + len(self._loss_names) + 2
         rows = torch.zeros(self._num_layers, width, dtype=sum_dtype(self._device), device=self._device)
         rest = torch.zeros(self._num_layers, width - self._width, dtype=rows.dtype, device="cpu")

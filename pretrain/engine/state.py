@@ -35,6 +35,8 @@ class ShardLocation:
     Most parameters are one piece. A gated linear layer is two: its halves are not adjacent in the global tensor.
 
     Attributes:
+        name, shape: name and shape of the global tensor.
+        offset, block: position and shape of the piece in the global tensor.
         begin: offset of the piece in the flattened parameter.
         is_main: True on the one rank that writes the piece.
         is_main_shard: True on the ranks of the data parallel group that writes the piece's sharded optimizer state.

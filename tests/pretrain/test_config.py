@@ -523,6 +523,8 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         ("brackets", b"a = " + b"[" * 5000, ["cannot be read"]),
         ("table", b"model = 3", ["model=3", "section"]),
         ("typo", b"[modell]\nnum_layers = 3", ["unknown key modell", "did you mean model"]),
+        ("no section", b"top_k = 3", ["unknown key top_k", "did you mean model.top_k?"]),
+        ("no such key", b"[model]\nxyzzy = 3", ["unknown key model.xyzzy", "the sections are run, model, data"]),
     ):
         path = tmp_path / f"{name}.toml"
         path.write_bytes(content)
@@ -546,6 +548,13 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         (["--train.no-steps"], "--train.no-steps: train.steps is not a bool"),
         (["--train.steps", "--train.seed", "3"], "--train.steps needs a value"),
         (["--train.precision", "fp8"], "train.precision='fp8' must be one of fp32, bf16, fp16"),
+        (["--model.score", "tanh"], "model.score='tanh' must be one of softmax, sigmoid or none"),
+        (["--model.head-dim", "wide"], "model.head_dim=wide must be an integer or none"),
+        (
+            ["--model.kind", "t5", "--model.sequence-length", "2"],
+            "model.sequence_length=2 is too short, or data.noise_density=0.15 too high, with data.mean_span=3.0: the "
+            "inputs need at least one kept token before each removed span, and a sentinel in its place",
+        ),
         (["--train.stepps", "3"], "unknown key train.stepps; did you mean train.steps? Or train.seed?"),
         (["more"], "unexpected argument 'more': options have the form --section.key value"),
         (["--optimizer.lr", "fast"], "optimizer.lr=fast must be a number"),
