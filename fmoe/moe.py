@@ -40,7 +40,7 @@ class MoE(nn.Module):
         shared: an expert that processes every token; None for none.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise (`fmoe.random`).
-        check: raise if a combine weight is not finite; synchronizes with a GPU.
+        check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
     """
 
     # Any, because the type nn.Module lacks the methods that are called.
@@ -91,7 +91,7 @@ class MoE(nn.Module):
             A tensor of the shape of ``x``.
 
         Raises:
-            UserError: shape or dtype of ``x`` or ``mask`` is invalid, the gate returned an invalid routing, or settings
+            UserError: an argument has an invalid shape or dtype, the gate returned an invalid routing, or settings
                 differ between ranks.
             PeerError: another rank failed, is gone or does not respond; names the rank, and its error if known.
         """

@@ -38,7 +38,8 @@ _GRACE = 2.0  # additional seconds for the other ranks to report, once a connect
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed, exited or does not respond; the message names it and the layer's forward pass.
+    """Another rank of the group failed, exited or does not respond. The message names the forward pass, and the rank if
+    it is known.
 
     Attributes:
         is_agreed: whether all ranks raise it in the same forward pass.
@@ -221,7 +222,7 @@ class GroupMonitor:
                 "in rank 0)"
             )
         if not absent:
-            return "the connection to a rank broke"
+            return "every rank answered, but the collective did not complete"
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
@@ -354,7 +355,7 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
-    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work started before.
+    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work they started before.
 
     A rank that failed is noticed here; one-sided copies would not notice it.
     """

@@ -55,7 +55,7 @@ def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
     recipe.
 
     Raises:
-        UserError: the name belongs to another gate.
+        UserError: the name is empty or belongs to another gate.
     """
     add_name(GATES, "gate", name, gate)
 
@@ -77,8 +77,8 @@ def build_gate(
         return gate(d_model, num_experts, top_k, **options)
     if options:
         raise UserError(
-            f"gate_options={options!r} do not apply to a gate instance, {type(gate).__name__}: set them when you "
-            "build it"
+            f"gate_options={options!r} need a gate class or the name of one, but the gate has type "
+            f"{type(gate).__name__}: set its options where you make it"
         )
     if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
         raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")

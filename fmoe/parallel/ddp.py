@@ -32,8 +32,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options: arguments of torch's wrapper, except ``process_group`` and ``device_mesh``.
 
     Raises:
-        UserError: a layer uses other ranks; no dense parameter requires gradients.
-        RuntimeError: in a forward pass, if the previous backward pass did not reach all experts.
+        UserError: a layer uses other ranks; no dense parameter requires gradients; a group or mesh is in ``options``.
+        RuntimeError: in a forward pass, if the previous backward pass did not reach all experts; in a backward pass, if
+            an expert's gradient arrives twice.
     """
 
     def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
@@ -165,7 +166,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the buffers that differ between ranks: expert buffers, and None for buffers computed from the rank.
+    """Yield buffers that differ between ranks: experts' buffers, and None for non-persistent ones, set from the rank.
 
     torch's wrapper would overwrite them with rank 0's values before every forward pass.
     """

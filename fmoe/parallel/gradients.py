@@ -20,7 +20,7 @@ from fmoe.runtime import collectives, ownership
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether the parameter belongs to an expert, which is not replicated over the data parallel group."""
+    """Return whether the parameter belongs to an expert; only ranks that hold the expert then reduce its gradient."""
     if not has_mark(parameter):
         ownership.refresh()
     return has_mark(parameter)
@@ -41,8 +41,8 @@ def average_gradients(
     """Average gradients over ranks: from the mean over each rank's tokens to the mean over the tokens of all ranks.
 
     Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
-    gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros, because another
-    rank may have one.
+    gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros if other ranks
+    hold the expert, because they may have one.
 
     Args:
         group: the data parallel group.
