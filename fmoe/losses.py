@@ -259,7 +259,7 @@ class AuxLosses:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
         An activation checkpoint runs a forward pass several times, so the backward pass counts. If router, experts and
-        input are all frozen, it does not reach the outputs, and the forward pass counts. Evaluation counts only with
+        input are all frozen, no gradient reaches the outputs, and the forward pass counts. Evaluation counts only with
         ``counts_evaluation``.
 
         Args:
@@ -304,7 +304,7 @@ class AuxLosses:
         return sum(pending[1:], pending[0]) if pending else None
 
     def _offer(self, total: Tensor) -> None:
-        """Queue a loss for `collect`, but not again in a recomputation."""
+        """Queue a loss for `collect`, but not in a recomputation."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.pending.append(total)
             self._has_offered = True
@@ -319,11 +319,8 @@ class AuxLosses:
 
 def collect_losses(model: nn.Module) -> Tensor:
     """Return the sum of the weighted auxiliary losses since the last call, over all layers with ``aux_loss="manual"``.
-    Add it to the training loss.
 
-    Returns:
-        A scalar; zero if there are no losses.
-    """
+    It is a scalar to add to the training loss; zero if there are no losses."""
     layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
     found = [loss for aux in layers if (loss := aux.collect()) is not None]
     if found:

@@ -66,7 +66,7 @@ class Position:
     first_token: int = 0
 
 
-# Positions by generator seed: at most enough for all micro batches in a pipeline. The oldest are dropped first.
+# Positions by generator seed: as many as the micro batches of a pipeline need. The oldest are dropped first.
 _positions: OrderedDict[int, Position] = OrderedDict()
 _MAX_POSITIONS = 4096
 
@@ -78,6 +78,7 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
     only on (seed, step, first_token, stream), so that a resumed run needs no stored generator state.
 
     Args:
+        seed, step, first_token: see `Position`.
         stream: number that distinguishes processes with the same tokens but different layers (the pipeline stage).
     """
     position = Position(seed, step, first_token)

@@ -319,7 +319,7 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
 
 
 def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: these
+    """Refuse torch's DistributedDataParallel and ``fully_shard`` around experts that are spread over ``group``: these
     wrappers treat the experts of several ranks as replicas.
 
     Called in the forward pass, because a layer finds the wrapper only while it runs: torch reads the parameters to

@@ -128,7 +128,7 @@ class GroupMonitor:
             patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
-        """Wait for ``work`` on a GPU before the host reads its result, without blocking for ever.
+        """Wait for ``work`` on a GPU before the host reads its result, without blocking forever.
 
         It gives up before the watchdog of nccl, which would end the process at the group's timeout without a
         `PeerError`.

@@ -113,8 +113,8 @@ def ffn(
     """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
     tokens, which are gathered, computed and combined, [T, D] to [T, D]. ``weight_TK`` alone: see `weigh_gradient`.
 
-    If the counts are on the device, the host waits for them. Only "sonicmoe" does not wait, if the rows are tokens with
-    fewer choices than there are experts.
+    If the counts are on the device, the host waits for them, except with "sonicmoe" if the rows are tokens with fewer
+    choices than there are experts.
 
     Raises:
         UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.

@@ -22,7 +22,7 @@ def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, n
 
     Args:
         name: the layer's name in errors.
-        check: also raise if a combine weight is not finite, and read expert ids on a GPU, for which the host waits.
+        check: also raise if a combine weight is not finite, and check expert ids on a GPU too; the host waits for it.
 
     Raises:
         UserError: the gate returned an invalid routing.

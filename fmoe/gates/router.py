@@ -50,7 +50,7 @@ class Choice:
     Attributes:
         expert_TK: expert ids, best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
-        losses: losses other than `TopKRouter.common_losses` by name; scalars.
+        losses: losses other than ``TopKRouter.common_losses`` by name; scalars.
     """
 
     expert_TK: Tensor

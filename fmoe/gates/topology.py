@@ -19,9 +19,9 @@ class TopologyRouter(TopKRouter):
     """Top-k routing with a logit bonus for experts on the token's node (FasterMoE's topology-aware gate, PPoPP'22).
 
     Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
-    largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` for which no expert gets more than ``skew`` times the even share of the
-    group's assignments, or than the largest load without a bonus if that is more. Weights are the softmax over the
-    logits of the chosen experts, without the bonus. The gate has the balance and z losses of the naive gate.
+    largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` that keeps every expert's load within a limit: ``skew`` times the even
+    share of the group's assignments, or the largest load without a bonus if that is more. Weights are the softmax over
+    the logits of the chosen experts, without the bonus. The gate has the balance and z losses of the naive gate.
 
     Decisions depend on the node of a token, and so on the split of the job: use the gate for speed, not for comparing
     runs on different clusters. On one node it equals the naive gate.
