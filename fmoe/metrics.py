@@ -66,7 +66,7 @@ class LayerReport:
 
 
 class LayerMetrics:
-    """Sums of `RoutingStats` in one vector, which can be reduced over ranks.
+    """Sums of `RoutingStats` and of losses in one vector, which can be reduced over ranks.
 
     Attributes:
         seen: names of the losses added so far.

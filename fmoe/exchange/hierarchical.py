@@ -94,8 +94,8 @@ class HierarchicalExchange(AllToAllExchange):
             raise
 
     def _exchange_in_stages(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        # [I, N * L + 1]: for each rank of the node, the counts for the ranks with its index, and the flag. Both stages
-        # forward the largest flag, so that every rank gets it.
+        # [I, N * L + 1]: for each rank of the node, the counts for the ranks with its index, and the flag. The second
+        # stage passes on the node's largest flag, so that every rank gets the largest of each node.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
         flag_I1 = torch.full_like(count_E[:1], flag).expand(self.node_size, 1)
         send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), flag_I1], 1)

@@ -66,8 +66,8 @@ def build_gate(
     """Return a gate from its name, its class or a ready instance, which keeps its own settings.
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), options with an instance, an instance with
-            another ``num_experts`` or ``top_k``.
+        UserError: unknown name (lists the known ones and the nearest), options for a gate that is not a class, an
+            instance with another ``num_experts`` or ``top_k``.
     """
     if isinstance(gate, str):
         if gate not in GATES:

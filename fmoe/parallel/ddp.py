@@ -76,8 +76,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, so their gradients are not "
-                    "reduced: outputs of the forward pass must be tensors, or lists, tuples, dicts or dataclasses of "
-                    "tensors"
+                    "reduced: it raised an error, or an output of the forward pass is neither a tensor nor a list, "
+                    "tuple, dict or dataclass of tensors"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()
