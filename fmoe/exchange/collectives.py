@@ -63,9 +63,9 @@ class Traffic:
     """Bytes that a rank sends to other ranks for one layer.
 
     Attributes:
-        sent: bytes so far, computed from shapes. An all-to-all counts the rows for other ranks, an all-gather this
-            rank's part once for each other rank, an all-reduce its share of a ring algorithm, a broadcast the root's
-            tensor once for each other rank, a reduction one tensor on all ranks but the root.
+        sent: bytes so far, computed from shapes: for an all-to-all, the rows for other ranks; for an all-gather, this
+            rank's part for each other rank; for an all-reduce, its share of a ring algorithm; for a broadcast, the
+            root's tensor for each other rank; for a reduction, one tensor on all ranks but the root.
     """
 
     def __init__(self) -> None:

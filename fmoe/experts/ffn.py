@@ -91,9 +91,9 @@ class FFNExperts(Stacked):
         first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
         seed: seed of the layer's weights.
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
-        backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
-            (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine or SonicMoE, if installed, "torch", or "auto":
-            native on the CPU, and on a GPU the fastest of cuda, te and sonicmoe, where they are loaded or installed.
+        backend: "native" (C++ operations on the CPU, docs/native.md), "cuda" (kernels on GPUs, docs/cuda.md), "te" or
+            "sonicmoe" (TransformerEngine or SonicMoE, if installed), "torch", or "auto": on the CPU native, on a GPU
+            the fastest of cuda, te and sonicmoe, and torch where none of these is loaded or installed.
             The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
             GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or

@@ -1,9 +1,9 @@
 """Gradients of a model with expert parallelism: their mean, norm and clipping.
 
-Dense parameters are replicated on all ranks of the data parallel group. An expert is replicated on the ranks of its
-expert data parallel group only (one rank, if expert parallelism spans the data parallel group), where its gradient
-already sums over the tokens of all EP ranks. Its mean over the data parallel group is therefore the sum over the expert
-data parallel group, divided by the size of the data parallel group.
+Dense parameters are replicated on all ranks of the data parallel group. An expert is replicated only on the ranks of
+its expert data parallel group (one rank, if expert parallelism spans the data parallel group). Its gradient on each of
+them already sums over the tokens of all EP ranks. Its mean over the data parallel group is therefore the sum over the
+expert data parallel group, divided by the size of the data parallel group.
 """
 
 from collections.abc import Iterable
