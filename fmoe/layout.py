@@ -31,8 +31,8 @@ class Layout:
         d_model: D.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        slice_group: ranks that hold the same tokens, of which each routes a slice; None for none.
-        sequence_group: ranks that hold equal parts of the same sequences, along the first dimension; None for none.
+        slice_group: ranks that hold the same tokens, each of which routes a slice; None without such ranks.
+        sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without.
     """
 
     d_model: int

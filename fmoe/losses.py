@@ -157,7 +157,7 @@ class AuxLosses:
     Attributes:
         metrics: statistics since they were last reset.
         counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
-        observer: the gate's ``record``, called with each routing that is counted; None for none. Under torch.compile
+        observer: the gate's ``record``, called with each routing that is counted; None if absent. Under torch.compile
             only the losses and statistics of that routing are valid.
     """
 

@@ -37,7 +37,7 @@ class MoE(nn.Module):
         exchange: moves rows to the ranks that own their experts, and back (`fmoe.exchange`).
         layout: extracts this rank's tokens from the input, and restores the input's shape (`fmoe.layout`).
         aux: adds auxiliary losses to the backward pass and counts routing statistics (`fmoe.losses`).
-        shared: an expert that processes every token; None for none.
+        shared: an expert that processes every token; None for no shared expert.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise (`fmoe.random`).
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.

@@ -247,10 +247,10 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Return the values of all ranks' tokens, given those of this rank's; ``x_TX`` itself without ``shards``.
+        """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.
 
         The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result,
-        except combine weights: those of a token may depend only on the token's own values.
+        except combine weights: a token's weights may depend only on the token's own values.
         """
         if self.shards is None:
             return x_TX

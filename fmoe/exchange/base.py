@@ -267,8 +267,7 @@ _MESSAGE_BYTES = 4096
 def raise_on_all_ranks(
     group: dist.ProcessGroup, failed: list[int], error: Exception | None, device: torch.device
 ) -> NoReturn:
-    """Raise on every rank: on a failed rank its own error, on the others a `PeerError` with the first failed rank's
-    message.
+    """Raise on every rank: on a failed rank its own error, elsewhere a `PeerError` with the first failed rank's text.
 
     Every rank of the group calls this, with the same ``failed`` ranks and, if it is one of them, its error.
     """
@@ -343,7 +342,7 @@ def _refuse_ddp(experts: nn.Module, group: dist.ProcessGroup, name: str, wrapper
     replicas = set(dist.get_process_group_ranks(wrapper.process_group))
     if others & replicas and any(expert is p for p in wrapper._module_parameters):
         raise UserError(
-            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks with those of one: "
+            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks by the first rank's: "
             "rebuild the model and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
         )
 

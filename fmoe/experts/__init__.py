@@ -100,7 +100,7 @@ def build_experts(
         expert: as in `fmoe.build.Spec`.
         num_experts: number of experts on all ranks.
         local: global ids of this rank's experts.
-        tensor_group: ranks over which the hidden units of each expert are spread; None for none.
+        tensor_group: ranks over which the hidden units of each expert are spread; None if they are not.
         backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
 
     Raises:

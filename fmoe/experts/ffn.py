@@ -308,7 +308,7 @@ class FFNExperts(Stacked):
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return the operation of fmoe's kernels, or one that also measures those of installed libraries."""
+        """Return the operation of fmoe's kernels, or a function that also measures installed libraries."""
         ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
             weights = (parameters[0], parameters[2])

@@ -219,7 +219,7 @@ class TopKRouter(Router):
         return None
 
     def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
-        """Return the noise of `router_input`, for a kernel that applies it instead; None for none."""
+        """Return the noise of `router_input`, for a kernel that applies it instead; None without noise."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:

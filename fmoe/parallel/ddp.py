@@ -66,7 +66,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         myself = weakref.ref(self)  # parameters outlive wrappers
         for parameter in self._bucket_of:
             if groups.ep > 1:
-                # A rank's loss is the mean over its own tokens; an expert's gradient is a sum over those of ep ranks.
+                # A rank's loss is the mean over its own tokens; an expert's gradient sums over the tokens of ep ranks.
                 # Dividing before accumulation lets gradients of several synchronized passes add up.
                 parameter.register_hook(lambda grad: grad / groups.ep if myself() is not None else None)
             parameter.register_post_accumulate_grad_hook(lambda p: _call(myself, DistributedDataParallel._arrived, p))
