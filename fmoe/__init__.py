@@ -1,4 +1,4 @@
-"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. torch is the only dependency."""
+"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Only torch is required."""
 
 from fmoe.convert import fmoefy, register_family
 from fmoe.errors import MissingPackageError, UserError

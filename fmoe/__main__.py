@@ -1,4 +1,4 @@
-"""``python -m fmoe``: the same as the console command."""
+"""``python -m fmoe``: the same as the console command ``fmoe``."""
 
 import sys
 

@@ -22,7 +22,7 @@ _UNSET: Any = None  # default of required options, and of options that `Spec.__p
 
 @dataclass(kw_only=True)
 class Spec:
-    """The options of a layer, checked.
+    """Options of a layer; the constructor checks them.
 
     Attributes:
         d_model: D, the width of tokens.
@@ -31,18 +31,19 @@ class Spec:
         top_k: K, experts per token; None for the gate's own default.
         gate: a name of `fmoe.gates.GATES`, a class, a function or a ready instance; None for "naive".
         gate_options: keywords for a gate given by name or class, e.g. ``{"capacity_factor": 1.0}``.
-        expert: a name of `fmoe.experts.EXPERTS`, a module class or factory (called with ``d_model`` for each expert),
-            or a sequence of E of these or of modules; None if a subclass assigns the experts.
-        expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
-        shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or its hidden
-            width; None for none.
-        shared_options: keywords of a shared expert given by its width; None for those in ``expert_options``.
-        shared_gate: multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE).
+        expert: a name of `fmoe.experts.EXPERTS`, a subclass of `fmoe.experts.FFNExperts`, another module class or
+            factory (called with ``d_model`` for each expert), or a sequence of one module, class or factory per expert;
+            None if a subclass of `fmoe.MoE` assigns the experts.
+        expert_options: keywords for a named expert or a subclass of ``FFNExperts``, e.g. ``{"bias": False}``.
+        shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or the hidden
+            width of an FFN; None for no shared expert.
+        shared_options: keywords of that FFN (`fmoe.experts.FFNExperts`); None for those in ``expert_options``.
+        shared_gate: multiply the shared expert's output by ``sigmoid(w . x)``, with a trained w (Qwen2-MoE).
         granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, so that each token gets
             ``m * K`` of ``m * E`` experts (DeepSeekMoE, arXiv 2401.06066).
-        moe_group: expert parallel group, over which the experts are spread; None for one rank.
+        moe_group: expert parallel group, over which the experts are spread; None if this rank holds all.
         exchange: a name of `fmoe.exchange.EXCHANGES`, the algorithm that sends rows between the ranks of ``moe_group``
-            (docs/parallelism.md compares them); the result does not depend on it.
+            (docs/parallelism.md compares them); results are equal up to rounding.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
         sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
@@ -50,16 +51,16 @@ class Spec:
             routing groups are not cut. The gradients of gate and shared expert are then partial sums: sum them over
             the group.
         expert_tensor_group: ranks over which the hidden units of every expert are spread; for ffn, swiglu and geglu.
-        aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `fmoe.collect_losses`.
-        loss_weights: factor of each auxiliary loss by name; a missing one keeps its default
-            (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns one off.
-        loss_scale: returns the factor by which the backward pass multiplies the auxiliary losses; None for the
-            value of `fmoe.set_loss_scale`.
-        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
+        aux_loss: "auto" adds the losses to the backward pass; for "manual", add `fmoe.collect_losses` to your loss.
+        loss_weights: factor of each auxiliary loss by name; missing names keep their defaults
+            (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns a loss off.
+        loss_scale: function that returns the factor by which the backward pass multiplies the auxiliary losses; None
+            for the value of `fmoe.set_loss_scale`.
+        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: backend of experts given by name: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
-            fastest available (`fmoe.experts.FFNExperts`).
-        check: raise if a combine weight is not finite; synchronizes with a GPU.
+        backend: backend of `fmoe.experts.FFNExperts`: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
+            fastest available.
+        check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise; None draws one from torch's default generator on the first rank of
             ``moe_group``, for all its ranks.
@@ -103,7 +104,7 @@ class Spec:
         for key in ("d_model", "num_experts", "group_size", "granularity", "d_hidden"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"{key}={value} is not a positive whole number")
+                raise UserError(f"{key}={value!r} is not a positive whole number")
         if self.aux_loss not in ("auto", "manual"):
             raise UserError(f"aux_loss={self.aux_loss!r} must be 'auto' or 'manual'")
         self.d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
@@ -114,14 +115,17 @@ class Spec:
                 "slice_group and sequence_group are mutually exclusive: pass slice_group if the ranks hold the same "
                 "tokens, sequence_group if they hold parts of the sequences"
             )
-        if self.expert_tensor_group is not None and {"max_rows", "shadow"} & (self.exchange_options or {}).keys():
-            raise UserError("exchange_options: max_rows and shadow are not supported with expert_tensor_group")
+        for key, value in (self.exchange_options or {}).items():
+            if self.expert_tensor_group is not None and key in ("max_rows", "shadow"):
+                raise UserError(f"exchange_options: {key}={value!r} is not supported with expert_tensor_group: omit it")
         gate = GATES.get(self.gate or "naive") if isinstance(self.gate, str | None) else self.gate
         unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and getattr(gate, "__module__", "").startswith("fmoe."):  # a gate of yours may have other losses
             known = ", ".join(DEFAULT_LOSS_WEIGHTS)
             raise UserError(f"loss_weights has the unknown loss {sorted(unknown)[0]!r}; the known losses are {known}")
         if self.granularity > 1:
+            if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
+                raise UserError(f"top_k={self.top_k} is not between 1 and num_experts={self.num_experts}")
             default = getattr(gate, "default_top_k", None)
             top_k = self.top_k or (default and min(default, self.num_experts))
             self.top_k = top_k and top_k * self.granularity

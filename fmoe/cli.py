@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports invalid arguments in one line with exit code 2 and suggests options for an unknown one."""
+    """Parser that reports invalid arguments in one line with exit code 2. It suggests options for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
@@ -118,9 +118,9 @@ def unknown_option(option: str, known: Iterable[str], program: str, near: Sequen
 def run(program: str, command) -> int:
     """Call ``command()`` and return its exit code.
 
-    A `UserError` becomes one line on stderr and exit code 2, and so does a path that the system refuses (too long, or
-    no permission) or a missing package that an extra installs. An interrupt becomes exit code 130. If the reader of the
-    output ends first, as ``| head`` does, the command ends silently with 141, as if by SIGPIPE.
+    A `UserError` becomes one line on stderr and exit code 2. So does a path that the system refuses (no permission, a
+    name too long, ...) or a missing package that an extra installs. An interrupt becomes exit code 130. If the reader
+    of the output ends first, as ``| head`` does, the command ends silently with 141, as if by SIGPIPE.
     """
     try:
         try:

@@ -1,6 +1,6 @@
-"""Errors for invalid input, whose message is one line that names the key, the value and the limit.
+"""Errors with a message of one line, and helpers that word them.
 
-Commands print that line and end with exit code 2. Other errors keep their traceback, because they are bugs of fmoe.
+Commands print the line of a `UserError` and end with exit code 2; most others keep their traceback (`fmoe.cli.run`).
 """
 
 import difflib
@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the valid names, and the one most similar to it."""
+    """Return the end of a message about the unknown ``name``: the valid names, and a similar one if there is one."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"valid names: {', '.join(known) or 'none'}" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -73,7 +73,7 @@ def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) 
         kind: option that takes the names of this table, for the message, e.g. ``"gate"``.
 
     Raises:
-        UserError: the name is not a string, is empty, or belongs to something else.
+        UserError: the name is not a string, is empty, or belongs to another entry.
     """
     if not isinstance(name, str) or not name:
         raise UserError(f"{kind}={name!r} must be a non-empty string")
@@ -94,7 +94,7 @@ def _defined_as(entry: Any) -> tuple[str, ...]:
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or raise an error that names the extra to install.
+    """Import and return an optional dependency, or raise an error that names the extra to install.
 
     Args:
         module: module to import, e.g. ``"sentencepiece"``.

@@ -31,8 +31,8 @@ class Layout:
         d_model: D.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        slice_group: ranks that hold the same tokens, of which each routes a slice; None for none.
-        sequence_group: ranks that hold equal parts of the same sequences, along the first dimension; None for none.
+        slice_group: ranks that hold the same tokens, each of which routes a slice; None without such ranks.
+        sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without.
     """
 
     d_model: int
@@ -49,10 +49,10 @@ class Layout:
         Args:
             x, mask, token_ids: input of the layer (`fmoe.MoE.forward`); [T, D] is one sequence.
             seed: the layer's seed, from which its noise is drawn.
-            by_logits: gather the gate's logits over ranks instead of its input.
+            by_logits: leave the gate's input as it is, because the gate gathers its logits over ranks.
 
         Raises:
-            UserError: ``x`` is not [..., D] or not floating point; ``mask`` or ``token_ids`` does not have one value
+            UserError: ``x`` is not [..., T, D] or not floating point; ``mask`` or ``token_ids`` does not have one value
                 per token; ``mask`` is not bool.
         """
         local, seen, shards = x, x, None
@@ -90,9 +90,9 @@ class Layout:
         """Like `tokens`. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is this rank's
         part of them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
         if x.dim() < 2 or x.shape[-1] != self.d_model:
-            raise UserError(f"the layer's input has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
+            raise UserError(f"the input has shape {tuple(x.shape)}; it must be [..., tokens, d_model={self.d_model}]")
         if not x.is_floating_point():
-            raise UserError(f"the layer's input has dtype {x.dtype}; it must be floating point")
+            raise UserError(f"the input has dtype {x.dtype}; it must be floating point")
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != leading:
@@ -157,7 +157,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Give the experts the tokens that the gate returned, if its input was this rank's tokens."""
+        """Give the experts the tokens of ``Routing.passed``, if the gate's input was this rank's tokens."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -183,7 +183,7 @@ class LocalTokens:
         return y_TD.masked_fill(~self.local(self.groups.mask_T).unsqueeze(1), 0)
 
     def join(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return outputs [T, ...] of this rank in the shape of the layer's input; gather slices if there are any."""
+        """Return this rank's outputs [T, ...] in the shape of the layer's input, gathered over ``slice_group``."""
         if self.slice_group is not None:
             outputs = [self._gather_slices(y, self.slice_group) for y in outputs]
         return [y.reshape(*self.leading, *y.shape[-1:]) for y in outputs]
@@ -233,7 +233,7 @@ class TokenShards:
         return begin, begin + self.lengths[self.group.rank()]
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """Gather the entries of all ranks from this rank's ``x``; differentiable.
+        """Return the entries of all ranks, given this rank's entries ``x``; differentiable.
 
         Args:
             full: the result, if this rank already has it; then nothing is communicated in the forward pass.
@@ -244,11 +244,11 @@ class TokenShards:
         return _Gather.apply(x, full, self, alike)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks; differentiable."""
+        """Return this rank's entries of the sum of ``x`` over ranks; differentiable."""
         return _ReduceScatter.apply(x, self)
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Return this rank's part of ``x``, which has ``rows`` rows per entry."""
+        """Return this rank's entries of ``x``, which has ``rows`` rows per entry."""
         begin, end = self.bounds
         return x.narrow(0, begin * rows, (end - begin) * rows)
 

@@ -1,7 +1,7 @@
 """Auxiliary losses: the formulas, and `AuxLosses`, which adds a layer's losses to its backward pass.
 
 Each loss is computed within a routing group and averaged over groups, weighted by their number of tokens. It does not
-depend on how the batch is spread over micro batches and ranks, if these hold equally many tokens.
+depend on how the batch is spread over micro batches and ranks, if these hold whole groups and equally many tokens.
 
 Shape letters: G groups, S positions of a group, E experts, T tokens, K experts per token.
 """
@@ -58,10 +58,10 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
 
 def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
     """Return `load_balancing_loss` of the scores, normalized to sum to one per token (DeepSeek-V3, arXiv 2412.19437
-    equations 17-20, with a routing group for the sequence).
+    equations 17-20, with a routing group in place of the sequence).
 
     Args:
-        scores_GSE: positive affinities of tokens and experts, differentiable; they need not sum to one.
+        scores_GSE: positive affinities of each token to all experts, differentiable; they need not sum to one.
         load_GE: number of the group's tokens that have the expert among their K best scores.
         valid_GS: bool, True for positions that hold a token; None for all.
     """
@@ -149,15 +149,15 @@ class AuxLosses:
 
     Args:
         num_experts: E.
-        weights: factor of each loss by name; a missing one keeps its default.
+        weights: factor of each loss by name; missing names keep their defaults.
         is_manual: leave the losses to `collect_losses` instead of adding them to the backward pass.
-        scale: returns the factor of the losses in the backward pass; None for the value of `set_loss_scale`.
+        scale: function that returns the losses' factor in the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
     Attributes:
         metrics: statistics since they were last reset.
         counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
-        observer: the gate's ``record``, called with each routing that is counted; None for none. Under torch.compile
+        observer: the gate's ``record``, called with each routing that is counted; None if absent. Under torch.compile
             only the losses and statistics of that routing are valid.
     """
 
@@ -205,7 +205,8 @@ class AuxLosses:
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
-        """Return the combine weights; in training, their backward pass adds the gradients of the losses.
+        """Return the combine weights. In training, their backward pass adds the gradients of the losses; manual losses
+        wait for `collect` instead.
 
         Args:
             share: factor of the losses on this rank (``loss_share`` of `fmoe.layout.LocalTokens`).
@@ -235,7 +236,7 @@ class AuxLosses:
         return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
-        """Return the vector ``scale() * more * factors`` on a device; cached between steps if the scale is a number."""
+        """Return ``scale() * more * factors``, float32 on ``device``; products of numbers are cached between steps."""
         scale = self.scale()
         if not isinstance(scale, Tensor):
             factors = tuple(factor * scale for factor in factors)
@@ -257,8 +258,9 @@ class AuxLosses:
     ) -> list[Tensor]:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
-        An activation checkpoint runs a forward pass several times, so the backward pass counts. Gradients reach the
-        outputs if the router, the experts or the input are trained. If all three are frozen, the forward pass counts.
+        An activation checkpoint runs a forward pass several times, so the backward pass counts. If router, experts and
+        input are all frozen, no gradient reaches the outputs, and the forward pass counts. Evaluation counts only with
+        ``counts_evaluation``.
 
         Args:
             weight_TK: result of `attach`.
@@ -288,7 +290,7 @@ class AuxLosses:
         observer = observer or self.observer
         if observer is not None:
             observer(routing)
-        if self.pending and not self._warned:
+        if not self._warned and any(loss.requires_grad for loss in self.pending):
             self._warned = True
             logger.warning(
                 "the auxiliary losses of %s (aux_loss='manual') were not collected before the backward pass: add "
@@ -302,7 +304,7 @@ class AuxLosses:
         return sum(pending[1:], pending[0]) if pending else None
 
     def _offer(self, total: Tensor) -> None:
-        """Queue a loss for `collect`."""
+        """Queue a loss for `collect`, but not in a recomputation."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.pending.append(total)
             self._has_offered = True
@@ -316,12 +318,9 @@ class AuxLosses:
 
 
 def collect_losses(model: nn.Module) -> Tensor:
-    """Return the sum of the auxiliary losses since the last call, of all layers with ``aux_loss="manual"``, to add to
-    the training loss.
+    """Return the sum of the weighted auxiliary losses since the last call, over all layers with ``aux_loss="manual"``.
 
-    Returns:
-        A scalar; zero if there are no losses.
-    """
+    It is a scalar to add to the training loss; zero if there are no losses."""
     layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
     found = [loss for aux in layers if (loss := aux.collect()) is not None]
     if found:
@@ -372,7 +371,7 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor]) ->
 
 
 def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> None:
-    """Call ``function`` once, at the first gradient of the outputs."""
+    """Call ``function`` once, when the first gradient of the outputs arrives."""
     waiting = [function]
 
     def run(_grad: Tensor) -> None:
@@ -420,7 +419,7 @@ def _register(aux: AuxLosses) -> Tensor:
 
 
 def _attach_opaque(x: Tensor, routing: Routing, total: Tensor | None, number: Tensor) -> Tensor:
-    """Attach ``total``, if any, with the layer's scale, and count the statistics in the backward pass."""
+    """Return ``x``; its backward pass adds the scaled gradient of ``total``, if any, and counts the statistics."""
     stats = routing.stats
     sums = [] if stats is None else [stats.load_E, stats.dropped, stats.entropy, stats.tokens]
     values = [value.detach() for value in (*sums, *routing.losses.values())]

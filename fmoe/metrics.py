@@ -44,7 +44,7 @@ class LayerReport:
         load: each expert's share of the kept assignments; sums to 1, or to 0 without assignments.
         drop_rate: dropped assignments / all assignments.
         entropy: mean entropy of the router's probabilities, nats per token.
-        losses: mean over tokens of each auxiliary loss of the gate, before its weight.
+        losses: each auxiliary loss of the gate, before its weight: mean over micro batches, weighted by their tokens.
         tokens: number of routed tokens.
     """
 
@@ -66,7 +66,7 @@ class LayerReport:
 
 
 class LayerMetrics:
-    """Sums of `RoutingStats` in one vector, which can be reduced over ranks.
+    """Sums of `RoutingStats` and of losses in one vector, which can be reduced over ranks.
 
     Attributes:
         seen: names of the losses added so far.
@@ -179,10 +179,10 @@ class LayerMetrics:
 
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Count evaluation passes in the metrics of ``model``'s layers within this context; restore the metrics afterwards.
+    """Count evaluation passes in the metrics of ``model``'s layers within this context.
 
-    Loads, drops and entropy are counted; gates have no losses in evaluation. Counts start at zero, so read them inside
-    the context."""
+    Loads, drops and entropy are counted; gates have no losses in evaluation. Counts start at zero, and the end of the
+    context restores the previous ones: read them inside it."""
     layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]
@@ -199,7 +199,8 @@ def counting(model: nn.Module) -> Iterator[None]:
 
 
 def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
-    """Return the routing report of this rank's tokens for every MoE layer of ``model``, by module name.
+    """Return the routing report of every MoE layer of ``model``, by module name, for the tokens that this rank's gates
+    see (with ``slice_group`` or ``sequence_group``, those of all its ranks).
 
     Args:
         reset: reset the counts afterwards.

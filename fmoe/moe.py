@@ -37,10 +37,10 @@ class MoE(nn.Module):
         exchange: moves rows to the ranks that own their experts, and back (`fmoe.exchange`).
         layout: extracts this rank's tokens from the input, and restores the input's shape (`fmoe.layout`).
         aux: adds auxiliary losses to the backward pass and counts routing statistics (`fmoe.losses`).
-        shared: an expert that processes every token; None for none.
+        shared: an expert that processes every token; None for no shared expert.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise (`fmoe.random`).
-        check: raise if a combine weight is not finite; synchronizes with a GPU.
+        check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
     """
 
     # Any, because the type nn.Module lacks the methods that are called.
@@ -91,7 +91,7 @@ class MoE(nn.Module):
             A tensor of the shape of ``x``.
 
         Raises:
-            UserError: shape or dtype of ``x`` or ``mask`` is invalid, the gate returned an invalid routing, or settings
+            UserError: an argument has an invalid shape or dtype, the gate returned an invalid routing, or settings
                 differ between ranks.
             PeerError: another rank failed, is gone or does not respond; names the rank, and its error if known.
         """

@@ -66,7 +66,7 @@ class Position:
     first_token: int = 0
 
 
-# Positions by generator seed: enough for all micro batches in a pipeline. The oldest are dropped first.
+# Positions by generator seed: as many as the micro batches of a pipeline need. The oldest are dropped first.
 _positions: OrderedDict[int, Position] = OrderedDict()
 _MAX_POSITIONS = 4096
 
@@ -78,6 +78,7 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
     only on (seed, step, first_token, stream), so that a resumed run needs no stored generator state.
 
     Args:
+        seed, step, first_token: see `Position`.
         stream: number that distinguishes processes with the same tokens but different layers (the pipeline stage).
     """
     position = Position(seed, step, first_token)
@@ -90,8 +91,8 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 def branch(*parts: int | str) -> int:
     """Return a new seed for torch's default CPU generator, derived from its current seed and ``parts``.
 
-    It identifies the same position. This is for code that seeds the generator while a model runs, such as Megatron's
-    regions with separate noise per tensor parallel rank.
+    The new seed identifies the same position. This is for code that seeds the generator while a model runs, such as
+    Megatron's regions with separate noise per tensor parallel rank.
     """
     seed = key("branch", torch.initial_seed(), *parts)
     where = position()
@@ -115,7 +116,7 @@ def position() -> Position | None:
 def first_token() -> int | Tensor:
     """Return ``first_token`` of the position; 0 if there is no position.
 
-    While torch.compile traces, it is a scalar tensor on the host, because compiled code must not contain its value.
+    While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the value.
     """
     if torch.compiler.is_compiling():
         return _first_token_op(device=torch.device("cpu"))
@@ -130,9 +131,9 @@ def _first_token() -> int:
 def noise_key(layer_seed: int) -> int | Tensor:
     """Return the key of a layer's noise in this forward pass.
 
-    Without a position it is drawn from torch's default generator: reproducible under `torch.manual_seed`, different in
-    each call, and equal under recomputation. While torch.compile traces, it is a scalar tensor on the host, because
-    compiled code must not contain its value.
+    Without a position, the key is drawn from torch's default generator: reproducible under `torch.manual_seed`,
+    different in each call, and equal under recomputation. While torch.compile traces, return a scalar tensor on the
+    host, because compiled code must not contain the value.
     """
     if torch.compiler.is_compiling():
         return _noise_key_op(layer_seed, device=torch.device("cpu"))
@@ -154,8 +155,8 @@ def _noise_key(layer_seed: int) -> int:
     return key("noise", where.seed, layer_seed, where.step)
 
 
-# Custom operations for the Python functions of keys, whose values torch.compile would otherwise freeze. The device is a
-# keyword argument because a traced checkpoint looks there for the device whose generator it must save.
+# Custom operations for the Python functions of keys, whose results torch.compile would take as constants. The device is
+# a keyword argument because a traced checkpoint looks there for the device whose generator it must save.
 @torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _noise_key_op(layer_seed: int, *, device: torch.device) -> Tensor:
     return torch.tensor(_noise_key(layer_seed), device=device, dtype=torch.int64)
@@ -241,8 +242,8 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
 
     Row g is a pure function of ``keys_G[g]``: its numbers ``start`` to ``start + count``. Half of a hash chooses one of
-    2^16 intervals of equal probability, and the other half chooses a point in that interval. Use it for initial
-    weights: torch.compile cannot trace it.
+    2^16 intervals of equal probability, and the other half chooses a point in that interval. For initial weights:
+    torch.compile cannot trace this function.
     """
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
@@ -256,7 +257,7 @@ _normal_ends: dict[torch.device, Tensor] = {}
 
 
 def normal_ends(device: torch.device) -> Tensor:
-    """Return the ends of 2^16 intervals with equal probability under the standard normal distribution, float32.
+    """Return the ends of 2^16 intervals of equal standard normal probability, float32 [2^16 + 1].
 
     The two outermost intervals, which would be infinite, end where uniform numbers in them give the right variance.
     All ends are rounded to multiples of 2^-20: they do not depend on how a machine computes logarithms, and their
@@ -294,7 +295,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Shift logically; torch's shift is arithmetic."""
+    """Return ``x`` shifted logically; torch's shift is arithmetic."""
     bits = torch.iinfo(x.dtype).bits
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 

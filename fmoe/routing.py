@@ -1,7 +1,7 @@
 """The interface between layers and gates: `RoutingGroups` for a gate's input, `Routing` for its decision.
 
-Shape letters: T tokens on this rank, D model width, E experts, K experts per token, G routing groups on this rank, S
-tokens of a group (the last group may be padded).
+Shape letters: T tokens, D model width, E experts, K experts per token, G routing groups, S tokens of a group (the last
+group may be padded). T and G are those of this rank, or of all ranks if `RoutingGroups.shards` is set.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RoutingStats:
-    """Statistics of one routing, as detached tensors on the tokens' device. Every field is a sum, so that sums over
+    """Statistics of one routing, as detached tensors on the tokens' device. Every tensor is a sum, so that sums over
     micro batches and ranks are the statistics of the whole batch.
 
     Attributes:
@@ -88,9 +88,9 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
-        counted: ``expert_TK`` and the counts of its assignments that the gate's kernel made, for
-            `fmoe.kernels.cuda.rows.place`, which otherwise counts them; None for no counts.
-        is_fused: whether one operation computed weights and losses; their names are then in ``DEFAULT_LOSS_WEIGHTS``.
+        counted: ``expert_TK``, and the counts of its assignments from the gate's kernel; None if
+            `fmoe.kernels.cuda.rows.place` has to count them.
+        is_fused: whether one operation computed weights and losses, whose names are then in ``DEFAULT_LOSS_WEIGHTS``.
         passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the
             gate's backward pass adds their gradient to its own. None if the experts use the input itself.
     """
@@ -126,8 +126,8 @@ class RoutingGroups:
         token_ids_T: vocabulary ids of the tokens, for gates that route by them; None if they were not given.
         first_group: index of the first group within the global batch of the step; a scalar tensor on the host while
             torch.compile traces.
-        noise_key: returns the key from which noise is drawn (`fmoe.random.noise_key`); called only by gates that draw
-            noise.
+        noise_key: function that returns the key from which noise is drawn (`fmoe.random.noise_key`); only gates that
+            draw noise call it.
         shards: how the tokens are spread over ranks, if this rank holds only a part of them; None if it holds all.
         num_tokens: T.
         count: G.
@@ -223,7 +223,7 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in multiples of 2^-16.
+        """Return noise in [0, 1) for this rank's tokens, float32 [tokens of this rank, width], in multiples of 2^-16.
 
         A token gets the same noise however the batch is split over ranks and micro batches.
         """
@@ -247,10 +247,10 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Gather the values of all ranks' tokens from this rank's ``x_TX``; ``x_TX`` itself if it has all tokens.
+        """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.
 
         The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result,
-        except combine weights: those of a token may depend only on the token's own values.
+        except combine weights: a token's weights may depend only on the token's own values.
         """
         if self.shards is None:
             return x_TX

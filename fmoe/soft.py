@@ -47,7 +47,7 @@ class _DenseExperts(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.d_model:
-            raise UserError(f"the input has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
+            raise UserError(f"the input has shape {tuple(x.shape)}; it must be [..., tokens, d_model={self.d_model}]")
 
 
 class SoftMoE(_DenseExperts):

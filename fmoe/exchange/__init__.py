@@ -33,7 +33,7 @@ def register_exchange(name: str, factory: Callable[..., GroupExchange]) -> None:
     recipe.
 
     Raises:
-        UserError: the name belongs to another exchange.
+        UserError: the name is empty or belongs to another exchange.
     """
     add_name(EXCHANGES, "exchange", name, factory)
 

@@ -39,7 +39,7 @@ class AllGatherExchange(GroupExchange):
     def open(self, plan: tuple[Tensor, Tensor], depth: int) -> "_Gathered":
         (expert_TK, count_E), device = plan, plan[0].device
         head = torch.tensor([0, *expert_TK.shape, depth], dtype=torch.int64, device="cpu")
-        heads = self._exchange_heads(torch.cat([head.to(device), count_E]), None)
+        heads = self.exchange_heads(torch.cat([head.to(device), count_E]), None)
         longest = max(row[1] for row in heads)
         top_k = max(row[2] for row in heads)
         padded = torch.full((longest, top_k), -1, dtype=torch.int64, device=device)
@@ -56,16 +56,7 @@ class AllGatherExchange(GroupExchange):
     def abort(self, error: Exception, device: torch.device) -> None:
         head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
         head[0] = 1
-        self._exchange_heads(head, error)
-
-    def _exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return a row for each rank: failure flag, T, K, depth, number of choices of each expert."""
-        gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
-        heads = gathered.view(self.ep_size, -1).tolist()  # the only synchronization with the device
-        failed = [rank for rank, row in enumerate(heads) if row[0]]
-        if failed:
-            self.raise_on_all_ranks(failed, error, head.device)
-        return heads
+        self.exchange_heads(head, error)
 
 
 class _Gathered:

@@ -273,7 +273,7 @@ class ChunkedDispatch(RowDispatch):
     Args:
         plan: orders rows by chunk, with the rows of shadowed experts at the end.
         chunks: a dispatch for each chunk.
-        shadowed: experts whose rows stay on this rank; None for none.
+        shadowed: experts whose rows stay on this rank; None if there are none.
         is_bounded: process the chunks one after the other without overlap, and recompute them in the backward pass.
     """
 

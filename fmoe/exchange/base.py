@@ -168,7 +168,7 @@ class GroupExchange:
         raise NotImplementedError
 
     def agreed_depth(self, own: int, largest: int) -> int:
-        """Return the depth that this rank uses, given its own depth and the largest depth of all ranks.
+        """Return the depth that this rank uses, given its own depth and the largest of all ranks (`NO_GRAD` gives 0).
 
         Raises:
             UserError: see `open`.
@@ -190,6 +190,15 @@ class GroupExchange:
             device: device of the layer, on which the other ranks exchange their counts.
         """
         self.post_failure(error)
+
+    def exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
+        """Return the ``head`` of every rank, as numbers on the host; raise on all ranks if one starts with 1."""
+        gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
+        heads = gathered.view(self.ep_size, -1).tolist()  # synchronizes with the device
+        failed = [rank for rank, row in enumerate(heads) if row[0]]
+        if failed:
+            self.raise_on_all_ranks(failed, error, head.device)
+        return heads
 
     def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return ``outputs``; errors in their backward pass name this forward pass, not another layer's later one."""
@@ -258,8 +267,7 @@ _MESSAGE_BYTES = 4096
 def raise_on_all_ranks(
     group: dist.ProcessGroup, failed: list[int], error: Exception | None, device: torch.device
 ) -> NoReturn:
-    """Raise on every rank: on a failed rank its own error, on the others a `PeerError` with the first failed rank's
-    message.
+    """Raise on every rank: on a failed rank its own error, elsewhere a `PeerError` with the first failed rank's text.
 
     Every rank of the group calls this, with the same ``failed`` ranks and, if it is one of them, its error.
     """
@@ -310,7 +318,7 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
 
 
 def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: these
+    """Refuse torch's DistributedDataParallel and ``fully_shard`` around experts that are spread over ``group``: these
     wrappers treat the experts of several ranks as replicas.
 
     Called in the forward pass, because a layer finds the wrapper only while it runs: torch reads the parameters to
@@ -334,7 +342,7 @@ def _refuse_ddp(experts: nn.Module, group: dist.ProcessGroup, name: str, wrapper
     replicas = set(dist.get_process_group_ranks(wrapper.process_group))
     if others & replicas and any(expert is p for p in wrapper._module_parameters):
         raise UserError(
-            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks with its first rank's: "
+            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks by the first rank's: "
             "rebuild the model and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
         )
 

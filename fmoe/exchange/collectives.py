@@ -38,7 +38,8 @@ _GRACE = 2.0  # additional seconds for the other ranks to report, once a connect
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed, exited or does not respond; the message names it and the layer's forward pass.
+    """Another rank of the group failed, exited or does not respond. The message names the forward pass, and the rank if
+    it is known.
 
     Attributes:
         is_agreed: whether all ranks raise it in the same forward pass.
@@ -62,9 +63,9 @@ class Traffic:
     """Bytes that a rank sends to other ranks for one layer.
 
     Attributes:
-        sent: bytes so far, computed from shapes. An all-to-all counts the rows for other ranks, an all-gather this
-            rank's part once for each other rank, an all-reduce its share of a ring algorithm, a broadcast the root's
-            tensor once for each other rank, a reduction one tensor on all ranks but the root.
+        sent: bytes so far, computed from shapes: for an all-to-all, the rows for other ranks; for an all-gather, this
+            rank's part for each other rank; for an all-reduce, its share of a ring algorithm; for a broadcast, the
+            root's tensor for each other rank; for a reduction, one tensor on all ranks but the root.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ class GroupMonitor:
             patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
-        """Wait for ``work`` on a GPU before the host reads its result, without blocking for ever.
+        """Wait for ``work`` on a GPU before the host reads its result, without blocking forever.
 
         It gives up before the watchdog of nccl, which would end the process at the group's timeout without a
         `PeerError`.
@@ -221,7 +222,7 @@ class GroupMonitor:
                 "in rank 0)"
             )
         if not absent:
-            return "the connection to a rank broke"
+            return "every rank answered, but the collective did not complete"
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
@@ -354,7 +355,7 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
-    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work started before.
+    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work they started before.
 
     A rank that failed is noticed here; one-sided copies would not notice it.
     """

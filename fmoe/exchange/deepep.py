@@ -3,8 +3,8 @@
 A token is sent once to every rank that has one of its experts. That rank computes its share of the output, and returns
 one sum per token, as in `fmoe.exchange.all_gather`. Intranode kernels use NVLink, internode kernels also use RDMA.
 
-Written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``, ``combine``). It
-has not run on a GPU yet.
+Written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``, ``combine``). This
+module has not run on a GPU yet.
 
 Shape letters: T tokens of this rank, R tokens that it receives, others as in `fmoe.exchange.base`.
 """
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fmoe.errors import UserError
 from fmoe.exchange.base import NO_GRAD, TOKENS, GroupExchange
-from fmoe.exchange.collectives import PeerError, all_gather, fence, monitor_of
+from fmoe.exchange.collectives import PeerError, fence, monitor_of
 from fmoe.exchange.hops import join_graph, tie
 from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
@@ -38,12 +38,12 @@ MOST_CHOICES = 32  # maximum number of choices per token: one for each lane of a
 class DeepEPExchange(GroupExchange):
     """Exchange by DeepEP, in bfloat16: one copy of a token per rank, and one sum of its outputs from each rank.
 
-    It supports neither second derivatives nor expert dropout: it sends only the tokens, without noise keys.
+    It has no second derivatives, and does not support expert dropout, because it sends no noise keys with the tokens.
 
     Args:
         group, num_experts: see `GroupExchange`.
-        num_sms: number of multiprocessors that its kernels use in all layers of this process, even; None for the
-            package's default.
+        num_sms: even number of multiprocessors that DeepEP's kernels use, in all layers of this process; None for
+            DeepEP's default.
         wire_dtype: None, or ``torch.bfloat16``, which is required if tokens have another dtype: they are then rounded
             for the transport. Each rank's sums are rounded too, and then added in float32.
 
@@ -105,7 +105,7 @@ class DeepEPExchange(GroupExchange):
         expert_TK = plan.to(getattr(self._package, "topk_idx_t", torch.int64)).contiguous()
         layout = self.buffer.get_dispatch_layout(expert_TK, self.num_experts)[:4]
         head = torch.tensor([0, depth, expert_TK.shape[1]], dtype=torch.int64, device="cpu").to(plan.device)
-        heads = self._exchange_heads(torch.cat([head, layout[0].long()]), None)
+        heads = self.exchange_heads(torch.cat([head, layout[0].long()]), None)
         others = [rank for rank in range(self.ep_size) if rank != self.ep_rank]
         sent = sum(heads[self.ep_rank][3 + rank] for rank in others)
         received = sum(heads[rank][3 + self.ep_rank] for rank in others)
@@ -125,16 +125,7 @@ class DeepEPExchange(GroupExchange):
         """Join the exchange of counts with a flag and no tokens, so that all ranks raise."""
         head = torch.zeros(3 + self.ep_size, dtype=torch.int64, device=device)
         head[0] = 1
-        self._exchange_heads(head, error)
-
-    def _exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return a row for each rank: failure flag, depth, K, number of tokens for each rank."""
-        gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
-        heads = gathered.view(self.ep_size, -1).tolist()
-        failed = [rank for rank, row in enumerate(heads) if row[0]]
-        if failed:
-            self.raise_on_all_ranks(failed, error, head.device)
-        return heads
+        self.exchange_heads(head, error)
 
 
 class _Sent:
@@ -250,7 +241,7 @@ class _Combine(torch.autograd.Function):
 
 def _refuse_second_derivatives() -> None:
     if torch.is_grad_enabled():
-        raise UserError("exchange='deepep' has no second derivatives (create_graph=True): use all_to_all")
+        raise UserError("exchange='deepep' has no second derivatives (create_graph=True): use exchange='all_to_all'")
 
 
 def _package() -> ModuleType:

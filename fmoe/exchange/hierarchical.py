@@ -1,6 +1,6 @@
 """All-to-all in two stages: first within the node, then between the ranks that have the same index in their nodes.
 
-Fewer and larger messages cross the slow network: a rank sends one to each node instead of one to each rank of it (the
+Fewer and larger messages cross the slow network: a rank sends one to each node, not one to each rank of the node (the
 hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows are
 sent twice, the first time over the fast links of the node.
 
@@ -69,11 +69,11 @@ class HierarchicalExchange(AllToAllExchange):
         if groups is not None:
             node_size = groups[0].size()
         elif node_size is None:
-            node_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.ep_size))
-            node_size = min(node_size, self.ep_size)
+            node_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.ep_size)), self.ep_size)
         if not isinstance(node_size, int) or node_size < 1 or self.ep_size % node_size:
             raise UserError(
-                f"exchange_options: node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group"
+                f"exchange_options: node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group "
+                "(default: LOCAL_WORLD_SIZE)"
             )
         self.node_size, self.num_nodes = node_size, self.ep_size // node_size
         self.node, self.peers = node_groups(group, node_size) if groups is None else groups
@@ -94,8 +94,8 @@ class HierarchicalExchange(AllToAllExchange):
             raise
 
     def _exchange_in_stages(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        # [I, N * L + 1]: for each rank of the node, the counts for the ranks with its index, and the flag. Both stages
-        # forward the largest flag, so that every rank gets it.
+        # [I, N * L + 1]: for each rank of the node, the counts for the ranks with its index, and the flag. The second
+        # stage passes on the node's largest flag, so that every rank gets the largest of each node.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
         flag_I1 = torch.full_like(count_E[:1], flag).expand(self.node_size, 1)
         send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), flag_I1], 1)

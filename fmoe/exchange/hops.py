@@ -69,7 +69,7 @@ class Hop:
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
     def _wire(self, rows: Tensor) -> torch.dtype:
-        # Neither keys nor weights, which are vectors, are rounded.
+        # Keys, which are integers, and weights, which are vectors, are not rounded.
         return (rows.dim() > 1 and rows.is_floating_point() and self.wire_dtype) or rows.dtype
 
 

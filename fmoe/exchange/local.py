@@ -32,7 +32,7 @@ class LocalExchange:
 
 
 class LocalSession:
-    """A forward pass.
+    """A forward pass on one rank.
 
     A plain object, not a generator: torch.compile traces ``with`` over an object that the traced code constructs.
     """

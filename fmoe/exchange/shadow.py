@@ -1,4 +1,4 @@
-"""Shadowing: a hot expert is sent to all ranks, instead of their rows to its rank (FasterMoE, PPoPP'22 section 4.1).
+"""Shadowing: send a hot expert to all ranks, instead of their rows to the expert (FasterMoE, PPoPP'22 section 4.1).
 
 Every rank then computes its own rows of that expert, and the expert's gradient is summed on its owner. This is faster
 if sending the rows and computing them all on the owner takes longer than sending the parameters. `choose` decides from
@@ -155,7 +155,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise UserError("shadowed experts have no second derivatives (create_graph=True): use shadow=0")
+            raise UserError("exchange_options: shadow has no second derivatives (create_graph=True): use shadow=0")
         flat = torch.cat([g.reshape(-1) for g in grads])
         reduce(ctx.group, flat, ctx.owner, "sum of a shadowed expert's gradients").wait()
         return None, None, None, *_unflatten(flat, ctx.like)

@@ -1,8 +1,8 @@
 """All-to-all by torch's symmetric memory (NVSHMEM): one-sided copies, whose splits the GPU reads itself.
 
 ``all_to_all_vdev_2d`` brings rows of a rank, sorted by expert, into the order that the experts need, and
-``all_to_all_vdev_2d_offset`` back, so that neither side reorders rows. Rows pass through two buffers per process group,
-which all layers share. It has not run on a GPU yet.
+``all_to_all_vdev_2d_offset`` brings them back, so that neither side reorders rows. Rows pass through two buffers per
+process group, which all layers share. This module has not run on a GPU yet.
 
 Shape letters: see `fmoe.exchange.base`.
 """
@@ -122,7 +122,7 @@ class _Done(Pending):
 class _Workspace:
     """Symmetric memory of a process group: rows to send, rows received, and splits of both.
 
-    Its buffers grow to the largest number of bytes needed so far, on all ranks together.
+    Buffers grow to the largest number of bytes needed so far, on all ranks at the same time.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -130,8 +130,8 @@ class _Workspace:
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Return ``num_out`` rows of other ranks, in the order that experts need; with ``back``, in the order in which
-        this rank sent the rows that they answer."""
+        """Return ``num_out`` rows of all ranks, in the order that experts need; with ``back``, the outputs of the rows
+        that this rank sent, in their order."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())

@@ -37,7 +37,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
             [n, D]. It is called once per expert, each time under another random seed.
 
     Raises:
-        UserError: the name belongs to other experts.
+        UserError: the name is empty or belongs to other experts.
     """
     add_name(EXPERTS, "expert", name, factory if stacked else _Singles(factory))
 
@@ -100,7 +100,7 @@ def build_experts(
         expert: as in `fmoe.build.Spec`.
         num_experts: number of experts on all ranks.
         local: global ids of this rank's experts.
-        tensor_group: ranks over which the hidden units of each expert are spread; None for none.
+        tensor_group: ranks over which the hidden units of each expert are spread; None if they are not.
         backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
 
     Raises:
@@ -131,7 +131,7 @@ def build_experts(
     if isinstance(expert, type) and issubclass(expert, FFNExperts):
         return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if options:
-        raise UserError(f"expert_options={dict(options)!r} apply only to experts given by name: set them on the expert")
+        raise UserError(f"expert_options={dict(options)!r} need a named expert or FFNExperts: set them on your expert")
     if isinstance(expert, nn.Module):
         raise UserError(
             f"expert is one module, {type(expert).__name__}: pass its class, or a sequence of {num_experts} modules"

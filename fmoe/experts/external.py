@@ -111,10 +111,10 @@ def ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
-    tokens, which are gathered, computed and combined, [T, D] to [T, D].
+    tokens, which are gathered, computed and combined, [T, D] to [T, D]. ``weight_TK`` alone: see `weigh_gradient`.
 
-    If the counts are on the device, the host waits for them. Only "sonicmoe" does not wait if the rows are tokens that
-    have fewer choices than there are experts.
+    If the counts are on the device, the host waits for them, except with "sonicmoe" if the rows are tokens with fewer
+    choices than there are experts.
 
     Raises:
         UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.
@@ -242,8 +242,8 @@ def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, exper
 def candidates(
     rows: Tensor, w_in_LPD: Tensor, w_out_LDH: Tensor, activation: Callable[[Tensor], Tensor], gated: bool
 ) -> tuple[str, ...]:
-    """Return the installed backends that ``backend="auto"`` measures for such experts: "sonicmoe" for swiglu on sm_90,
-    and "te"; both for 16 bits only, and not under torch.compile, which cannot trace them."""
+    """Return the installed backends that ``backend="auto"`` measures for such experts: "te" on GPUs, and "sonicmoe" for
+    swiglu in its sizes on sm_90; both for 16 bits only, and not under torch.compile, which cannot trace them."""
     if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
         return ()
     fits = _fits_sonic(len(w_out_LDH), *w_out_LDH.shape[1:]) and gated and activation is F.silu
@@ -280,7 +280,7 @@ def fastest_ffn(
     It measures with gradients if ``is_training``, whether or not they are enabled, so that a recomputation uses the
     same operation as its forward pass. A candidate whose results are wrong on this device is left out, with a warning.
     "te" is left out if the counts are on the device, because the host would wait for them in each step. While a CUDA
-    graph is captured, nothing is measured.
+    graph is captured, nothing is measured, and ``ours`` computes sizes not measured before.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -319,8 +319,8 @@ def _with_gradients(
     """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
     gradients."""
     device = next(t.device.type for t in given if t is not None)
-    # A checkpoint around the caller must not see the tensors saved here, nor a selective one the operations: its
-    # recomputation does not repeat them.
+    # A checkpoint around the caller must not see the tensors saved here, and a selective checkpoint must not see the
+    # operations: a recomputation does not repeat them.
     own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
     no_autocast = torch.autocast(device, enabled=False)
     with (

@@ -91,9 +91,9 @@ class FFNExperts(Stacked):
         first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
         seed: seed of the layer's weights.
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
-        backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
-            (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine or SonicMoE, if installed, "torch", or "auto":
-            native on the CPU, and on a GPU the fastest of cuda, te and sonicmoe, where they are loaded or installed.
+        backend: "native" (C++ operations on the CPU, docs/native.md), "cuda" (kernels on GPUs, docs/cuda.md), "te" or
+            "sonicmoe" (TransformerEngine or SonicMoE, if installed), "torch", or "auto": on the CPU native, on a GPU
+            the fastest of cuda, te and sonicmoe, and torch where none of these is loaded or installed.
             The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
             GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
@@ -281,12 +281,12 @@ class FFNExperts(Stacked):
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
-        """Compute by the backend's operation; None if it has none.
+        """Compute by the backend's operation; None if it has none for this input.
 
         Args:
             x_TD: tokens of a plan, which are permuted, computed and combined; or rows, sorted by expert.
             counts_L: number of rows of each expert.
-            arguments: `DispatchPlan.fused_arguments`, on a rank that has all experts of the plan; of rows, only
+            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan whose experts are all here; for rows, only
                 ``weight_TK``, their weights (`fmoe.kernels.native.ops.expert_ffn`).
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
@@ -308,7 +308,7 @@ class FFNExperts(Stacked):
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return the operation of fmoe's kernels, or one that also measures those of installed libraries."""
+        """Return the operation of fmoe's kernels, or a function that also measures installed libraries."""
         ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
             weights = (parameters[0], parameters[2])
@@ -317,10 +317,10 @@ class FFNExperts(Stacked):
         return ours
 
     def _refuse(self, rows_RD: Tensor) -> NoReturn:
-        wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
+        wants = "float32 or bfloat16, on the CPU" if self.backend == "native" else "float32 or 16 bits, on a GPU"
         raise UserError(
-            f"backend={self.backend!r} supports {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights are "
-            f"{self.weight_in.dtype}"
+            f"backend={self.backend!r} needs rows and weights in one dtype, {wants}: rows are {rows_RD.dtype} on "
+            f"{rows_RD.device}, weights are {self.weight_in.dtype} on {self.weight_in.device}"
         )
 
     def own_hidden(self, x_RH: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ class ExpertCall:
         module: the experts.
         name: the layer's name in errors.
         x_TD: the tokens.
-        training: the layer's mode.
+        training: whether the layer is in training mode.
 
     Attributes:
         needs_keys: whether the last tensor of rows must be dropout keys, int64 [R, 1] (`FFNExperts.wants_row_keys`).
@@ -386,7 +386,7 @@ class ExpertCall:
         return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
 
     def weighed(self, rows: list[Tensor], counts: list[int], weight_R: Tensor) -> list[Tensor]:
-        """Return the same outputs, in whose backward pass the rows have weights (`weigh_gradient`)."""
+        """Like `__call__`, but the backward pass gives row r the weight ``weight_R[r]`` (`weigh_gradient`)."""
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
         fused = self.fused(rows, counts_L, weight_TK=weight_R)
         return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]
@@ -396,8 +396,8 @@ class ExpertCall:
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
-        """Permute, compute and combine. If the experts have one operation for all of this, it is used, and the experts'
-        outputs are not saved for the gradient of the combine weights.
+        """Permute, compute and combine. If the experts have one operation for all of this, it is used and does not save
+        the experts' outputs for the gradient of the combine weights.
 
         Args:
             plan: plan of tokens that are on this rank; assignments to experts of other ranks are dropped in it.
@@ -410,7 +410,7 @@ class ExpertCall:
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
     def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
-        """Call `FFNExperts.fused_forward`; None if the experts have no operation, or a hook is registered."""
+        """Call `FFNExperts.fused_forward`; None if it returns None, or if the experts have hooks or dropout."""
         if self.needs_keys or not self._is_plain():
             return None
         out = self.module.fused_forward(inputs[0], counts_L, **arguments)

@@ -19,8 +19,9 @@ from fmoe.errors import UserError
 class ModuleExperts(nn.ModuleList):
     """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be pytrees of tensors.
 
-    A module whose forward takes a second positional argument gets its number of rows as a tensor [1], as FastMoE's
-    experts do. A module without rows is called with zero rows, so that its gradients are zero and not None.
+    A module whose forward requires two arguments, or names one ``fwd_expert_count`` or ``fec``, also gets its number of
+    rows, int64 [1], as FastMoE's experts do. A module without rows is called with zero rows, so that its gradients are
+    zero and not None.
 
     Args:
         modules: the experts of this rank.
@@ -37,7 +38,7 @@ class ModuleExperts(nn.ModuleList):
         """Return the outputs of rows that are sorted by expert, in the same order.
 
         Raises:
-            UserError: the outputs of two experts differ in width or structure; names both experts.
+            UserError: the outputs of two experts differ in shape or structure; names both by their local index.
         """
         return ModuleExperts._run([expert.__call__ for expert in self], list(self), rows, counts_L)
 
@@ -55,7 +56,7 @@ class ModuleExperts(nn.ModuleList):
         kinds = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in self}
         if len(kinds) > 1 or next(self.buffers(), None) is not None:
             raise UserError(
-                "modules can be shadowed only if all have the same class and parameter shapes, and none has buffers"
+                "exchange_options: shadow needs experts of one class with equal parameter shapes, and without buffers"
             )
         return list(self[local].parameters())
 
@@ -89,8 +90,8 @@ class ModuleExperts(nn.ModuleList):
         for index, shape in enumerate(shapes):
             if shape != shapes[0]:
                 raise UserError(
-                    f"expert {index} returned rows of {_describe(shape)}, expert 0 of {_describe(shapes[0])}: "
-                    "all experts must return the same shape"
+                    f"local expert {index} returned rows of {_describe(shape)}, local expert 0 of "
+                    f"{_describe(shapes[0])}: all experts must return the same shape and structure"
                 )
         joined = [torch.cat(parts) for parts in zip(*(parts for parts, _ in flat), strict=True)]
         return pytree.tree_unflatten(joined, flat[0][1])
@@ -117,4 +118,4 @@ def _takes_count(module: nn.Module) -> bool:
 
 
 def _describe(shape: tuple[Any, list[torch.Size]]) -> str:
-    return f"shape {[tuple(s) for s in shape[1]]}"
+    return f"shape {pytree.tree_unflatten([tuple(s) for s in shape[1]], shape[0])}"

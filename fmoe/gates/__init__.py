@@ -55,7 +55,7 @@ def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
     recipe.
 
     Raises:
-        UserError: the name belongs to another gate.
+        UserError: the name is empty or belongs to another gate.
     """
     add_name(GATES, "gate", name, gate)
 
@@ -66,8 +66,8 @@ def build_gate(
     """Return a gate from its name, its class or a ready instance, which keeps its own settings.
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), options with an instance, an instance with
-            another ``num_experts`` or ``top_k``.
+        UserError: unknown name (lists the known ones and the nearest), options for a gate that is not a class, an
+            instance with another ``num_experts`` or ``top_k``.
     """
     if isinstance(gate, str):
         if gate not in GATES:
@@ -77,8 +77,8 @@ def build_gate(
         return gate(d_model, num_experts, top_k, **options)
     if options:
         raise UserError(
-            f"gate_options={options!r} do not apply to a gate instance, {type(gate).__name__}: set them when you "
-            "build it"
+            f"gate_options={options!r} need a gate class or the name of one, but the gate has type "
+            f"{type(gate).__name__}: set its options where you make it"
         )
     if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
         raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Scores become whole numbers, so that sums along paths are exact and equal on every device.
-_ONE = 1 << 32  # the largest score of a group
+_ONE = 1 << 32  # stands for the largest score of a group
 _PENALTY = 1 << 47  # per token over the even share: above the gain of any chain of moves, up to 2^13 experts
 _NO_MOVE = 1 << 60
 
@@ -56,7 +56,7 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
     """Return a price for each expert at which the tokens spread roughly evenly: Sinkhorn's iteration, whose column
-    scalings are the prices, at ever lower temperatures. Prices decide between solutions of equal sum. They are rounded,
+    scalings are the prices, at decreasing temperatures. Prices decide between solutions of equal sum. They are rounded,
     so that a group's prices do not depend on how a matrix product over more groups rounds."""
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
@@ -76,7 +76,8 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
 
 
 def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
-    """Move tokens along cheapest chains until no chain helps. ``expert_GS`` is E for positions without a token."""
+    """Move tokens along cheapest chains until no chain helps. Positions without a token have E in ``expert_GS``, and -1
+    in the result."""
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
     floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)

@@ -17,8 +17,8 @@ class ExpertChoiceRouter(TopKRouter):
 
     The experts of a token depend on the later tokens of its group: a causal language model would see the future.
 
-    A token's row of the result lists its experts, best first, then -1. Its length is the largest number of experts of
-    any token, or E while torch.compile traces.
+    A token's row of the result lists its experts, best first, then -1. The length of rows is the largest number of
+    experts of any token, or E while torch.compile traces.
 
     Args:
         top_k: the default of ``capacity_factor``.

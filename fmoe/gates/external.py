@@ -16,13 +16,13 @@ from fmoe.runtime.adapters import adapted
 
 
 def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
-    """Return the gate's decision, checked.
+    """Return the gate's decision, checked if the gate is not a `Router` or ``check`` is set.
 
     A gate takes ``(x_TD, groups)`` or only ``x_TD``, and returns a `Routing` or FastMoE's ``(index, score)``.
 
     Args:
         name: the layer's name in errors.
-        check: also raise if a combine weight is not finite; synchronizes with a GPU.
+        check: also raise if a combine weight is not finite, and check expert ids on a GPU too; the host waits for it.
 
     Raises:
         UserError: the gate returned an invalid routing.
@@ -39,7 +39,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
 
     Raises:
         UserError: the result is neither a `Routing` nor (index, score), has an invalid shape or an expert id out of
-            range; with ``check``, a combine weight is not finite.
+            range (on a GPU only with ``check``); with ``check``, a combine weight is not finite.
     """
     num_tokens = groups.num_tokens
     routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)
@@ -65,7 +65,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
 
 
 def takes_groups(gate: Any) -> bool:
-    """Return whether the gate takes routing groups as its second argument."""
+    """Return whether the gate requires a second positional argument: the routing groups."""
     gate = adapted(gate)
     call = gate.forward if isinstance(gate, torch.nn.Module) else gate
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

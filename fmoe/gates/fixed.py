@@ -42,7 +42,7 @@ class RandomRouter(FixedRouter):
 
 
 def best_by_hash(noise_TE: Tensor, top_k: int) -> Tensor:
-    """Return the K experts of largest noise. Of equal values, which 24 bits allow, the first wins, on every device."""
+    """Return the K experts of largest noise. The first of equal values, which 24 bits allow, wins on every device."""
     return noise_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
@@ -57,10 +57,10 @@ class HashRouter(FixedRouter):
             "clustered" assignments, computed by the user from the training data. Saved with the model.
 
     Raises:
-        UserError: the table does not have K columns of experts; a call without token ids, or with ids that are
-            negative, past the end of the table or not integers. Values of ids are not checked while torch.compile
-            traces, nor on a GPU, where the host would have to wait for them: a negative id then counts from the end of
-            the table. Ids of padding are ignored.
+        UserError: the table is not int64 with K columns of experts; a call has no token ids, or ids that are negative,
+            past the end of the table or not integers. Values of ids are not checked while torch.compile traces, nor on
+            a GPU, where the host would have to wait for them: a negative id then counts from the end of the table. Ids
+            of padding are ignored.
     """
 
     routes_by_logits = True

@@ -20,7 +20,7 @@ class GShardRouter(TopKRouter):
     Args:
         random_routing: False keeps all choices in training, as evaluation does.
         capacity_factor: see `Router`; the default 1.0 is the paper's ``C = 2 S / E`` for top-2.
-        eval_capacity_factor: the capacity factor in evaluation.
+        eval_capacity_factor: the capacity factor in evaluation, 2.0 by default.
     """
 
     routes_by_logits = True

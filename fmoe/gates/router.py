@@ -50,7 +50,7 @@ class Choice:
     Attributes:
         expert_TK: expert ids, best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
-        losses: further losses of this gate by name; scalars.
+        losses: losses other than ``TopKRouter.common_losses`` by name; scalars.
     """
 
     expert_TK: Tensor
@@ -70,7 +70,7 @@ class Router(nn.Module):
         eval_capacity_factor: the same in evaluation.
 
     Raises:
-        UserError: ``top_k`` not in 1..E, a capacity factor that is not positive.
+        UserError: ``top_k`` is not in 1..E, or a capacity factor is not positive and finite.
     """
 
     default_top_k = 2
@@ -94,7 +94,7 @@ class Router(nn.Module):
             raise UserError(f"top_k={top_k} is not between 1 and num_experts={num_experts}")
         for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
             if factor is not None and not (factor > 0 and math.isfinite(factor)):
-                raise UserError(f"{name}={factor} is not positive and finite; None means no limit")
+                raise UserError(f"{name}={factor} is not positive and finite")
         self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
 
@@ -155,8 +155,7 @@ class TopKRouter(Router):
         init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), as in torch's Linear.
 
     Raises:
-        UserError: ``top_k`` not in 1..E, a capacity factor that is not positive, ``balance_group`` for a gate without
-            the balance loss.
+        UserError: see `Router`; ``balance_group`` is given for a gate without the balance loss.
     """
 
     common_losses: tuple[str, ...] = ("balance", "z")
@@ -192,7 +191,7 @@ class TopKRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the router's parameters again from torch's default CPU generator, on every device."""
+        """Draw the weight again from torch's default CPU generator, and zero the bias; nothing on the meta device."""
         if self.weight.is_meta:
             return
         value = torch.empty(self.weight.shape, device="cpu", dtype=torch.float32)
@@ -206,7 +205,7 @@ class TopKRouter(Router):
                 self.bias.zero_()
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the router's input for this rank's tokens. ``x_TD`` is already in the router's precision."""
+        """Return the router's input for this rank's tokens. An override gets ``x_TD`` in at least float32."""
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
@@ -220,7 +219,7 @@ class TopKRouter(Router):
         return None
 
     def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
-        """Return the noise of `router_input`, for a kernel that applies it instead; None for none."""
+        """Return the noise of `router_input`, for a kernel that applies it instead; None without noise."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
@@ -228,7 +227,7 @@ class TopKRouter(Router):
         return type(self).choose is cls.choose and type(self).scores is cls.scores
 
     def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        """Return the gate's choice from the kernel's experts, weights and scores."""
+        """Return the gate's choice from experts, weights and scores, which a kernel or `choose` computed."""
         return Choice(expert_TK, weight_TK)
 
     def probs(self, score_TE: Tensor) -> Tensor:
@@ -264,7 +263,7 @@ class TopKRouter(Router):
         return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
 
     def _by_one_operation(self, x_TD: Tensor, groups: RoutingGroups) -> Routing | None:
-        """Return the routing by the CUDA backend's operation; None where that does not apply."""
+        """Return the routing by the CUDA backend's operation; None if that does not support this gate or input."""
         if not vars(type_of(self)).get("is_rule_and_jitter", False) or not groups.num_tokens:
             return None
         if self.bias is not None or self.balance_group is not None or groups.shards is not None:
@@ -358,12 +357,12 @@ class _Linear16(torch.autograd.Function):
 
 
 def routes_by_logits(gate: Any) -> bool:
-    """Return whether a gate's own class, not a base class, sets `Router.routes_by_logits`."""
+    """Return whether a gate's own class, not a base class, sets `Router.routes_by_logits` to True."""
     return vars(type_of(gate if isinstance(gate, Router) else adapted(gate))).get("routes_by_logits", False)
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:
-    """Return the entropy of each token in nats. ``torch.special.entr`` and ``xlogy`` are not vectorized on CPUs."""
+    """Return each token's entropy in nats. ``torch.special.entr`` and ``xlogy`` are slower: not vectorized on CPUs."""
     return -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
 
 
@@ -401,8 +400,8 @@ def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -
 
 
 def capacity(factor: float, assignments: int, num_experts: int) -> int:
-    """Return the number of a group's assignments that an expert accepts: ``ceil(factor * assignments / E)``, at least 1
-    (GShard section 2.2, Switch equation 3)."""
+    """Return the maximum number of a group's assignments that an expert accepts: ``ceil(factor * assignments / E)``, at
+    least 1 (GShard section 2.2, Switch equation 3)."""
     # A rounding error can put the result slightly above an integer: 1.1 * 10 / 1 is 11.000000000000002.
     return max(1, math.ceil(factor * assignments / num_experts - 1e-9))
 

@@ -40,8 +40,8 @@ class SigmoidRouter(TopKRouter):
         normalize: False uses the scores as weights without normalizing them.
         score: "sigmoid", or "softmax" for the softmax over all experts, which "loss-free balancing" also tries.
         expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
-            token's best ``kept_groups`` of them, by the sum of the two best experts of a group (`limit_to_groups`);
-            ``expert_groups=None`` for no such limit.
+            token's best ``kept_groups`` of them, by the sum of a group's two largest scores with bias
+            (`limit_to_groups`); ``expert_groups=None`` for no such limit.
 
     Raises:
         UserError: see `TopKRouter`; ``bias_step`` is negative; ``score``, ``routed_scale`` or the expert groups are
@@ -146,7 +146,7 @@ class SigmoidRouter(TopKRouter):
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add ``bias_step * sign(mean load - load)`` to the bias, and reset the loads, counted since the last call.
+        """Add ``bias_step * sign(mean load - load)`` to the bias, with the loads since the last call, and reset them.
 
         Args:
             group: the data and expert parallel ranks, which have this gate and different tokens, over which loads are

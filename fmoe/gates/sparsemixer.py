@@ -21,13 +21,13 @@ class SparseMixerRouter(TopKRouter):
     section 2; SparseMixer, arXiv 2310.00811).
 
     A token chooses its K experts one after another, each among the experts not yet chosen. An expert competes if its
-    logit is at most ``margin`` below the largest: ``(largest - logit) / max(|logit|, largest) <= margin``. Its
-    probability is the softmax over the logits of the competitors, and its weight is that probability; weights of a
-    token do not sum to one. Evaluation takes the largest logit, and training samples by Gumbel noise.
+    logit is close to the largest: ``(largest - logit) / max(|logit|, largest) <= margin``. Its probability, which is
+    also its weight, is the softmax over the logits of the competitors; weights of a token do not sum to one. Evaluation
+    takes the largest logit, and training samples by Gumbel noise.
 
     In training, the weight of an expert other than the most probable one is divided by 3 with probability 3/4, but its
     gradient is not. The two cases are the nodes 1/3 and 1 of Heun's third-order quadrature. It integrates the change of
-    the loss from a zero output to the expert's output, which replaces the loss in the score-function estimator.
+    the loss from a zero output to the expert's output. This change replaces the loss in the score-function estimator.
 
     Args:
         margin: maximum relative distance to the largest logit; twice ``router_jitter_noise`` of Phi-3.5-MoE.

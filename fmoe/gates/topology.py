@@ -19,18 +19,18 @@ class TopologyRouter(TopKRouter):
     """Top-k routing with a logit bonus for experts on the token's node (FasterMoE's topology-aware gate, PPoPP'22).
 
     Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
-    largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` for which no expert gets more than ``skew`` times the even share of the
-    group's assignments (or more than the largest load without a bonus). Weights are the softmax over the logits of the
-    chosen experts, without the bonus. It has the balance and z losses of the naive gate.
+    largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` that keeps every expert's load within a limit: ``skew`` times the even
+    share of the group's assignments, or the largest load without a bonus if that is more. Weights are the softmax over
+    the logits of the chosen experts, without the bonus. The gate has the balance and z losses of the naive gate.
 
-    Its decisions depend on the node of a token, and so on the split of the job: choose it for speed, not for comparing
+    Decisions depend on the node of a token, and so on the split of the job: use the gate for speed, not for comparing
     runs on different clusters. On one node it equals the naive gate.
 
     Args:
         d_model, num_experts, top_k, options: see `TopKRouter`.
         bonus: largest bonus, in units of logits.
         skew: bound on an expert's load, as a multiple of the even share; at least 1.
-        node_size: ranks per node; None for LOCAL_WORLD_SIZE, or all ranks of the group if that is not set.
+        node_size: ranks per node; None for LOCAL_WORLD_SIZE, or all ranks of the group if that is unset or larger.
         num_nodes: number of nodes, over which the experts are spread evenly; None to derive it from ``node_size``.
         node_of: function of the `RoutingGroups` that returns the node of each group, int64 [G]; None for this rank's
             node.
@@ -63,7 +63,7 @@ class TopologyRouter(TopKRouter):
         self._is_placed = num_nodes is not None
 
     def set_ep_rank(self, rank: int, ep_size: int) -> None:
-        """Set this rank's index in the expert parallel group; the layer calls it."""
+        """Set this rank's index in the expert parallel group, and the group's size; the layer calls it."""
         size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))
         size = min(size, ep_size)
         if not self._is_placed:

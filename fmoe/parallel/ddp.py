@@ -32,8 +32,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options: arguments of torch's wrapper, except ``process_group`` and ``device_mesh``.
 
     Raises:
-        UserError: a layer uses other ranks; no dense parameter requires gradients.
-        RuntimeError: in a forward pass, if the previous backward pass did not reach all experts.
+        UserError: a layer uses other ranks; no dense parameter requires gradients; a group or mesh is in ``options``.
+        RuntimeError: in a forward pass, if the previous backward pass did not reach all experts; in a backward pass, if
+            an expert's gradient arrives twice.
     """
 
     def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
@@ -65,7 +66,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         myself = weakref.ref(self)  # parameters outlive wrappers
         for parameter in self._bucket_of:
             if groups.ep > 1:
-                # A rank's loss is the mean over its own tokens; an expert's gradient is a sum over those of ep ranks.
+                # A rank's loss is the mean over its own tokens; an expert's gradient sums over the tokens of ep ranks.
                 # Dividing before accumulation lets gradients of several synchronized passes add up.
                 parameter.register_hook(lambda grad: grad / groups.ep if myself() is not None else None)
             parameter.register_post_accumulate_grad_hook(lambda p: _call(myself, DistributedDataParallel._arrived, p))
@@ -75,8 +76,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, so their gradients are not "
-                    "reduced: outputs of the forward pass must be tensors, or lists, tuples, dicts or dataclasses of "
-                    "tensors"
+                    "reduced: it raised an error, or an output of the forward pass is neither a tensor nor a list, "
+                    "tuple, dict or dataclass of tensors"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()
@@ -165,7 +166,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the buffers that differ between ranks: expert buffers, and None for buffers computed from the rank.
+    """Yield buffers that differ between ranks: experts' buffers, and None for non-persistent ones, set from the rank.
 
     torch's wrapper would overwrite them with rank 0's values before every forward pass.
     """

@@ -1,9 +1,9 @@
 """Gradients of a model with expert parallelism: their mean, norm and clipping.
 
-Dense parameters are replicated on all ranks of the data parallel group. An expert is replicated on the ranks of its
-expert data parallel group only (one rank, if expert parallelism spans the data parallel group), where its gradient
-already sums over the tokens of all EP ranks. Its mean over the data parallel group is therefore the sum over the expert
-data parallel group, divided by the size of the data parallel group.
+Dense parameters are replicated on all ranks of the data parallel group. An expert is replicated only on the ranks of
+its expert data parallel group (one rank, if expert parallelism spans the data parallel group). Its gradient on each of
+them already sums over the tokens of all EP ranks. Its mean over the data parallel group is therefore the sum over the
+expert data parallel group, divided by the size of the data parallel group.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from fmoe.runtime import collectives, ownership
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether the parameter belongs to an expert, which is not replicated over the data parallel group."""
+    """Return whether the parameter belongs to an expert; only ranks that hold the expert then reduce its gradient."""
     if not has_mark(parameter):
         ownership.refresh()
     return has_mark(parameter)
@@ -41,8 +41,8 @@ def average_gradients(
     """Average gradients over ranks: from the mean over each rank's tokens to the mean over the tokens of all ranks.
 
     Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
-    gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros, because another
-    rank may have one.
+    gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros if other ranks
+    hold the expert, because they may have one.
 
     Args:
         group: the data parallel group.

@@ -26,8 +26,8 @@ class ParallelGroups:
     Use `init` or `from_mesh` to make one.
 
     Attributes:
-        mesh: mesh of both dimensions. From `init`, rank = dp index * ep + ep index: ranks that exchange tokens are
-            adjacent.
+        mesh: mesh of both dimensions. In groups from `init`, rank = dp index * ep + ep index: ranks that exchange
+            tokens are adjacent.
         data_mesh: the same ranks as one dimension, for dense parameters.
         ep_name, dp_name: names of the dimensions of ``mesh``.
     """
@@ -108,16 +108,16 @@ def init(
     Args:
         ep: number of ranks over which experts are split; adjacent ranks, so that they share a machine if possible.
         dp: number of ranks that hold the same experts; None for ``processes / ep``.
-        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK). None for the device of a running
-            torch.distributed, or cuda if it is available.
+        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK). None for the device of torch.distributed
+            if that is running, else cuda if available, else cpu.
         timeout: timeout of torch.distributed, if it is started here.
 
     Raises:
-        UserError: ``ep`` and ``dp`` do not fit the number of processes; torchrun's environment is incomplete.
+        UserError: an argument is invalid or does not fit the number of processes; torchrun's environment is incomplete.
     """
     for key, value in (("ep", ep), ("dp", dp)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"{key}={value} is not a positive whole number")
+            raise UserError(f"{key}={value!r} is not a positive whole number")
     if device_type not in (None, "cpu", "cuda"):
         raise UserError(f"device_type={device_type!r} must be 'cpu' or 'cuda'")
     if not dist.is_initialized():

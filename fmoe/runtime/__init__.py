@@ -1,1 +1,1 @@
-"""Process-wide helpers: collectives that end cleanly at exit, and marks on parameters."""
+"""Process-wide helpers: collectives that end cleanly at exit, marks on parameters, and PEFT's adapters."""

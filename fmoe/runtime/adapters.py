@@ -5,13 +5,13 @@ from typing import Any
 
 
 def adapted(module: Any) -> Any:
-    """Return the gate or the experts inside of PEFT's adapters; without one, ``module`` itself.
+    """Return the gate or the experts inside PEFT's adapters; ``module`` itself if it is not an adapter.
 
     Read attributes and classes of a gate or experts from the result, but call ``module``, which applies the adapter.
     LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy for each
-    adapter.
+    adapter, of which the first active one is returned.
     """
-    if (layers := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nothing is adapted before it is imported
+    if (layers := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nothing is adapted before PEFT is imported
         return module
     if isinstance(module, layers.BaseTunerLayer):
         return module.get_base_layer()

@@ -29,7 +29,7 @@ _SETTLE_SECONDS = 60.0  # bound on the wait at exit; a thread needs only microse
 
 
 class Started:
-    """A running collective."""
+    """A collective that `start` has started."""
 
     __slots__ = ("__weakref__", "_aliases", "_work")
 
@@ -100,7 +100,7 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait until the ``Work`` of every completed collective is released; keep all others permanently."""
+    """Wait, at most `_SETTLE_SECONDS`, for the release of every completed ``Work``; keep all others permanently."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]
@@ -113,7 +113,7 @@ def _settle() -> None:
 
 
 def _keep() -> None:
-    """Keep every CPU tensor that C++ code references, and every storage, permanently.
+    """Keep every CPU tensor that C++ code references, and every CPU storage, permanently.
 
     When C++ code drops the last reference to a tensor, its Python object is freed, which needs the interpreter's lock.
     One more reference, which is never dropped, prevents that.

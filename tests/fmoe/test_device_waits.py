@@ -68,6 +68,12 @@ def test_it_gives_up_before_the_watchdog(monitor):
     assert time.monotonic() - begin >= 0.36
 
 
+def test_ranks_that_all_wait_blame_no_connection(monitor):
+    monitor._store.set("fmoe/at/1", '[3, "exchange of counts"]')
+    with pytest.raises(PeerError, match=r"exchange of counts: every rank answered, .* within 90% .* 0\.36 s"):
+        monitor.wait_on_device(Work(60), "exchange of counts", 3)
+
+
 def test_the_error_of_a_collective_is_raised(monitor, monkeypatch):
     """A collective that failed is complete too; its result must not be read."""
     monkeypatch.setattr(collectives, "_SHORT", 0.0)

@@ -40,6 +40,13 @@ class Block(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
+class Paired(Block):
+    """An expert whose output is a tuple."""
+
+    def forward(self, x):
+        return (super().forward(x),)
+
+
 def copy_into(blocks, stack):
     with torch.no_grad():
         for e, block in enumerate(blocks):
@@ -268,6 +275,13 @@ def test_losses_by_hand_that_nobody_collects_are_told_once(caplog):
     ].__len__() == 1
 
 
+def test_losses_by_hand_without_gradients_need_no_collection(caplog):
+    layer = build(aux_loss="manual").requires_grad_(False)
+    with caplog.at_level(logging.WARNING, logger="fmoe"):
+        layer(tokens(4).detach())
+    assert not caplog.records and fmoe.collect_losses(layer) > 0
+
+
 def test_expert_dropout_is_the_same_wherever_the_token_lies():
     layer = build(expert_options={"dropout": 0.5}, gate="naive")
     x = tokens(6, 5).detach()
@@ -405,7 +419,11 @@ def test_frozen_router_still_counts():
         (lambda: build(expert=Block, expert_options={"bias": True}), "expert_options"),
         (
             lambda: build(expert=[lambda d, e=e: nn.Linear(d, d + e) for e in range(E)])(tokens(40)),
-            "expert 1 returned rows",
+            "local expert 1 returned rows of shape (9,)",
+        ),
+        (
+            lambda: build(expert=[Paired, Block, Block, Block])(tokens(40)),
+            "shape (8,), local expert 0 of shape ((8,),)",
         ),
         (lambda: build(gate=lambda x: (torch.full((len(x), 1), 9), torch.ones(len(x), 1)))(tokens(3)), "expert 9"),
         (lambda: build(gate=lambda x: x)(tokens(3)), "returned Tensor"),
@@ -413,6 +431,8 @@ def test_frozen_router_still_counts():
         (lambda: build(aux_loss="atuo"), "aux_loss='atuo'"),
         (lambda: build(loss_weights={"balnce": 0}), "'balnce'"),
         (lambda: build(granularity=3), "granularity=3 does not divide d_hidden=16"),
+        (lambda: build(granularity=2, top_k=0), "top_k=0 is not between 1 and num_experts=4"),
+        (lambda: build(granularity=2, top_k=5), "top_k=5 is not between 1 and num_experts=4"),
         (lambda: build(top_k=1, num_expert=3), "num_expert"),
         (lambda: build(expert_options={"dropout": 1.0}), "dropout=1.0"),
         (lambda: build()(tokens(3).double()), "torch.float64"),
