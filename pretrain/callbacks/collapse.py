@@ -33,7 +33,8 @@ class CollapseWarning(Callback):
             load: Any = metrics.get(f"moe/layer_{layer}/load", [])
             sums = self._load.get(layer) or [0.0] * len(load)
             self._load[layer] = [a + b for a, b in zip(sums, load, strict=True)]
-            self._entropy[layer] = self._entropy.get(layer, 0.0) + metrics.get(f"moe/layer_{layer}/entropy", 0.0)
+            entropy: Any = metrics.get(f"moe/layer_{layer}/entropy", 0.0)
+            self._entropy[layer] = self._entropy.get(layer, 0.0) + entropy
         self._steps += 1
         if self._steps < self.config.collapse_window:
             return
