@@ -21,7 +21,8 @@ def dumps(value: Any, name: str) -> bytes:
         name: name of the value in errors.
 
     Raises:
-        TypeError: any other value; the message names its path, e.g. ``state.optimizer.lr: a numpy.int64 ...``.
+        TypeError: any other value, or a key that begins with ``$``; the message names its path, e.g.
+            ``state.optimizer.lr: a numpy.int64 ...``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from fmoe.cli import Parser
-from fmoe.errors import UserError
+from fmoe.errors import UserError, printable
 from pretrain.data.corpus import CorpusSplit, split_paths, write_documentation, write_python_library
 from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
-from pretrain.data.sources import FORMATS, printable
+from pretrain.data.sources import FORMATS
 from pretrain.data.streams import STOPPING_STRATEGIES, Dataset, Mixture, parse_dataset
 from pretrain.data.tokenizers import (
     DEFAULT_MAX_BYTES,
@@ -242,9 +242,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
     if arguments.text_key != "text":
         raise UserError(f"--text-key {arguments.text_key} applies only to INPUT: with --dataset, pass --columns")
     if arguments.format != "auto":
-        raise UserError(
-            f"--format {arguments.format} applies only to INPUT: pass --dataset {arguments.format} --data-files FILE"
-        )
+        raise UserError(f"--format {arguments.format} applies only to INPUT: omit it with --dataset")
     each: dict[str, list] = {}
     for option in ("split", "columns", "data_files"):
         values = given.pop(option, None)
@@ -283,7 +281,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path; refuse an empty one, which an unset shell variable gives: it would mean the current folder."""
+    """Parse a path; refuse an empty one, which an unset shell variable gives: ``Path("")`` is the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)

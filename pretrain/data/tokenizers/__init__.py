@@ -99,6 +99,8 @@ def train_tokenizer(
     """
     inputs = inputs if isinstance(inputs, Mixture) else list(inputs)
     is_json = output.suffix.lower() == ".json"
+    if model_type not in MODEL_TYPES:
+        raise UserError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
     if model_type == "bytes":
         return _bytes(output, vocab_size, 0 if sentinels is None else sentinels)
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
@@ -109,8 +111,6 @@ def train_tokenizer(
         raise UserError(
             f"model_type={model_type!r} needs sentencepiece, but {output.name} ends in .json: use model_type='bpe'"
         )
-    if model_type not in MODEL_TYPES:
-        raise UserError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
     for name, value, least in (("max_bytes", max_bytes, 1), ("sentinels", sentinels, 0)):
         if value < least:
             raise UserError(f"{name}={value} must be at least {least}")

@@ -104,6 +104,6 @@ def test_documentation_that_is_missing(tmp_path: Path, caplog, monkeypatch) -> N
     ]
     monkeypatch.setattr("pretrain.data.corpus._descriptions", lambda: iter(()))
     monkeypatch.setattr("pretrain.data.corpus._topics", lambda: iter(()))
-    with pytest.raises(UserError, match="this machine has no descriptions of installed packages, "):
+    with pytest.raises(UserError, match="this machine has no usable descriptions of installed packages, "):
         write_documentation(tmp_path / "none", tmp_path, tmp_path)
     assert not list((tmp_path / "none").iterdir())

@@ -125,6 +125,7 @@ def test_what_is_none_is_one_line(content: bytes, says: str, tmp_path: Path) -> 
         ({"vocab_size": 100_000}, "vocab_size=100000 exceeds what this text can fill: use at most"),
         ({"vocab_size": 100}, "vocab_size=100 must be at least"),
         ({"model_type": "unigram"}, "model_type='unigram' needs sentencepiece"),
+        ({"model_type": "word"}, "model_type='word' must be one of bpe, unigram, bytes"),
     ],
     ids=str,
 )
