@@ -36,7 +36,7 @@ class BackgroundWriter:
         return self._thread is not None
 
     def start(self, work: Work) -> None:
-        """Wait for earlier work, raising its error, then call ``work(group)`` in a thread; one rank alone gets None."""
+        """Wait for earlier work, raising its error, then call ``work(group)`` in a thread; one rank passes None."""
         self.wait()
         # A daemon thread: a rank that fails with another error must not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)

@@ -23,14 +23,14 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Open a step folder, or the newest one of a checkpoints folder or of a run folder.
+    """Open a step folder, or the newest one, even if damaged, of a checkpoints folder or of a run folder.
 
     Args:
         verify: compare the SHA-256 of each file with the manifest's before its first use.
 
     Raises:
-        UserError: the path has no checkpoint, or its newest one has a damaged manifest or state, or a file of another
-            size than the manifest records. The shards are not read.
+        UserError: the path has no checkpoint, or its newest one has a damaged manifest or state, or a file that is
+            missing or of another size than recorded. The shards are not read.
     """
     path = Path(path)
     if path.suffix in (TMP, TRASH) and step_of(path.stem) is not None:
@@ -39,9 +39,7 @@ def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
         return Checkpoint(path, verify=verify)
     found = step_folders(path) or step_folders(path / "checkpoints")
     if not found:
-        raise UserError(
-            f"{path} is not a checkpoint: it has no {MANIFEST} and, like {path / 'checkpoints'}, no step-* folder"
-        )
+        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}, step-* folder or checkpoints/step-* folder")
     return Checkpoint(found[0], verify=verify)
 
 

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model-type",
         default="bpe",
         choices=MODEL_TYPES,
-        help="bytes: one token per byte; needs --out x.json and no INPUT (default: %(default)s)",
+        help="bytes: one token per byte, no sentinels unless set; needs --out x.json, no INPUT (default: %(default)s)",
     )
     tokenizer.add_argument(
         "--sentinels", type=int, help="number of <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--character-coverage",
         type=float,
         default=0.9999,
-        help="share of characters with their own piece; the rest are spelled in bytes (default: %(default)s)",
+        help="share of characters with their own piece, sentencepiece only (default: %(default)s)",
     )
 
     prepared = _command(
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
     show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="tokenizer of the corpus")
     show.add_argument(
-        "--documents", type=int, default=3, metavar="N", help="documents to show as text (default: %(default)s)"
+        "--documents", type=int, default=3, metavar="N", help="documents that --tokenizer shows (default: %(default)s)"
     )
     show.add_argument("--verify", action="store_true", help="read all tokens and check them against their checksum")
     show.set_defaults(run=_show)

@@ -63,10 +63,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K most probable tokens")
     parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw only from the fewest most probable tokens with a sum of at least P",
+        "--top-p", type=float, metavar="P", help="draw only from the fewest most probable tokens that sum to at least P"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to draw (default: %(default)s)")

@@ -66,9 +66,8 @@ def open_run(
             recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
         )
     except UserError as error:
-        raise UserError(
-            f"{path}: {error}{'' if tokenizer else '; if it has moved, pass its new path with --tokenizer'}"
-        ) from error
+        hint = "" if tokenizer else "; if the file has moved, pass --tokenizer FILE"
+        raise UserError(f"{path}: {error}{hint}") from error
     return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
 
 
@@ -100,7 +99,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         # If no checkpoint is complete, report the damage of the newest.
         return open_checkpoint(folder / step_name(there[-1]) if there else folder)
     if step not in there:
-        raise UserError(f"--step {step} is not in {folder}, which has {', '.join(map(str, there)) or 'no steps'}")
+        raise UserError(f"--step {step} is not in {folder}: its steps are {', '.join(map(str, there)) or 'none'}")
     return open_checkpoint(folder / step_name(step))
 
 
