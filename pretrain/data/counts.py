@@ -129,13 +129,16 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
     """Write the counts next to the corpus; return the reason if that fails, or None. An existing file that does not
     hold counts is not replaced."""
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
+    is_other = f"{counts_path(prefix)} exists and is not a file of counts"
     try:
         if counts_path(prefix).exists() and not isinstance(json.loads(counts_path(prefix).read_bytes()), dict):
-            return f"{counts_path(prefix)} exists and is not a file of counts"
+            return is_other
         with replacing(counts_path(prefix)) as (file,):
             file.write(text.encode())
-    except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
+    except (OSError, UserError) as error:
         return str(error)
+    except (ValueError, RecursionError):  # not JSON
+        return is_other
     return None
 
 

@@ -168,10 +168,9 @@ def test_a_damaged_memory_of_counts_is_no_reason_to_stop(tmp_path: Path) -> None
     for content in (b"", b"{", b"[]", b"\xff", b'{"bin": 1}'):
         counts.counts_path(prefix).write_bytes(content)
         assert IndexedCorpus(prefix).counts is None
-        assert (
-            counts.keep(prefix, corpus_paths(prefix)[0], count_tokens(IndexedCorpus(prefix)))
-            or content == b'{"bin": 1}'
-        )
+        reason = counts.keep(prefix, corpus_paths(prefix)[0], count_tokens(IndexedCorpus(prefix)))
+        is_other = f"{counts.counts_path(prefix)} exists and is not a file of counts"
+        assert reason == (None if content == b'{"bin": 1}' else is_other)
     assert IndexedCorpus(prefix).counts is not None
     write(prefix, [[1], [1]])  # as large as before
     forget(prefix)
