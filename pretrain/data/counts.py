@@ -110,7 +110,8 @@ class TokenCounter:
 def outside_vocabulary(prefix: Path, token: int, vocab_size: int) -> UserError:
     """Return the error for a token id without a row in the model's embedding."""
     return UserError(
-        f"{prefix} has the token id {token}, outside vocab_size={vocab_size}: prepare it with the model's tokenizer"
+        f"{prefix} has the token id {token}, outside model.vocab_size={vocab_size}: prepare the corpus with "
+        "the model's tokenizer"
     )
 
 
