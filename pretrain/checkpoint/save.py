@@ -164,7 +164,7 @@ def save(
         The step folder, complete and durable.
 
     Raises:
-        UserError: on every rank, when any rank had an invalid argument (the message names the rank).
+        UserError: on every rank, when any rank had an invalid argument; the others' messages name that rank.
         SaveError: on every rank, when the system refused to write. Any other exception on a rank becomes RuntimeError
             on the others. After any exception, no new folder is left.
     """
