@@ -19,8 +19,8 @@ class BackgroundWriter:
     Threads of different ranks end at different steps. `poll` reports the end only when all have ended, so that an
     error surfaces, and the next task begins, at the same step everywhere.
 
-    The constructor, `start`, `poll` and `wait` are collective. They use two gloo groups: one for the thread, one to
-    agree on whether the threads have ended.
+    The constructor, `start`, `poll` and `wait` are collective. With several ranks, there are two gloo groups: one for
+    the thread, one to agree on whether the threads have ended.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class BackgroundWriter:
         return self._thread is not None
 
     def start(self, work: Work) -> None:
-        """Wait for earlier work, raising its error, then call ``work(group)`` in the thread."""
+        """Wait for earlier work, raising its error, then call ``work(group)`` in a thread; one rank passes None."""
         self.wait()
         # A daemon thread: a rank that fails with another error must not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)
@@ -59,7 +59,7 @@ class BackgroundWriter:
     def abandon(self) -> None:
         """Wait for the thread and log its error. For a rank that fails without knowing the state of the others."""
         if self._thread is not None and (error := self._join()) is not None:
-            logger.warning("the checkpoint in progress was not written: %s", error)
+            logger.warning("the thread that writes checkpoints has failed: %s", error)
 
     def _join(self) -> BaseException | None:
         assert self._thread is not None

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         command = commands.add_parser(function.__name__[1:], help=text, description=text)
         command.add_argument("path", type=Path, metavar=metavar)
         command.set_defaults(function=lambda arguments, function=function: function(arguments.path))
-    text = "write a checkpoint as a folder of torch.distributed.checkpoint or of safetensors, with unchanged names"
+    text = "write a checkpoint as a folder of torch.distributed.checkpoint or safetensors, with the same tensor names"
     command = commands.add_parser("export", help=text, description=text)
     command.add_argument("path", type=Path, metavar="PATH", help="a run (its newest checkpoint) or a step folder")
     command.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
@@ -77,8 +77,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _ls(run: Path) -> int:
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    found = step_folders(folder)[::-1]
+    found = (step_folders(run) or step_folders(run / "checkpoints"))[::-1]
     if not found:
         raise UserError(f"{run} has no checkpoints: neither it nor its checkpoints folder has a step-* folder")
     exit_code = 0

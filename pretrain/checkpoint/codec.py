@@ -21,7 +21,7 @@ def dumps(value: Any, name: str) -> bytes:
         name: name of the value in errors.
 
     Raises:
-        TypeError: any other value; the message names its path, e.g. ``state.optimizer.lr: a numpy.int64 ...``.
+        TypeError: another value, or a key that begins with ``$``; the message has its path, as ``state.optimizer.lr``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()
 

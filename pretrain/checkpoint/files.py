@@ -16,7 +16,7 @@ CHUNK = 16 << 20  # bytes written or hashed at a time
 
 
 class SaveError(UserError):
-    """The system refused to write a checkpoint (disk full, no permission). No partial checkpoint is left.
+    """The system refused to read or write a file (disk full, no permission). A failed save leaves nothing behind.
 
     Attributes:
         errno: the system's error number (``errno.ENOSPC``, ...), or None.
@@ -97,7 +97,7 @@ def sync_folder(path: Path) -> None:
 
 
 def size_problem(path: Path, record: FileRecord) -> str | None:
-    """Return the problem that the type or size of a recorded file shows, or None. Links are refused."""
+    """Return why the file is missing, unreadable, not regular (as a link) or of another size than recorded, or None."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def size_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def content_problem(path: Path, record: FileRecord) -> str | None:
-    """Return the problem with a recorded file's content, or None. Streams the file once."""
+    """Like `size_problem`, but also compare the SHA-256 with the recorded one. Reads the file once."""
     if problem := size_problem(path, record):
         return problem
     try:

@@ -1,7 +1,7 @@
 """The folder of checkpoints: step names, complete steps, and removal of old ones.
 
 A step is complete when it has its final name and a manifest. ``step-N.tmp`` is being written, or was when the process
-died; ``step-N.trash`` is being removed; ``step-N.damaged`` was skipped when a run resumed from an older one.
+died; ``step-N.trash`` is being removed; ``step-N.damaged`` was skipped when a run resumed from an older checkpoint.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def shard_name(rank: int) -> str:
 
 
 def rank_name(rank: int) -> str:
-    """File name of the state of one rank alone, such as its random generators."""
+    """File name of a rank's own state, such as that of its random generators."""
     return f"rank-{rank:05d}.json"
 
 
@@ -55,8 +55,8 @@ def steps(folder: Path) -> list[int]:
 def step_folders(folder: Path) -> list[Path]:
     """Return all folders with the name of a step, newest first, including those without a manifest.
 
-    A folder without a manifest is damaged, not unfinished: folders get their name when they are complete. A link counts
-    as its target, and as damaged if the target is missing. A file with such a name is not a checkpoint.
+    A folder without a manifest is damaged, not unfinished: folders get their name when they are complete. Links are
+    included, so that one without a target is reported as damaged. Files with such a name are not.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -72,7 +72,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a step folder, or a file or link with its name. The target of a link stays."""
+    """Remove a step folder, or a file or link with its name, if it exists. The target of a link stays."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -100,7 +100,7 @@ def _discard(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), which frees its name."""
+    """Rename a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...) to free its name; return the path."""
     number = 1
     while os.path.lexists(target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))):
         number += 1
@@ -126,7 +126,7 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
         UserError: ``n`` or ``keep_every`` is less than 1.
     """
     if n < 1:
-        raise UserError(f"keep_last={n} must be at least 1")
+        raise UserError(f"n={n} must be at least 1")
     if keep_every is not None and keep_every < 1:
         raise UserError(f"keep_every={keep_every} must be at least 1")
     folder = Path(folder)

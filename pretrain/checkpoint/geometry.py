@@ -1,9 +1,9 @@
-"""Elements of a global tensor that a rank holds: blocks, flat ranges of blocks, and the boxes of which both consist.
+"""Elements of a global tensor that a rank holds: blocks, flat ranges of blocks, and the boxes that make up both.
 
 A block is a rectangle of the global tensor. A distributed optimizer cuts flattened blocks anywhere, so a rank's range
 is in general not a rectangle. In row-major order it consists of a few rectangles, its boxes (head row, full rows, tail
-row, recursively), each contiguous in the range. With boxes, reading at another split and checking coverage are plain
-intersections.
+row, recursively), each contiguous in the range. Reading at another split and checking coverage then
+only intersect boxes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +44,8 @@ class Box:
 class Region:
     """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` fills in ``stop``."""
 
-    offset: Shape
-    block: Shape
+    offset: Shape  # of the block in the tensor
+    block: Shape  # shape of the block
     start: int
     stop: int
 
@@ -64,7 +64,7 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Disjoint boxes in the order of the region's data: at most ``2 * len(block) - 1``, none of them empty."""
+        """Disjoint boxes in the order of the region's data, none empty: at most ``max(2 * len(block) - 1, 1)``."""
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
@@ -85,7 +85,7 @@ class Region:
 
 
 def merged(regions: Iterable[Region]) -> list[Region]:
-    """Merge adjacent ranges of a block; each element stays covered equally often.
+    """Merge adjacent ranges of a block; each element stays covered as often as before.
 
     The shards of a distributed optimizer become the blocks they were cut from, which leaves far fewer boxes to compare.
     """

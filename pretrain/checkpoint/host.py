@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Reusable host copies of tensors, one buffer each.
+    """Reusable host copies of tensors, one buffer per tensor.
 
     Every snapshot overwrites the previous one, which must be on disk by then.
     """

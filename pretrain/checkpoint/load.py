@@ -23,23 +23,23 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Open a step folder, or the newest one of a checkpoints folder or of a run folder.
+    """Open a step folder, or the newest one, even if damaged, of a checkpoints folder or of a run folder.
 
     Args:
         verify: compare the SHA-256 of each file with the manifest's before its first use.
 
     Raises:
-        UserError: the path has no checkpoint, its manifest or state is damaged, or a file is missing or differs in
-            size from the manifest. The shards are not read.
+        UserError: the path has no checkpoint, or its newest one has a damaged manifest or state, or a file that is
+            missing or of another size than recorded. The shards are not read.
     """
     path = Path(path)
-    if path.suffix in (TMP, TRASH):
-        raise UserError(f"{path} is not a complete checkpoint: its writing or removal was interrupted")
+    if path.suffix in (TMP, TRASH) and step_of(path.stem) is not None:
+        raise UserError(f"{path} is not a complete checkpoint: its writing or removal has not finished")
     if (path / MANIFEST).is_file() or (step_of(path.name) is not None and path.is_dir()):
         return Checkpoint(path, verify=verify)
     found = step_folders(path) or step_folders(path / "checkpoints")
     if not found:
-        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST} and no step-* folder")
+        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}, step-* folder or checkpoints/step-* folder")
     return Checkpoint(found[0], verify=verify)
 
 
@@ -109,8 +109,8 @@ class Checkpoint:
             offset: offset of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
             start, stop: the range, in elements of the flattened block, row-major.
-            out: tensor to fill instead of a new CPU tensor. It has the tensor's dtype and the region's number of
-                elements, on any device; it is contiguous unless it has the block's shape.
+            out: tensor to fill instead of a new CPU tensor, on any device. It must have the tensor's dtype and the
+                region's number of elements, and be contiguous unless it has the block's shape.
 
         Returns:
             ``out``, or a new tensor of shape ``block``, or 1-D if a range was given.
@@ -164,7 +164,7 @@ class Checkpoint:
                 that verify together.
 
         Raises:
-            UserError: names every bad file.
+            UserError: a file is bad (the message names all such files), or a tensor is incomplete.
         """
         records = self.manifest.files.items()
         mine = [item for number, item in enumerate(sorted(records, key=lambda item: item[0])) if number % of == share]

@@ -35,7 +35,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor and the pieces that the shards hold of it."""
+    """A global tensor and its pieces in the shards."""
 
     dtype: torch.dtype
     shape: Shape
@@ -72,12 +72,12 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     boxes = [(piece.file, box) for piece in tensor.pieces for box in piece.region.boxes]
     if overlap := first_overlap(boxes):
         first, second, offset = overlap
-        raise UserError(f"tensor {name}: {first} and {second} both hold the element at {offset}")
+        raise UserError(f"tensor {name}: pieces in {first} and {second} both hold the element at {offset}")
     raise UserError(f"tensor {name}: no rank holds {missing} of its {size} elements")
 
 
 def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return the manifest's entry of the tensors."""
+    """Return the value of ``tensors`` in the manifest."""
     return {
         name: {
             "dtype": name_of(tensor.dtype),
@@ -114,7 +114,7 @@ def _piece_from_json(fields: Mapping[str, Any]) -> StoredPiece:
 
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
-    """Return the manifest's entry of the files: sizes in bytes and checksums."""
+    """Return the value of ``files`` in the manifest: sizes in bytes and checksums."""
     return {name: {"size": record.size, "sha256": record.sha256} for name, record in files.items()}
 
 
@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check manifest.json of a step folder; no other file is read.
 
     Raises:
-        UserError: it is not JSON, of another format version, damaged, or names files outside the folder.
+        UserError: it is unreadable, not JSON, of another format version, damaged, or names files outside the folder.
     """
     path = folder / MANIFEST
     try:

@@ -72,10 +72,10 @@ class Piece:
         return self.name, self.offset, self.block, self.start, self.stop
 
     def check(self) -> None:
-        """Check that region and data fit the tensor.
+        """Check that name and dtype are allowed, and that region and data fit the tensor.
 
         Raises:
-            UserError: they do not; the message names the tensor and the mismatch.
+            UserError: they are not, or do not; the message names the tensor and the problem.
         """
         region, problem = self.region, None
         if not self.name or self.name == RESERVED_KEY:
@@ -120,7 +120,7 @@ def collect(
     copy: bool = False,
     buffers: HostBuffers | None = None,
 ) -> Snapshot:
-    """Copy a rank's pieces to the host. Not collective.
+    """Copy a rank's pieces to the host and encode its states. Not collective.
 
     Args:
         copy: also copy tensors that are on the host already. Needed if training continues before `write` is done.
@@ -164,9 +164,9 @@ def save(
         The step folder, complete and durable.
 
     Raises:
-        UserError: on every rank, when any rank had an invalid argument (the message names the rank).
+        UserError: on every rank, when any rank had an invalid argument; the others' messages name that rank.
         SaveError: on every rank, when the system refused to write. Any other exception on a rank becomes RuntimeError
-            on the others. After any exception, neither the step folder nor a temporary one is left.
+            on the others. After any exception, no new folder is left.
     """
     with Ranks(group).together():
         snapshot = collect(pieces, state, rank_state)
@@ -190,7 +190,7 @@ def save_parts(
         pieces: consumed one by one; together they hold each element of each tensor exactly once.
         nbytes: bytes of all pieces, to detect a full disk before anything is written.
         part_bytes: bytes of pieces to hold in memory and write together, like those of one rank.
-        rank_states: states of the ranks of a run that the checkpoint comes from; None for an empty one per part.
+        rank_states: states of the ranks of the run that the checkpoint comes from; None for one empty state per part.
 
     Returns, raises: as for `save`.
     """
@@ -358,8 +358,8 @@ class _Index:
         known_dtype, known_shape, pieces = self._known.setdefault(name, (dtype, shape, []))
         if (known_dtype, known_shape) != (dtype, shape):
             raise UserError(
-                f"tensor {name}: its pieces disagree on its dtype or shape, {name_of(known_dtype)} of shape "
-                f"{known_shape}, or {name_of(dtype)} of shape {shape}"
+                f"tensor {name}: its pieces differ in dtype or shape: {name_of(known_dtype)} {known_shape} and "
+                f"{name_of(dtype)} {shape}"
             )
         return pieces
 

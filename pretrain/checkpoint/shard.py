@@ -1,7 +1,7 @@
-"""Writer of safetensors files, streamed and hashed in a single pass.
+"""Writer of safetensors files that writes and hashes in a single pass.
 
-The writer of the library safetensors gives neither a digest nor an OSError; its files would have to be read back to
-hash them.
+The writer of the library safetensors gives neither a digest nor an OSError: hashing its files would mean reading them
+again.
 """
 
 import json

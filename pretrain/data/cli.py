@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from fmoe.cli import Parser
-from fmoe.errors import UserError
+from fmoe.errors import UserError, printable
 from pretrain.data.corpus import CorpusSplit, split_paths, write_documentation, write_python_library
 from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
-from pretrain.data.sources import FORMATS, printable
+from pretrain.data.sources import FORMATS
 from pretrain.data.streams import STOPPING_STRATEGIES, Dataset, Mixture, parse_dataset
 from pretrain.data.tokenizers import (
     DEFAULT_MAX_BYTES,
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model-type",
         default="bpe",
         choices=MODEL_TYPES,
-        help="bytes: one token per byte; needs --out x.json and no INPUT (default: %(default)s)",
+        help="bytes: one token per byte, no sentinels unless set; needs --out x.json, no INPUT (default: %(default)s)",
     )
     tokenizer.add_argument(
         "--sentinels", type=int, help="number of <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--character-coverage",
         type=float,
         default=0.9999,
-        help="share of characters with their own piece; the rest are spelled in bytes (default: %(default)s)",
+        help="share of characters with their own piece, sentencepiece only (default: %(default)s)",
     )
 
     prepared = _command(
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
     show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="tokenizer of the corpus")
     show.add_argument(
-        "--documents", type=int, default=3, metavar="N", help="documents to show as text (default: %(default)s)"
+        "--documents", type=int, default=3, metavar="N", help="documents that --tokenizer shows (default: %(default)s)"
     )
     show.add_argument("--verify", action="store_true", help="read all tokens and check them against their checksum")
     show.set_defaults(run=_show)
@@ -242,9 +242,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
     if arguments.text_key != "text":
         raise UserError(f"--text-key {arguments.text_key} applies only to INPUT: with --dataset, pass --columns")
     if arguments.format != "auto":
-        raise UserError(
-            f"--format {arguments.format} applies only to INPUT: pass --dataset {arguments.format} --data-files FILE"
-        )
+        raise UserError(f"--format {arguments.format} applies only to INPUT: omit it with --dataset")
     each: dict[str, list] = {}
     for option in ("split", "columns", "data_files"):
         values = given.pop(option, None)
@@ -283,7 +281,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path; refuse an empty one, which an unset shell variable gives: it would mean the current folder."""
+    """Parse a path; refuse an empty one, which an unset shell variable gives: ``Path("")`` is the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)

@@ -75,7 +75,7 @@ def write_python_library(out: Path, library: Path | None = None) -> dict[str, Co
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     sources = _library_files(library)
     if not sources:
-        raise UserError(f"no *.py below {library}: this Python has no sources of its standard library")
+        raise UserError(f"no *.py below {library}, which must hold the sources of Python's standard library")
     return _write(out, (_Document(name, path.read_bytes()) for name, path in sources))
 
 
@@ -85,11 +85,11 @@ def write_documentation(
     """Write English documentation of this machine as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
 
     A line has the keys ``text``, ``path`` and ``license``. Documents are the descriptions of installed Python packages,
-    the topics of Python's language reference, the docstrings of each file of its standard library, and texts in
-    ``/usr/share/common-licenses`` and ``/usr/share/doc``. A source that this machine lacks is skipped with a warning.
-    Files above 1 MiB, duplicates, and documents below 200 bytes or with less than 70% letters and white space are left
-    out. The only module imported is Python's own ``pydoc_data.topics``. As in `write_python_library`, the split depends
-    on a hash of the name, and the splits are returned by name.
+    the topics of Python's language reference, the docstrings of each file of its standard library except tests, and
+    texts in ``common-licenses`` and ``doc`` below ``share``. A source without documents is skipped with a warning.
+    Files in ``doc`` above 1 MiB, files that are not UTF-8, duplicates, and documents below 200 bytes or with less than
+    70% letters and white space are left out. The only module imported is Python's own ``pydoc_data.topics``. As in
+    `write_python_library`, a hash of ``path`` decides the split, and the splits are returned by name.
 
     Args:
         out: folder for the three files; created if missing.
@@ -97,7 +97,7 @@ def write_documentation(
         library: folder of the standard library; by default, the running Python's.
 
     Raises:
-        UserError: no source is on this machine, or ``out`` is not writable.
+        UserError: no source has documents, or ``out`` is not writable.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     sources = {
@@ -119,9 +119,9 @@ def write_documentation(
                     count += 1
                     yield document
             if not count:
-                logger.warning("no %s on this machine: skipped", source)
+                logger.warning("no usable %s on this machine: skipped", source)
         if not seen:
-            raise UserError(f"this machine has no {', '.join(sources)}")
+            raise UserError(f"this machine has no usable {', '.join(sources)}")
 
     return _write(out, documents())
 

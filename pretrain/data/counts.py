@@ -110,7 +110,8 @@ class TokenCounter:
 def outside_vocabulary(prefix: Path, token: int, vocab_size: int) -> UserError:
     """Return the error for a token id without a row in the model's embedding."""
     return UserError(
-        f"{prefix} has the token id {token}, outside vocab_size={vocab_size}: prepare it with the model's tokenizer"
+        f"{prefix} has the token id {token}, outside model.vocab_size={vocab_size}: prepare the corpus with "
+        "the model's tokenizer"
     )
 
 
@@ -129,13 +130,16 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
     """Write the counts next to the corpus; return the reason if that fails, or None. An existing file that does not
     hold counts is not replaced."""
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
+    is_other = f"{counts_path(prefix)} exists and is not a file of counts"
     try:
         if counts_path(prefix).exists() and not isinstance(json.loads(counts_path(prefix).read_bytes()), dict):
-            return f"{counts_path(prefix)} exists and is not a file of counts"
+            return is_other
         with replacing(counts_path(prefix)) as (file,):
             file.write(text.encode())
-    except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
+    except (OSError, UserError) as error:
         return str(error)
+    except (ValueError, RecursionError):  # not JSON
+        return is_other
     return None
 
 

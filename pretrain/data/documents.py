@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, printable
 from pretrain.data import sources
 from pretrain.data.sources import (
     FORMATS,
@@ -21,7 +21,6 @@ from pretrain.data.sources import (
     Source,
     decode,
     json_rows,
-    printable,
     read_blocks,
     shorten,
     stop,
@@ -78,8 +77,8 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
         format: format of all files, one of `FORMATS`; "auto" chooses it by the suffix, ignoring case.
 
     Raises:
-        UserError: there is no path; or a path is missing, is neither a file nor a folder, has an unknown suffix, or is
-            a folder without documents.
+        UserError: ``format`` is unknown; there is no path; or a path is missing or unreadable, is neither a file nor a
+            folder, has an unknown suffix, or is a folder without documents or of a dataset's splits.
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")
@@ -123,7 +122,7 @@ def iter_documents(
 def read_source(source: Source | Stream, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
     """Yield the pieces of one source. A text or bytes file is one document; otherwise each line, item or row is one.
 
-    A UTF-8 byte order mark at the beginning of a file is skipped.
+    A UTF-8 byte order mark at the beginning of a file is skipped, except in bytes.
 
     Args:
         source: the file, folder or stream.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Yield a temporary file next to each path for the block to write; when the block ends, rename all to the paths.
+    """Yield a binary file next to each path for the block to write; when the block ends, rename the files to the paths.
 
     Files are synced, then renamed in the given order, by one process at a time. The last path is the commit record: its
     old file is removed before the first rename, so while it exists, all files are complete and from one run. An error
@@ -109,7 +109,7 @@ def _create(path: Path) -> BinaryIO:
         file = path.open("xb")
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():  # a process of the same id on another machine
-            raise UserError(f"{path} is being written by another process: choose another --out") from error
+            raise UserError(f"{path} is being written by another process: wait until it ends") from error
         raise UserError(f"cannot write in {path.parent}: {error.strerror}") from error
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ def _remove_leftovers(path: Path) -> None:
             continue
         leftover, pid = path.with_name(name), int(found[1])
         if (pid != os.getpid() and _is_alive(pid)) or _is_locked(leftover):
-            logger.warning("%s is kept: process %d may still write it", leftover, pid)
+            logger.warning("%s is kept: process %d may still be writing it", leftover, pid)
             continue
         with suppress(OSError):
             size = leftover.stat().st_size

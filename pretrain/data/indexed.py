@@ -124,7 +124,7 @@ class IndexedWriter:
         self.num_documents += 1
 
     def describe(self, **description: Any) -> None:
-        """Add JSON values to ``PREFIX.json``, e.g. the tokenizer's fingerprint."""
+        """Set the additional JSON values of ``PREFIX.json``, e.g. the tokenizer's fingerprint."""
         self._description = description
 
     def _finish(self) -> None:
@@ -359,10 +359,11 @@ def _read_description(json_path: Path, idx_path: Path) -> dict[str, Any]:
         expected = description["sha256"]["idx"]
         description.get("tokenizer", {}).get("sha256")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{json_path} is damaged, or not the description of a corpus") from error
+        raise UserError(f"{json_path} is damaged or describes no corpus: prepare the corpus again") from error
     if _sha256(idx_path) != expected:
         raise UserError(
-            f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged, or belongs to another corpus"
+            f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged or of another "
+            "corpus: copy or prepare it again"
         )
     return description
 

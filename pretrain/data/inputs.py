@@ -23,7 +23,7 @@ from pretrain.tracking.trackio import check_installed
 
 # Fixed: every run validates on the same sequences, drawn at random so that a few represent all documents.
 VALIDATION_SEED = 0
-# Tokens that a rank reads between two collectives, in about a tenth of a second, so that no rank waits for long.
+# Tokens that a rank reads between two collectives: few enough that no rank waits for long.
 _TOKENS_A_ROUND = 1 << 26
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """Open the tokenizer and the corpora of a recipe.
 
     Raises:
-        UserError: a file is missing or damaged, a corpus is empty or shorter than a sequence, the tokenizer's
-            vocabulary or a token id exceeds the model's vocabulary (checked in `with_counts` for a large corpus without
-            counts), or the tokenizer lacks a special piece that the model needs.
+        UserError: a file is missing or damaged; a corpus is shorter than a sequence or was prepared with another
+            tokenizer; the tokenizer's vocabulary or a token id exceeds the model's vocabulary (`with_counts` checks the
+            ids of a large corpus without counts); or a special piece, package or GPU that the recipe needs is missing.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -176,11 +176,12 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
     Raises:
         UserError: the file is missing, is damaged or has another SHA-256, or its vocabulary exceeds the model's.
     """
-    data, model = recipe.data, recipe.model
-    with naming("data.tokenizer" if path is None else "--tokenizer"):
-        if Path(data.tokenizer if path is None else path).is_char_device():
-            raise UserError(f"{path or data.tokenizer} is a device, not a file")
-        tokenizer = load_tokenizer(data.tokenizer if path is None else path)
+    model, key = recipe.model, "data.tokenizer" if path is None else "--tokenizer"
+    with naming(key):
+        path = recipe.data.tokenizer if path is None else path
+        if Path(path).is_char_device():
+            raise UserError(f"{path} is a device, not a file")
+        tokenizer = load_tokenizer(path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
             f"the model was trained with another tokenizer than {tokenizer.path}, whose SHA-256 begins with "
@@ -188,7 +189,7 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
-            f"the vocabulary of data.tokenizer={tokenizer.path} has {tokenizer.vocab_size} entries, "
+            f"the vocabulary of {key}={tokenizer.path} has {tokenizer.vocab_size} entries, "
             f"which exceeds model.vocab_size={model.vocab_size}"
         )
     return tokenizer
@@ -238,11 +239,11 @@ def _fingerprints(corpora: list[IndexedCorpus]) -> tuple[str | None, ...]:
 
 
 def open_corpus(prefix: str | Path, tokenizer: Tokenizer) -> IndexedCorpus:
-    """Open the corpus at a prefix. Raises UserError if it is missing or was prepared with another tokenizer."""
+    """Open a corpus by its prefix. Raise UserError if it is missing, damaged or prepared with another tokenizer."""
     corpus = IndexedCorpus(prefix)
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"{prefix} was prepared with another tokenizer than data.tokenizer={tokenizer.path}: prepare it again, or "
-            "set the tokenizer that it was prepared with"
+            f"{prefix} was prepared with another tokenizer than the model's, {tokenizer.path}: prepare it "
+            "again with this file"
         )
     return corpus

@@ -1,4 +1,4 @@
-"""Blocks of documents that do not see each other."""
+"""Blocks whose documents do not attend to each other."""
 
 import numpy as np
 

@@ -10,9 +10,8 @@ from pretrain.models.batch import Batch
 class Prefetch:
     """Thread that builds the batches of ``ahead`` steps beyond the requested one.
 
-    A thread is enough: numpy releases the GIL while it copies and while pages are read from disk, and the remaining
-    work would otherwise be done within the step. There is no state to save: the step is the run's data position, and a
-    resumed run builds the batches again.
+    A thread is enough: numpy releases the GIL while it copies and while pages are read from disk. There is no state to
+    save: the step is the run's data position, and a resumed run builds the batches again.
 
     Args:
         build: makes the batches of a step, in the thread; `take` of that step raises its errors.

@@ -257,8 +257,8 @@ def _encoder(
         yield partial(_map_in_order, executor, num_workers * _BATCHES_A_WORKER)
     except BrokenProcessPool as error:
         raise UserError(
-            f"a tokenizing process died (killed, or out of memory) with num_workers={num_workers}: try fewer, with "
-            "--workers"
+            f"one of num_workers={num_workers} tokenizing processes died: if memory was full, use fewer (--workers); "
+            "a script that calls prepare needs if __name__ == '__main__'"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

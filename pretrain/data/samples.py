@@ -35,7 +35,7 @@ class Samples(Protocol):
 
 
 class Blocks(Protocol):
-    """`Samples` of plain tokens."""
+    """`Samples` that are arrays of tokens [L + 1]."""
 
     samples_per_epoch: int
 
@@ -57,7 +57,7 @@ class GPTSamples:
     own n. Memory: 32 bytes per document and 8 per block.
 
     Args:
-        corpora: read as one, documents sampled uniformly.
+        corpora: read as one; each epoch has all of their documents in random order.
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
         shuffle: False keeps documents and blocks in their original order in every epoch.
@@ -91,8 +91,8 @@ class GPTSamples:
             raise UserError("no corpus: pass at least one")
         if num_tokens <= sequence_length:
             raise UserError(
-                f"sequence_length={sequence_length} needs {sequence_length + 1} tokens per sample; "
-                f"there are {num_tokens} in {names}"
+                f"a sample has {sequence_length + 1} tokens, but there are only {num_tokens} in {names}: use more text "
+                "or a smaller sequence_length"
             )
         self.sequence_length = sequence_length
         self.seed = seed

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, printable
 
 PIECE_SIZE = 1 << 20  # characters, or bytes of undecoded content
 MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole and must fit in memory
@@ -94,13 +94,8 @@ class Skips:
             self.first.append(str(error))
 
 
-def printable(text: str) -> str:
-    """Escape control characters, and bytes of a file name that are not UTF-8."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def shorten(names: Iterable[str], limit: int = 10) -> str:
-    """Quote the first names of a list for an error message."""
+    """Quote the first ``limit`` names, each cut to 40 characters, for an error message."""
     names = list(names)
     quoted = ", ".join(repr(printable(name[:40])) for name in names[:limit]) or "none"
     return f"{quoted} and {len(names) - limit} more" if len(names) > limit else quoted
@@ -265,7 +260,8 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
                     break
             except json.JSONDecodeError as error:
                 if is_over or len(text) - at > MAX_LINE:
-                    raise UserError(f"{place} is not JSON: {error.msg}") from error
+                    long = "" if is_over else f", or is longer than {MAX_LINE} characters"
+                    raise UserError(f"{place} is not JSON{long}: {error.msg}") from error
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{place} is not readable JSON: {error}") from error
             more()
@@ -273,4 +269,7 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
         yield place, value
     at += 1
     if character != "]" or next_character():
-        raise UserError(f"{source.shown} is not one JSON array: it does not end with a bracket after item {number}")
+        raise UserError(
+            f"{source.shown} is not one JSON array: item {number} must be followed by a comma, or by the bracket "
+            "that ends the file"
+        )

@@ -61,7 +61,7 @@ class Spans:
         longest = cls.of_block(max(fits + 1, 2), density, mean_span)
         if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
             raise UserError(
-                f"model.sequence_length={sequence_length} is too short, or data.noise_density={density} too high, with "
+                f"sequence_length={sequence_length} is too short, or data.noise_density={density} too high, with "
                 f"data.mean_span={mean_span}: the inputs need at least one kept token before each removed span, and a "
                 "sentinel in its place"
             )
@@ -95,8 +95,8 @@ class SpanCorruption:
     def __init__(self, blocks: Blocks, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
         if len(sentinels) < spans.count:
             raise UserError(
-                f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each, and "
-                f"the tokenizer has {len(sentinels)}: train one with --sentinels {spans.count}"
+                f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each, but "
+                f"the tokenizer has {len(sentinels)}: train a tokenizer with --sentinels {spans.count}"
             )
         self.samples_per_epoch = blocks.samples_per_epoch
         self._blocks, self._spans, self._seed = blocks, spans, seed

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError, printable, require
 from pretrain.config.checks import check_path
-from pretrain.data.sources import printable, shorten
+from pretrain.data.sources import shorten
 
 STOPPING_STRATEGIES = ("first_exhausted", "all_exhausted")
 _HUB_TIMEOUT = 10.0  # seconds for the first answer of the Hub
@@ -105,7 +105,7 @@ class Stream:
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """Split ``NAME[:CONFIG][@REVISION]``; an existing path is all name."""
+    """Return name, config and revision of ``NAME[:CONFIG][@REVISION]``; an existing path has only a name."""
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None
@@ -261,7 +261,7 @@ def _open(datasets, dataset: Dataset) -> _Opened:
 
 
 def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separator: str):
-    """Return rows of text, error, dataset and row, after a check of the columns."""
+    """Check the columns, and return rows with the keys text, error, dataset and row."""
     rows, columns = opened.rows, list(dataset.columns)
     with _one_line_errors(_quoted(dataset)):
         first = next(iter(rows), None)
@@ -297,7 +297,7 @@ def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[st
 
 
 def _is_builder(name: str) -> bool:
-    """Return whether ``datasets`` has a builder of this name, which precedes a folder of that name in ``load_dataset``.
+    """Return whether ``datasets`` has a builder of this name, which ``load_dataset`` prefers to a folder of the name.
 
     Raises:
         UserError: a builder that unpickles files.
@@ -327,7 +327,7 @@ def _find_on_hub(datasets, dataset: Dataset) -> str | None:
         raise UserError(f"revision={dataset.revision!r} is not in {quoted} at {endpoint}") from error
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError) as error:
         raise UserError(
-            f"{quoted} is neither a folder here nor a dataset at {endpoint}; a private one needs HF_TOKEN"
+            f"{quoted} is neither a folder here nor a dataset at {endpoint}; a private dataset needs HF_TOKEN"
         ) from error
     except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
         raise UserError(_unreachable(quoted, endpoint, error)) from error
@@ -365,7 +365,7 @@ def _only(**values: str | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _one_line_errors(what: str) -> Iterator[None]:
-    """Convert errors of ``datasets`` and of the libraries below it, which share no base class."""
+    """Convert errors of ``datasets`` and of the libraries below it, which share no base class, to a UserError."""
     try:
         yield
     except UserError:

@@ -58,7 +58,7 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 @contextmanager
 def _one_line_errors(path: Path, what: str) -> Iterator[None]:
-    """Convert Arrow's errors about damage: OSError or subclasses of ValueError, TypeError and KeyError."""
+    """Convert errors of Arrow, which are subclasses of these builtin errors, to a UserError."""
     try:
         yield
     except UserError:

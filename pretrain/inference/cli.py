@@ -63,7 +63,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K most probable tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities sum to at least P"
+        "--top-p", type=float, metavar="P", help="draw only from the fewest most probable tokens that sum to at least P"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to draw (default: %(default)s)")
@@ -226,7 +226,7 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
         raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a run of a gpt or t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if len(ids) > length:
-        raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
+        raise UserError(f"the prompt takes {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
     return ids
 
 

@@ -26,7 +26,7 @@ class Evaluation:
         tokens: number of predicted tokens.
         nats: sum of their negative log-probabilities.
         correct: tokens that the model ranked first.
-        bytes: UTF-8 bytes of their text; None for a model that does not predict whole texts.
+        bytes: UTF-8 bytes of the predicted tokens' text; None for a model that does not predict whole texts.
         layers: routing by layer number.
     """
 
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens that the model ranked first."""
+        """Share of the predicted tokens that the model ranked first."""
         return self.correct / self.tokens if self.tokens else math.nan
 
     @property
@@ -70,7 +70,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda sequences: None,
 ) -> Evaluation:
-    """Compute the recipe's objective over samples, each predicted token once.
+    """Evaluate the recipe's objective on samples.
 
     Args:
         model: the model, in evaluation mode.

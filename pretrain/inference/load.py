@@ -66,7 +66,8 @@ def open_run(
             recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
         )
     except UserError as error:
-        raise UserError(f"{path}: {error}{'' if tokenizer else '; set its path with --tokenizer'}") from error
+        hint = "" if tokenizer else "; if the file has moved, pass --tokenizer FILE"
+        raise UserError(f"{path}: {error}{hint}") from error
     return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
 
 
@@ -98,7 +99,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         # If no checkpoint is complete, report the damage of the newest.
         return open_checkpoint(folder / step_name(there[-1]) if there else folder)
     if step not in there:
-        raise UserError(f"--step {step} is not in {folder}, which has: {', '.join(map(str, there)) or 'no steps'}")
+        raise UserError(f"--step {step} is not in {folder}: its steps are {', '.join(map(str, there)) or 'none'}")
     return open_checkpoint(folder / step_name(step))
 
 
@@ -142,8 +143,8 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
 
     Args:
-        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit, so that the output for
-            a token of a GPT depends on no later token and no other sequence.
+        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit: a GPT's output for a
+            token then depends on no later token and no other sequence, unless experts choose their tokens.
 
     Raises:
         UserError: the checkpoint is damaged, or its tensors do not fit its recipe.

@@ -138,10 +138,10 @@ def notes(results: Sequence[Result]) -> list[str]:
     if any(result.trained.recipe.model.kind != first.trained.recipe.model.kind for result in results):
         found.append("the models are of different kinds: their losses are not comparable")
     elif any(result.trained.tokenizer.fingerprint != first.trained.tokenizer.fingerprint for result in results):
-        found.append("the tokenizers differ: compare bits per byte, not losses per token")
+        found.append("the tokenizers differ: losses per token are not comparable, bits per byte (of a GPT) are")
     if any(result.source.paths != first.source.paths for result in results):
         found.append(
-            "the runs were evaluated on their own validation data, which differ: pass --data for the same text"
+            "the runs were evaluated on their own data.validation, which differ: pass --data for the same text"
         )
     return found
 

@@ -41,8 +41,8 @@ MODELS: dict[str, Kind] = {}
 def register_model(name: str, kind: Kind) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    It gets the samples of a GPT, and accepts the same keys of the recipe. It must be one of Megatron-core's
-    models that `megatron_patch.fmoefy` takes, or derive from one.
+    It gets the samples of a GPT, and accepts the same keys of the recipe. Its model must be one of
+    Megatron-core's that `megatron_patch.fmoefy` takes, or derive from one.
 
     Raises:
         UserError: the name belongs to another kind.

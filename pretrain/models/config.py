@@ -33,7 +33,7 @@ def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
 
 
 def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
-    """Set the recipe's norms in ``layer_spec``, which must be a copy of one of Megatron-core's layer specs."""
+    """Set the recipe's norms in ``layer_spec``, in place: it must be a copy of one of Megatron-core's layer specs."""
     parts = layer_spec.submodules
     if model.norm == "rms":  # NVIDIA apex's norm, which Megatron-core prefers, is not RMSNorm
         for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):

@@ -56,8 +56,8 @@ def build_gpt(
     vp_stage: int | None = None,
     **stage,
 ) -> GPTModel:
-    """Build the embedding, the layers of the spec with torch's fused attention, and the output layer, and on the last
-    stage the modules of multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
+    """Build a stage of a GPT: the layers of the spec with torch's fused attention; on the first stage the embedding; on
+    the last the output layer and multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
     if recipe.model.attention_output_bias:

@@ -80,8 +80,8 @@ def train_tokenizer(
         output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives a tokenizer of
             Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
             and ``character_coverage`` has no effect.
-        vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and 3 line
-            characters; None for `DEFAULT_VOCAB_SIZE`.
+        vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and, with
+            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE`.
         model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs no
             text and an ``output`` that ends in ``.json``; it has 7 special pieces, the sentinels (none by default) and
             256 bytes.
@@ -99,6 +99,8 @@ def train_tokenizer(
     """
     inputs = inputs if isinstance(inputs, Mixture) else list(inputs)
     is_json = output.suffix.lower() == ".json"
+    if model_type not in MODEL_TYPES:
+        raise UserError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
     if model_type == "bytes":
         return _bytes(output, vocab_size, 0 if sentinels is None else sentinels)
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
@@ -109,15 +111,14 @@ def train_tokenizer(
         raise UserError(
             f"model_type={model_type!r} needs sentencepiece, but {output.name} ends in .json: use model_type='bpe'"
         )
-    if model_type not in MODEL_TYPES:
-        raise UserError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
     for name, value, least in (("max_bytes", max_bytes, 1), ("sentinels", sentinels, 0)):
         if value < least:
             raise UserError(f"{name}={value} must be at least {least}")
-    if vocab_size < (least := 7 + sentinels + 256 + len(ALWAYS_ALONE)):
+    alone = 0 if is_json else len(ALWAYS_ALONE)
+    if vocab_size < (least := 7 + sentinels + 256 + alone):
         raise UserError(
             f"vocab_size={vocab_size} must be at least {least}: 7 special pieces, sentinels={sentinels}, 256 bytes and "
-            f"{len(ALWAYS_ALONE)} line characters"
+            f"{alone} line characters"
         )
     if not 0.5 <= character_coverage <= 1:
         raise UserError(f"character_coverage={character_coverage} must be between 0.5 and 1")

@@ -22,7 +22,7 @@ SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 
 
 def sentinel(number: int) -> str:
-    """Name the piece that stands for the masked span ``number`` of T5."""
+    """Return the name of the piece that stands for T5's span ``number``."""
     return f"<extra_id_{number}>"
 
 
@@ -51,7 +51,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, never a special id."""
+        """Return the ids of a text. In foreign models, an unknown character or a user-defined symbol may get a
+        special id."""
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """Return the id of each byte, int64 [len(data)]; the bytes need not be UTF-8.
@@ -67,7 +68,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids; special ids are dropped, bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ids; ids of control pieces are dropped, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             UserError: an id outside the vocabulary.

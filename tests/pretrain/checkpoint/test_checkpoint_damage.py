@@ -158,7 +158,10 @@ def test_a_manifest_that_is_no_manifest(path, content):
 def test_what_is_no_checkpoint(path, tmp_path):
     unfinished = tmp_path / "step-00000009.tmp"
     shutil.copytree(path, unfinished)
-    assert "interrupted" in raised(open_checkpoint, unfinished)
+    assert f"{unfinished} is not a complete checkpoint" in raised(open_checkpoint, unfinished)
+    run = tmp_path / "run.tmp"  # only the name of a step marks an unfinished one
+    shutil.copytree(path, run / "checkpoints" / path.name)
+    assert open_checkpoint(run).path.parent.parent == run
     for place in (tmp_path / "nowhere", unfinished.parent / "empty", path / "state.json"):
         if place.name == "empty":
             place.mkdir()

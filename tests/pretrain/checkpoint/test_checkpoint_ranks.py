@@ -102,9 +102,13 @@ def another_dtype(rank, pieces):
     [
         (a_bug, (RuntimeError, KeyError), "a bug of ours"),
         (a_wrong_piece, (UserError, UserError), "tensor rows: the data has 27 elements, but its region has 30"),
-        (a_replica, (UserError, UserError), "zero: shard-00000.safetensors and shard-00001.safetensors both hold"),
+        (
+            a_replica,
+            (UserError, UserError),
+            "zero: pieces in shard-00000.safetensors and shard-00001.safetensors both hold",
+        ),
         (a_lost_piece, (UserError, UserError), "tensor flat: no rank holds 37 of its 60 elements"),
-        (another_dtype, (UserError, UserError), "float32 of shape (6, 10), or float64"),
+        (another_dtype, (UserError, UserError), "float32 (6, 10) and float64"),
     ],
 )
 def test_an_error_on_one_rank_raises_on_both_and_leaves_nothing(two_ranks, tmp_path, fault, kinds, message):

@@ -192,7 +192,7 @@ def piece(offset, block, start=0, stop=None, shape=(4, 4)):
         ([piece((0, 0), (4, 4), 0, 7), piece((0, 0), (4, 4), 6, 16)], "both hold the element at (1, 2)"),
         ([piece((0, 0), (4, 4), 3, 3)], "no rank holds 16 of its 16"),
         ([piece((2, 0), (4, 4))], "tensor w: block (4, 4) at (2, 0)"),
-        ([piece((0, 0), (2, 4)), piece((2, 0), (2, 4), shape=(4, 5))], "or float32 of shape (4, 5)"),
+        ([piece((0, 0), (2, 4)), piece((2, 0), (2, 4), shape=(4, 5))], "and float32 (4, 5)"),
         ([Piece("w", (4,), (0,), (4,), torch.zeros(3))], "has 3 elements, but its region has 4"),
         ([Piece("w", (4, 2), (0, 0), (4, 2), torch.zeros(2, 4))], "has shape (2, 4), but its block has (4, 2)"),
         ([Piece("w", (4,), (0,), (4,), torch.zeros(4, dtype=torch.complex64))], "complex64 is not supported"),

@@ -98,12 +98,12 @@ def test_documentation(tmp_path: Path) -> None:
 def test_documentation_that_is_missing(tmp_path: Path, caplog, monkeypatch) -> None:
     write_documentation(tmp_path / "out", tmp_path, tmp_path)
     assert [said.split(f"{tmp_path}")[0] for said in caplog.messages] == [
-        "no docstrings below ",
-        "no texts in ",
-        "no texts in ",
+        "no usable docstrings below ",
+        "no usable texts in ",
+        "no usable texts in ",
     ]
     monkeypatch.setattr("pretrain.data.corpus._descriptions", lambda: iter(()))
     monkeypatch.setattr("pretrain.data.corpus._topics", lambda: iter(()))
-    with pytest.raises(UserError, match="this machine has no descriptions of installed packages, "):
+    with pytest.raises(UserError, match="this machine has no usable descriptions of installed packages, "):
         write_documentation(tmp_path / "none", tmp_path, tmp_path)
     assert not list((tmp_path / "none").iterdir())

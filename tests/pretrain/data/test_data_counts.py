@@ -61,7 +61,7 @@ def test_the_writer_counts(pending: int, tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_id_that_no_vocabulary_has(token: int, tmp_path: Path) -> None:
     corpus = IndexedCorpus(write(tmp_path / "a", [[3, token, 7]], np.int64))
     assert corpus.counts.unigrams is None
-    with pytest.raises(UserError, match=f"has the token id {token}, outside vocab_size=9"):
+    with pytest.raises(UserError, match=f"has the token id {token}, outside model.vocab_size=9"):
         unigram_entropy([corpus], 9)
 
 
@@ -108,7 +108,7 @@ def test_inputs_open_without_reading_tokens(recipe_file, tmp_path: Path) -> None
 
 def test_a_run_with_a_corpus_of_large_ids_is_refused_before_it_starts(recipe_file, tmp_path: Path) -> None:
     recipe = load_recipe(str(recipe_file(data={"train": (str(write(tmp_path / "a", [[0] * 99, [384]])),)})), [])
-    with pytest.raises(UserError, match=r"data.train: .*a has the token id 384, outside vocab_size=384"):
+    with pytest.raises(UserError, match=r"data.train: .*a has the token id 384, outside model.vocab_size=384"):
         open_inputs(recipe)
 
 
@@ -168,10 +168,9 @@ def test_a_damaged_memory_of_counts_is_no_reason_to_stop(tmp_path: Path) -> None
     for content in (b"", b"{", b"[]", b"\xff", b'{"bin": 1}'):
         counts.counts_path(prefix).write_bytes(content)
         assert IndexedCorpus(prefix).counts is None
-        assert (
-            counts.keep(prefix, corpus_paths(prefix)[0], count_tokens(IndexedCorpus(prefix)))
-            or content == b'{"bin": 1}'
-        )
+        reason = counts.keep(prefix, corpus_paths(prefix)[0], count_tokens(IndexedCorpus(prefix)))
+        is_other = f"{counts.counts_path(prefix)} exists and is not a file of counts"
+        assert reason == (None if content == b'{"bin": 1}' else is_other)
     assert IndexedCorpus(prefix).counts is not None
     write(prefix, [[1], [1]])  # as large as before
     forget(prefix)
@@ -214,7 +213,7 @@ def test_a_large_id_without_counts_is_an_error_on_every_rank(two_ranks, tmp_path
     prefix = write(tmp_path / "a", [[1] * 10, [70]])
     forget(prefix)
     for result in two_ranks.run(counted, [prefix], 64, 6):
-        assert isinstance(result, Raised) and "the token id 70, outside vocab_size=64" in result.trace
+        assert isinstance(result, Raised) and "the token id 70, outside model.vocab_size=64" in result.trace
     assert not counts.counts_path(prefix).exists()
 
 

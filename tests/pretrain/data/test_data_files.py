@@ -153,7 +153,7 @@ def test_what_a_live_process_writes_stays(tmp_path: Path, caplog) -> None:
         write_all(paths)
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", "a.99999999.tmp", f"a.{pid}.tmp"])
         assert sorted(caplog.messages) == sorted(
-            f"{tmp_path}/a.{number}.tmp is kept: process {number} may still write it" for number in (pid, 99999999)
+            f"{tmp_path}/a.{number}.tmp is kept: process {number} may still be writing it" for number in (pid, 99999999)
         )
     finally:
         os.write(go, b"1")

@@ -109,7 +109,7 @@ def test_a_dead_worker_is_one_line_and_leaves_no_files(
         return documents.open_sources(*arguments, **options)
 
     monkeypatch.setattr(module, "open_sources", remove_model)
-    with pytest.raises(UserError, match=r"a tokenizing process died .* num_workers=2"):
+    with pytest.raises(UserError, match=r"num_workers=2 tokenizing processes died"):
         prepare([jsonl], model, tmp_path / "out", num_workers=2)
     assert list(tmp_path.iterdir()) == []
 

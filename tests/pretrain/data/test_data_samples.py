@@ -122,7 +122,7 @@ def test_the_ends_of_the_seeds(seed: int, corpora: list[IndexedCorpus]) -> None:
 def test_wrong_values_are_named(tmp_path: Path) -> None:
     corpora = corpora_of(tmp_path, [[3, 4], [1]])
     assert GPTSamples(corpora, 7, seed=0).samples_per_epoch == 1
-    with pytest.raises(UserError, match=r"sequence_length=8 needs 9 tokens per sample; there are 8 in .*0, .*1"):
+    with pytest.raises(UserError, match=r"a sample has 9 tokens, but there are only 8 in .*0, .*1: .* sequence_length"):
         GPTSamples(corpora, 8, seed=0)
     with pytest.raises(UserError, match="sequence_length=0 must be at least 1"):
         GPTSamples(corpora, 0, seed=0)
@@ -144,7 +144,7 @@ def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     expected = 0.5 * math.log(2) + 0.25 * math.log(4) + 2 * 0.125 * math.log(8)
     assert unigram_entropy([corpus], 10) == pytest.approx(expected, rel=1e-12)
     assert unigram_entropy([corpus, corpus], 100) == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(UserError, match="has the token id 9, outside vocab_size=9"):
+    with pytest.raises(UserError, match=r"has the token id 9, outside model.vocab_size=9"):
         unigram_entropy([corpus], 9)
     with pytest.raises(UserError, match="no tokens"):
         unigram_entropy([], 9)
@@ -154,7 +154,7 @@ def test_a_negative_token_is_named(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", np.int32) as writer:
         writer.append([3, -2])
         writer.end_document()
-    with pytest.raises(UserError, match="has the token id -2, outside vocab_size=9"):
+    with pytest.raises(UserError, match=r"has the token id -2, outside model.vocab_size=9"):
         unigram_entropy([IndexedCorpus(tmp_path / "a")], 9)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fmoe.errors import UserError
+from pretrain.config import ModelConfig, Recipe
 from pretrain.data.spans import SpanCorruption, Spans, corrupt
 
 END, START = 3, 0
@@ -75,6 +76,12 @@ def test_no_length_is_missed():
 def test_what_has_no_room_is_refused(length, density, mean):
     with pytest.raises(UserError, match=f"sequence_length={length} is too short, or data.noise_density={density}"):
         Spans.of(length, density, mean)
+
+
+def test_a_recipe_names_its_keys():
+    recipe = Recipe(model=ModelConfig(kind="t5", sequence_length=2))
+    with pytest.raises(UserError, match=r"^model\.sequence_length=2 is too short"):
+        recipe.check()
 
 
 @pytest.mark.parametrize("length", [3, 16, 512])

@@ -199,7 +199,7 @@ WRONG = {
     "no run": (["evaluate", "."], "is not a checkpoint"),
     "no step": (
         ["generate", "RUN", "--prompt", "x", "--step", "3"],
-        "--step 3 is not in RUN/checkpoints, which has: 2, 4",
+        "--step 3 is not in RUN/checkpoints: its steps are 2, 4",
     ),
     "other step": (["evaluate", "RUN/checkpoints/step-00000002", "--step", "4"], "is the checkpoint of step 2"),
     "empty prompt": (["generate", "RUN", "--prompt", ""], "the prompt is empty"),

@@ -78,7 +78,7 @@ def test_a_corpus_is_read_as_it_lies(tiny_corpus):
     assert (np.concatenate(list(text.tokens())) == corpus.flat).all()
     again = Text([tiny_corpus.validation.with_suffix(".jsonl")], tokenizer, 384)
     assert (np.concatenate(list(again.tokens())) == corpus.flat).all()
-    with pytest.raises(UserError, match="outside vocab_size=100"):
+    with pytest.raises(UserError, match=r"outside model.vocab_size=100"):
         list(Text([tiny_corpus.validation], tokenizer, 100).tokens())
 
 
