@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from bench import options, ranks
-from fmoe.errors import UserError
 
 SPLITS = ("data", "tensor", "context")
 HEAD_WIDTH = 32
@@ -40,14 +39,13 @@ class Row:
 
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("context", __doc__, rounds=10, warmup=2)
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks P, a power of 2")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks P")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], help="tokens per sequence")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=256)
     arguments = parser.parse_args(argv)
-    if arguments.ranks < 2 or arguments.rounds < 2:
-        raise UserError(f"--ranks={arguments.ranks} and --rounds={arguments.rounds} must be at least 2")
+    options.at_least(arguments, ranks=2, rounds=2, warmup=0)
     for split in arguments.splits:
         for length in arguments.lengths:
             recipe_of(arguments, split, length)

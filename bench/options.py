@@ -41,19 +41,19 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
 
 
 def clock(name: str, threads: int | None) -> Callable[[], float]:
-    """Return the clock of ``--clock``.
+    """Return the clock that ``--clock`` names, a function that returns seconds.
 
     Raises:
         UserError: processor seconds of more than one thread.
     """
     if name == "cpu" and threads != 1:
-        raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
+        raise UserError(f"--clock=cpu adds the times of {threads or 'all'} threads: pass --threads 1")
     return CLOCKS[name]
 
 
 def at_least(arguments: argparse.Namespace, **least: float) -> None:
-    """Raise UserError for an option, or an element of it, that is infinite or below its least value; keywords are
-    options with their least values.
+    """Raise UserError if an option, or an element of its list, is not finite or below its least value, the value of the
+    keyword with the option's name.
     """
     for name, limit in least.items():
         given = getattr(arguments, name)

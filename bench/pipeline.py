@@ -2,7 +2,7 @@
 
 A GPT with experts in p stages of one thread each runs m micro batches forward and backward, on the 1F1B and on the
 fill-drain (GPipe) schedule, without an optimizer step. A step of m micro batches takes ``(m + p - 1) * t`` if stages
-are equal and sending is free; t is the time of one more micro batch, from the longest and the shortest of the runs. The
+are equal and sending is free; t is the time of one more micro batch, from the runs with the most and the fewest. The
 measured share is ``1 - m * t / T(m)``, which includes the inequality of stages and the time of sending.
 """
 
@@ -32,9 +32,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     arguments = parser.parse_args(argv)
     if arguments.stages < 2 or arguments.layers % arguments.stages:
-        raise UserError(f"--stages={arguments.stages} is below 2 or does not divide --layers={arguments.layers}")
-    if min(arguments.micro_batches) < 1 or max(arguments.micro_batches) >= LONGEST or arguments.rounds < 2:
-        raise UserError(f"--micro-batches are 1 to {LONGEST - 1}, --rounds 2 or more")
+        raise UserError(f"--stages={arguments.stages} must be at least 2 and divide --layers={arguments.layers}")
+    options.at_least(arguments, micro_batches=1, rounds=2, warmup=0)
+    if max(arguments.micro_batches) >= LONGEST:
+        raise UserError(f"--micro-batches={max(arguments.micro_batches)} must be below {LONGEST}")
     seconds = ranks.run(arguments.stages, measure, arguments)
     print("\n".join(table(seconds, arguments.stages)))
 

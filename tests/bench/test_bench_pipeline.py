@@ -37,5 +37,5 @@ def test_a_small_run_gives_a_row_for_each(forks):
 
 @pytest.mark.parametrize("options", ["--stages 1", "--stages 3", "--micro-batches 16", "--rounds 1"])
 def test_what_cannot_be_is_said(options):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=options.replace(" ", "=")):
         pipeline.main(options.split())
