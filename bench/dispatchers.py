@@ -15,7 +15,7 @@ from fmoe.exchange import build_exchange
 from fmoe.experts.ffn import ExpertCall
 from fmoe.routing import Routing
 
-Experts = Callable[[Tensor, list[int]], Tensor]  # from rows sorted by expert, and the number of rows of each
+Experts = Callable[[Tensor, list[int]], Tensor]  # rows sorted by expert, and rows per expert, to outputs
 Result = tuple[Tensor, Tensor, Tensor]  # output [T, D], gradients of rows [T, D] and weights [T, K]
 
 

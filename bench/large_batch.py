@@ -297,7 +297,7 @@ def tables(study: Study) -> str:
 
 def verdicts(study: Study, names: Sequence[str], most: float) -> tuple[str, bool]:
     """Return a line per contender that says whether its mean gap to the base batch is at most ``most``, and whether all
-    gaps are. A contender of which seeds are missing misses it.
+    gaps are. A contender without all seeds misses it.
     """
     titles = {contender.name: contender for contender in CONTENDERS}
     small, lines, met = study.of_seeds(titles[SMALL]), [], []

@@ -52,9 +52,7 @@ def clock(name: str, threads: int | None) -> Callable[[], float]:
 
 
 def at_least(arguments: argparse.Namespace, **least: float) -> None:
-    """Raise UserError if an option, or an element of its list, is not finite or below its least value, the value of the
-    keyword with the option's name.
-    """
+    """Raise UserError if an option, or an element of its list, is below its value in ``least`` or not finite."""
     for name, limit in least.items():
         given = getattr(arguments, name)
         for value in given if isinstance(given, list) else [given]:

@@ -56,7 +56,7 @@ class Layer:
 
 
 class Router(nn.Module):
-    """Softmax, top-k, normalization, as in every peer here. A problem's given choices replace the top-k ones."""
+    """Softmax, top-k, normalization, as in every peer here. Given choices of the problem replace the top-k ones."""
 
     def __init__(self, problem: Problem):
         super().__init__()
