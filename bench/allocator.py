@@ -47,7 +47,7 @@ def settings() -> dict[str, dict[str, str]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("allocator", __doc__, rounds=6, warmup=0)
+    parser = options.parser("allocator", __doc__, rounds=6, warmup=None)
     known = settings()
     parser.add_argument("--settings", nargs="+", choices=list(known), default=list(known))
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))

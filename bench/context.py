@@ -38,7 +38,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("context", __doc__, rounds=10, warmup=2)
+    parser = options.parser("context", __doc__, rounds=10, warmup=2, has_seed=False)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks P")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], help="tokens per sequence")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))

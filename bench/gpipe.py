@@ -46,7 +46,7 @@ class Kept(saved_tensors_hooks):
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("gpipe", __doc__, rounds=5, warmup=1)
+    parser = options.parser("gpipe", __doc__, rounds=5, warmup=1, has_seed=False)
     parser.add_argument("--budget", type=float, default=16, help="GiB per stage; the paper's TPU v3 core has 16")
     parser.add_argument(
         "--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of stages; real steps: 1, 2"

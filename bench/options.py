@@ -12,12 +12,20 @@ RESULTS = Path(__file__).parent / "results"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def parser(name: str, description: str, *, rounds: int = 20, warmup: int = 3) -> argparse.ArgumentParser:
-    """Return a parser with ``--rounds``, ``--warmup``, ``--seed`` and ``--out``, to which a benchmark adds its own."""
+def parser(
+    name: str, description: str, *, rounds: int = 20, warmup: int | None = 3, has_seed: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with ``--rounds``, ``--out``, and unless left out ``--warmup`` and ``--seed``."""
     result = bare_parser(name, description)
     result.add_argument("--rounds", type=int, default=rounds, help="timed runs of every contender")
-    result.add_argument("--warmup", type=int, default=warmup, help="untimed runs of every contender before the rounds")
-    result.add_argument("--seed", type=int, default=0, help="seed of the order within the rounds")
+    if warmup is not None:
+        result.add_argument(
+            "--warmup", type=int, default=warmup, help="untimed runs of every contender before the rounds"
+        )
+    if has_seed:
+        result.add_argument(
+            "--seed", type=int, default=0, help="seed of the order in a round, in some also of the data"
+        )
     return result
 
 

@@ -24,7 +24,7 @@ LONGEST = 16  # micro batches, for t
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("pipeline", __doc__, rounds=10, warmup=2)
+    parser = options.parser("pipeline", __doc__, rounds=10, warmup=2, has_seed=False)
     parser.add_argument("--stages", type=int, default=2, help="number of stages, p")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[2, 4, 8], help="numbers of micro batches, m")
     parser.add_argument("--layers", type=int, default=4)

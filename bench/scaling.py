@@ -52,7 +52,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("scaling", __doc__, rounds=5, warmup=1)
+    parser = options.parser("scaling", __doc__, rounds=5, warmup=1, has_seed=False)
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes, the reference first"
     )

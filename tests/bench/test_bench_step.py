@@ -107,7 +107,7 @@ def test_a_goal_is_a_share_of_what_is_allowed(step, is_met):
         str(Interval(step, 1.0, 1.3)),
         "50.0%",
         "allows 1.333",
-        f"{step * 0.75:.3f} of that is reached (at least 0.9)",
+        f"{step * 0.75:.3f} of this bound is reached (at least 0.9)",
     ):
         assert text in goal.what
 
