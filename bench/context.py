@@ -10,13 +10,13 @@ in common rounds.
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
-from bench import options, ranks
+from bench import options, ranks, report
 
 SPLITS = ("data", "tensor", "context")
 HEAD_WIDTH = 32
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         for length in arguments.lengths:
             recipe_of(arguments, split, length)
     rows = [Row(**row) for split in arguments.splits for row in ranks.run(arguments.ranks, measure, arguments, split)]
-    print("\n".join(table(rows)))
+    report.write_rows([asdict(row) for row in rows], "\n".join(table(rows)) + "\n", arguments.out, "context")
 
 
 def recipe_of(arguments: Any, split: str, length: int):
