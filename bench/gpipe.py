@@ -54,9 +54,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--micro-batches", type=int, default=32, help="micro batches per step in the first table")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument(
-        "--optimizer", choices=("sgd", "adamw"), default="sgd", help="sgd takes 12 bytes, as in the paper"
-    )
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="sgd: 12 bytes, as in the paper")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--no-steps", action="store_true", help="leave out the second table")
     arguments = parser.parse_args(argv)

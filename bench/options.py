@@ -12,9 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def parser(
-    name: str, description: str, *, rounds: int = 20, warmup: int | None = 3, has_seed: bool = True
-) -> argparse.ArgumentParser:
+def parser(name: str, description: str, *, rounds=20, warmup: int | None = 3, has_seed=True) -> argparse.ArgumentParser:
     """Return a parser with ``--rounds``, ``--out``, and unless left out ``--warmup`` and ``--seed``."""
     result = bare_parser(name, description)
     result.add_argument("--rounds", type=int, default=rounds, help="timed runs of every contender")

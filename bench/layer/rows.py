@@ -23,7 +23,7 @@ from bench.layer.problem import Problem
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = {"forward": False, "forward+backward": True}
 _SLOW_ROUNDS = 3
-_PART = 4  # the first probe of a slow contender has this fraction of the experts and of the tokens
+_PART = 4  # the first probe of a slow contender has one in this many of the experts and of the tokens
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,7 @@ class Settings:
 def measure(point: Point, settings: Settings) -> Row:
     """Measure one row, with the point's number of threads."""
     torch.set_num_threads(point.threads)
-    asked, point = (
-        point,
-        replace(point, problem=replace(point.problem)),
-    )  # a copy, whose tensors are freed after the row
+    asked, point = point, replace(point, problem=replace(point.problem))  # a copy, whose tensors end with the row
     left_out, quick, slow = [], {}, {}
     for name, layer in settings.layers.items():
         reason = _reason(name, layer, point, settings)
