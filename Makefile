@@ -4,13 +4,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Without a GPU the CPU build of torch; with one, the default build. `make TORCH=torch==2.12.0 train` takes another.
+# Without a GPU the version of torch that CI tests, with one the newest. `make TORCH=torch==2.12.0 train` takes another.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifeq ($(GPUS),0)
 TORCH ?= torch==2.13.0
 PROCESSES ?= 2
 else
-# The newest build of torch; `make train` stops if the driver is too old for its CUDA, and names both.
+# `make train` stops if the driver is too old for the CUDA of this torch, and names both.
 TORCH ?= torch
 PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
 endif
@@ -40,7 +40,7 @@ help:
 	@echo "make lint    set up, check style, spelling and types"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make docs    set up, build the documentation as a site: build/site/index.html"
-	@echo "make clean   remove .venv and the prepared corpus; runs/ stays"
+	@echo "make clean   remove .venv and the prepared corpora; runs/ stays"
 
 train: $(VENV)/.train corpus
 	$(BIN)/fmoe train quickstart --resume auto --parallel.expert $(PROCESSES) $(ARGS)
@@ -59,21 +59,21 @@ corpus: $(VENV)/.train
 ISA ?=
 ISA_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FMOE_NATIVE_ISA=avx2
 ISA_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE FMOE_NATIVE_ISA=avx512
-PYTEST = $(if $(ISA),$(or $(ISA_$(ISA)),$(error ISA=$(ISA) is unknown: avx2 or avx512)) )$(BIN)/python -m pytest
+PYTEST = $(if $(ISA),$(or $(ISA_$(ISA)),$(error ISA=$(ISA) is unknown: use avx2 or avx512)) )$(BIN)/python -m pytest
 
-# Processes by the hundred import the packages: compiled modules are kept, except those of mutants.
+# Hundreds of processes import the packages, so their bytecode is kept, except for mutants.
 unexport PYTHONDONTWRITEBYTECODE
 mutants: export PYTHONDONTWRITEBYTECODE := 1
 
-# Test files side by side: a process each, of which some keep ten more with torch in them (2.5 GB). `make JOBS=1 test`
-# runs one after the other. In the order of folders those that wait for processes run beside those that compute.
+# JOBS processes run test files in parallel; some start ten more, with torch in memory (2.5 GB). `make JOBS=1 test` runs
+# one file after the other. In the order of folders, files that wait for processes run beside files that compute.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 SIDE_BY_SIDE = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 test: $(VENV)/.test
 	$(PYTEST) $(SIDE_BY_SIDE) $(ARGS)
 
-# Processes that tests start count too. ARGS names files or folders; the report then is of the whole packages still.
+# Includes the processes that tests start. With files or folders in ARGS, the report still covers the whole packages.
 coverage: $(VENV)/.test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
 
@@ -92,7 +92,7 @@ mutants: $(VENV)/.test
 		cr-report --surviving-only --show-diff $$session && cr-rate --fail-over 10 $$session || status=1; \
 	done; exit $$status
 
-# The second part runs after failures of the first too.
+# The second part runs even if the first fails.
 conformance: $(VENV)/.test
 	status=0; \
 	$(PYTEST) $(SIDE_BY_SIDE) tests/conformance -m 'slow or not slow' $(ARGS) || status=$$?; \
@@ -124,7 +124,7 @@ $(BIN)/python:
 		{ echo "fmoe needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# The extra with the compiler of the CUDA kernels, for the CUDA of the installed torch; without CUDA, that of $(1).
+# The extra with the compiler of the CUDA kernels, for the CUDA of the installed torch; if it has none, for CUDA $(1).
 cuda_extra = $$($(BIN)/python -c 'import torch; \
 	print({"12": ",cuda12", "13": ",cuda"}.get((torch.version.cuda or "$(1)").split(".")[0], ""))')
 

@@ -1,7 +1,7 @@
 """``python -m bench allocator``: effect of huge pages and allocator settings on a training step and on a layer.
 
 A process reads these settings when it starts. Every run is therefore a new process, and a round starts one for each
-setting, in a new random order. The time of a process is the median of its steps, after a few untimed ones.
+setting, in a new random order. The time of a process is the median of its steps, after three untimed ones.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from pathlib import Path
 
 from bench import frame, options, report
 from bench.samples import Tokens
-from fmoe.errors import UserError
 
 AS_IT_IS = "as it is"
 _GIB = 1 << 30
@@ -38,7 +37,7 @@ _WARMUP = 3
 
 
 def settings() -> dict[str, dict[str, str]]:
-    """Return all settings, including other allocators that are installed on this machine."""
+    """Return the variables of every setting by name, including allocators that are installed on this machine."""
     found = dict(SETTINGS)
     for name in ("jemalloc", "tcmalloc"):
         library = ctypes.util.find_library(name)
@@ -48,21 +47,19 @@ def settings() -> dict[str, dict[str, str]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("allocator", __doc__, rounds=6, warmup=0)
+    parser = options.parser("allocator", __doc__, rounds=6, warmup=None)
     known = settings()
     parser.add_argument("--settings", nargs="+", choices=list(known), default=list(known))
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each process")
     parser.add_argument("--threads", type=int, default=None, help="threads of each process; by default all cores")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # started by a round, to measure
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # marks a measured process
     arguments = parser.parse_args(argv)
     if arguments.child is not None:
         _child(arguments)
         return
-    for option, least in (("rounds", 2), ("steps", 1)):
-        if getattr(arguments, option) < least:
-            raise UserError(f"--{option} {getattr(arguments, option)} must be at least {least}")
+    options.at_least(arguments, rounds=2, steps=1)
     names = list(dict.fromkeys([AS_IT_IS, *arguments.settings]))
     rows = []
     for workload in arguments.workloads:
@@ -210,7 +207,7 @@ WORKLOADS: dict[str, Callable[[str], Callable[[], object]]] = {
 
 
 def _huge_pages() -> str:
-    """Return the kernel's setting of huge pages, e.g. madvise."""
+    """Return the kernel's setting of huge pages, e.g. madvise; "none" if it has no such setting."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

@@ -3,8 +3,7 @@
 The plan counts what each rank of a GPT with one layer holds, on the meta device, as ``fmoe train --dry-run`` does. Its
 tied embedding, whose rows are the classes, is nearly the whole model. The steps are real: the same model with fewer
 classes and a smaller width on one rank and on ``--step-ranks``, from the same weights and tokens. Their losses must
-agree within ``--tolerance``, and the bytes that the largest rank holds must be those of the plan; otherwise the exit
-code is 1.
+agree within ``--tolerance``, and the largest rank must hold the bytes of the plan; otherwise the exit code is 1.
 """
 
 import math
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step-width", type=int, default=32, help="width of the real steps' model")
     parser.add_argument("--step-ranks", type=int, default=2, help="tensor parallel size of the real steps")
     parser.add_argument("--steps", type=int, default=3, help="number of real steps")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative difference of losses that is allowed")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of losses")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, steps=1, step_ranks=2, ranks=1, classes=1, step_classes=1, width=8, step_width=8)
     for size in (1, arguments.step_ranks):  # wrong sizes are named here, not by a rank after the plans
@@ -56,12 +55,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def recipe_of(classes: int, width: int, size: int, optimizer: str = "adamw", precision: str = "fp32") -> Recipe:
-    """Return a dense GPT of one layer with ``classes`` tokens, whose rows ``size`` tensor parallel ranks divide."""
+    """Return the recipe of a dense GPT of one layer, whose ``classes`` tokens ``size`` tensor parallel ranks split."""
     recipe = Recipe(
         model=ModelConfig(
             num_layers=1,
             hidden_size=width,
-            num_heads=width // 8,  # 64 of width 512: as many ranks can split them
+            num_heads=width // 8,  # at width 512, 64 heads, which up to 64 ranks can split
             ffn_hidden_size=width,
             sequence_length=64,
             vocab_size=classes,

@@ -10,14 +10,13 @@ in common rounds.
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
-from bench import options, ranks
-from fmoe.errors import UserError
+from bench import options, ranks, report
 
 SPLITS = ("data", "tensor", "context")
 HEAD_WIDTH = 32
@@ -39,20 +38,19 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("context", __doc__, rounds=10, warmup=2)
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks P, a power of 2")
+    parser = options.parser("context", __doc__, rounds=10, warmup=2, has_seed=False)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks P")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], help="tokens per sequence")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=256)
     arguments = parser.parse_args(argv)
-    if arguments.ranks < 2 or arguments.rounds < 2:
-        raise UserError(f"--ranks={arguments.ranks} and --rounds={arguments.rounds} must be at least 2")
+    options.at_least(arguments, ranks=2, rounds=2, warmup=0)
     for split in arguments.splits:
         for length in arguments.lengths:
             recipe_of(arguments, split, length)
     rows = [Row(**row) for split in arguments.splits for row in ranks.run(arguments.ranks, measure, arguments, split)]
-    print("\n".join(table(rows)))
+    report.write_rows([asdict(row) for row in rows], "\n".join(table(rows)) + "\n", arguments.out, "context")
 
 
 def recipe_of(arguments: Any, split: str, length: int):

@@ -1,6 +1,6 @@
 """Deep Gradient Compression (Lin et al., arXiv 1712.01887) as a communication hook of torch's DDP: an example.
 
-Of algorithm 1 and section 3 it has top-k sparsification per parameter, local accumulation of what is not sent (error
+From algorithm 1 and section 3, the hook has top-k sparsification per parameter, accumulation of what is not sent (error
 feedback), momentum correction, momentum factor masking, and the warm-up of the density. It has no local clipping, and
 chooses the k largest elements exactly instead of from a sample. Momentum is in the hook: the optimizer is plain SGD.
 
@@ -20,10 +20,10 @@ class DGCState:
     """State of `dgc_hook`.
 
     Args:
-        group: data parallel ranks.
-        density: share of a parameter's elements that a rank sends, at least one element.
+        group: process group of the data parallel ranks.
+        density: share of a parameter's elements that a rank sends per step (at least one element).
         momentum: coefficient of the local momentum.
-        warmup: number of steps in which the density falls exponentially from 1/4.
+        warmup: number of steps in which the share falls exponentially from 1/4 to ``density``.
     """
 
     def __init__(self, group: dist.ProcessGroup, density: float = 0.001, momentum: float = 0.9, warmup: int = 0):
@@ -40,7 +40,7 @@ class DGCState:
         return self.density * (0.25 / self.density) ** left
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate a gradient; return values and indices of the elements to send, and forget these."""
+        """Accumulate a gradient; return values and flat indices of the elements to send, and reset these."""
         if parameter not in self.velocity:
             self.velocity[parameter], self.unsent[parameter] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         u, v = self.velocity[parameter].view(-1), self.unsent[parameter].view(-1)

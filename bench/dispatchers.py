@@ -15,7 +15,7 @@ from fmoe.exchange import build_exchange
 from fmoe.experts.ffn import ExpertCall
 from fmoe.routing import Routing
 
-Experts = Callable[[Tensor, list[int]], Tensor]  # rows by expert, and how many each has
+Experts = Callable[[Tensor, list[int]], Tensor]  # rows sorted by expert, and rows per expert, to outputs
 Result = tuple[Tensor, Tensor, Tensor]  # output [T, D], gradients of rows [T, D] and weights [T, K]
 
 
@@ -24,8 +24,8 @@ class Batch:
     """A rank's tokens, their choices of experts, and the gradient of the outputs.
 
     Attributes:
-        most: upper bound on the rows that an expert gets from any rank, as a gate with a capacity knows it. The padded
-            exchange sends this number of rows to every expert, and drops none.
+        most: upper bound on the rows that an expert gets from any rank, as a gate with a capacity provides it. The
+            padded exchange sends this number of rows to every expert, and drops none.
     """
 
     num_experts: int
@@ -96,7 +96,7 @@ def start_megatron() -> None:
 def megatron(batch: Batch, dispatcher: str) -> Callable[[Experts], Result]:
     """Return a step with megatron-core's token dispatcher "alltoall" or "allgather".
 
-    It takes choices as a map [T, E] and weights as probabilities [T, E], which are made beforehand. In megatron-core
+    The dispatcher takes choices as a map [T, E] and weights as probabilities [T, E], made beforehand. In megatron-core
     the experts, not the combination, multiply rows by their weights, and so do the experts here.
     """
     from megatron.core.transformer.moe import token_dispatcher

@@ -1,7 +1,7 @@
 """``python -m bench exchange``: exchanges of rows, forward and backward, over 2 and 4 gloo ranks.
 
 Our exchanges and megatron-core's token dispatchers send the same rows by the same choices to experts that return them
-unchanged. Measured are the time, the bytes sent, and how often the host reads values. A round's time is that of the
+unchanged. The report has the time, the bytes sent, and how often the host reads values. A round's time is that of the
 slowest rank. Before they are timed, all must compute the right output and gradients.
 """
 
@@ -22,7 +22,7 @@ from fmoe.errors import UserError
 
 OURS, PEERS = "fmoe all_to_all", ("megatron-core alltoall", "megatron-core allgather")
 FEWEST_ROUNDS = 5
-MOST_PADDING = 2.5  # where the padded exchange, without dropping, would send more times the rows, it is left out
+MOST_PADDING = 2.5  # the padded exchange is left out where, to drop nothing, it would send more times the rows
 LIMIT, LIMIT_BF16 = 1e-5, 2e-2
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument(
-        "--seconds", type=float, default=6.0, help=f"time per row, unless {FEWEST_ROUNDS} rounds need more"
+        "--seconds", type=float, default=6.0, help=f"about the time limit of a row, of at least {FEWEST_ROUNDS} rounds"
     )
     arguments = parser.parse_args(argv)
     _check(arguments)
@@ -49,14 +49,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _check(arguments) -> None:
+    options.at_least(arguments, tokens=1, d_model=1, num_experts=1, top_k=1, warmup=0)
     for size in arguments.ranks:
         if size < 2 or arguments.num_experts % size:
-            raise UserError(f"--ranks={size} is below 2 or does not divide --num-experts={arguments.num_experts}")
+            raise UserError(f"--ranks={size} must be at least 2 and divide --num-experts={arguments.num_experts}")
     for skew in arguments.skew:
         if not 0 < skew <= arguments.num_experts / arguments.top_k:
             raise UserError(
-                f"--skew={skew:g} is not above 0 and at most {arguments.num_experts / arguments.top_k:g}, where every "
-                "token goes to the hottest expert"
+                f"--skew={skew:g} must be above 0 and at most {arguments.num_experts / arguments.top_k:g}, at which "
+                "all tokens choose the hottest expert"
             )
 
 
@@ -71,7 +72,7 @@ def _measure_all(arguments) -> list[dict]:
             row = _measure(tokens, skew, arguments)
             rows.append(row.to_json())
             if dist.get_rank() == 0:
-                print(f"{row.label}: {OURS} {row.ratio(OURS)} of {row.reference}", flush=True)
+                print(f"{row.label}: {OURS} is {row.ratio(OURS)} times as fast as {row.reference}", flush=True)
     return rows
 
 
@@ -120,7 +121,7 @@ def _steps(batch: Batch) -> dict[str, Callable[..., dispatchers.Result]]:
 
 
 def _verify(name: str, step: Callable[..., dispatchers.Result], batch: Batch) -> None:
-    """Check all contenders. Each expert multiplies by another factor, so that a row at the wrong expert is detected."""
+    """Check a contender. Each expert multiplies by another factor, so that a row at the wrong expert is detected."""
     first = dist.get_rank() * (batch.num_experts // dist.get_world_size())
 
     def experts(rows, counts):
@@ -132,7 +133,8 @@ def _verify(name: str, step: Callable[..., dispatchers.Result], batch: Batch) ->
     total_T1 = (scale_TK * batch.weight_TK).sum(1, keepdim=True)
     expected = (total_T1 * x_TD, total_T1 * grad_TD, scale_TK * (x_TD * grad_TD).sum(1, keepdim=True))
     limit = LIMIT_BF16 if "bf16" in name else LIMIT
-    for what, value, right in zip(("output", "gradient of rows", "of weights"), step(experts), expected, strict=True):
+    names = "output", "gradient of rows", "gradient of weights"
+    for what, value, right in zip(names, step(experts), expected, strict=True):
         error = ranks.slowest(((value - right).norm() / right.norm()).item())  # the same verdict on all ranks
         if not error < limit:
             raise RuntimeError(f"{name}: {what} has relative error {error:.1e}, the limit is {limit:.0e}")
@@ -149,7 +151,7 @@ def _facts(traffic: Traffic) -> dict[str, str]:
 
 
 def verdict(rows: Sequence[Measurement]) -> list[str]:
-    """Compare ours with each peer and with the best one of each row: the mean, and the rows in which ours is slower."""
+    """Return lines that compare ours with each peer, and with the best peer of each row: mean ratio and slower rows."""
     against = {name: [replace(row, reference=name) for row in rows] for name in PEERS}
     best = [replace(row, reference=min(PEERS, key=row.median)) for row in rows]
     lines = []

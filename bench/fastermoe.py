@@ -2,8 +2,8 @@
 PPoPP'22), by skew of the load and by bandwidth.
 
 Every rank is a node of its own, behind an emulated link (`bench.link`). A step's time is that of the slowest rank:
-processor seconds of its thread, plus waits for transfers. So the ranks may outnumber the cores. Beside each speedup is
-that of a cost model, which knows only the loads, the bytes and one row's processor seconds.
+processor seconds of its thread, plus waits for transfers. So the ranks may outnumber the cores. The report also has the
+speedups of a cost model, which knows only the loads, the bytes and one row's processor seconds.
 
 Shape letters: W ranks, T tokens of a rank, D width, E experts.
 """
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     ):
         parser.add_argument(f"--{option}", nargs="+", type=float, default=default, help=text)
     parser.add_argument("--chunks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--bonus", type=float, default=2.0, help="of the topology gate; logits have variance 1")
+    parser.add_argument("--bonus", type=float, default=2.0, help="topology gate's bonus; logits have variance 1")
     arguments = parser.parse_args(argv)
     _check(arguments)
     rows = [Measurement.from_json(row) for row in ranks.run(arguments.ranks, _measure_all, arguments)]
@@ -53,7 +53,7 @@ def _check(arguments) -> None:
     options.at_least(arguments, tokens=1, d_model=2, d_hidden=1, top_k=1, rounds=2, warmup=0)
     size, num_experts = arguments.ranks, arguments.num_experts
     if size < 2 or num_experts % size:
-        raise UserError(f"--ranks={size} is below 2 or does not divide --num-experts={num_experts}")
+        raise UserError(f"--ranks={size} must be at least 2 and divide --num-experts={num_experts}")
     if arguments.top_k >= num_experts:
         raise UserError(f"--top-k={arguments.top_k} must be below --num-experts={num_experts}")
     for option, values, low, high in (
@@ -67,7 +67,7 @@ def _check(arguments) -> None:
 
 
 class _Always(Cost):
-    """Cost model that shadows as many experts as allowed, to measure the shadowing that `choose` would reject too."""
+    """Cost model that shadows as many experts as allowed, to measure shadowing also where it does not pay."""
 
     def seconds(self, loads_WE, num_local: int, shadows: Sequence[int]) -> float:
         return -len(shadows)
@@ -102,7 +102,7 @@ class Batch:
 
 
 def _layer(batch: Batch, arguments, group: dist.ProcessGroup | None, gate: str = "naive", **exchange: Any):
-    """Return a layer; without a group, one with a rank's share of experts, the work of a rank at even loads."""
+    """Return a layer. Without a group it has a rank's share of the experts: a rank's work at even loads."""
     size = 1 if group else arguments.ranks
     layer = fmoe.FMoE(
         d_model=arguments.d_model,
@@ -160,7 +160,7 @@ def _measure_all(arguments) -> list[dict]:
 
 
 def _verify(steps: dict[str, Callable[[], tuple[Tensor, Tensor]]]) -> None:
-    """Check that the contenders compute the same; the topology gate makes other choices."""
+    """Check that all contenders but the topology gate, which makes other choices, compute the same."""
     expected = steps[PLAIN]()
     for name, step in steps.items():
         for value, right in zip(step(), expected, strict=True):
@@ -178,7 +178,7 @@ def _loads(layer, batch: Batch, group: dist.ProcessGroup) -> Tensor:
 
 
 def _row_seconds(batch: Batch, arguments) -> float:
-    """Return the processor seconds per row of a layer without an exchange: gate, experts and copies."""
+    """Return the slowest rank's processor seconds per row, forward and backward, of a layer without an exchange."""
     layer = _layer(batch, arguments, None)
     step, seconds = _step(layer, batch), []
     for _ in range(4):

@@ -89,9 +89,7 @@ class Measurement:
         return [math.log(reference / contender) for reference, contender in pairs]
 
     def ratio(self, name: str, confidence: float = 0.95) -> Interval | None:
-        """Return the trimmed geometric mean of the paired ratios with its interval; `bench.intervals` gives the
-        reasons.
-        """
+        """Return the trimmed geometric mean of the paired ratios with its interval (`bench.intervals`)."""
         logs = self.log_ratios(name)
         return None if logs is None else trimmed_mean_interval([logs], confidence).exp()
 
@@ -131,20 +129,20 @@ def measure(
         seed: seed of the order within the rounds.
         min_seconds: a run repeats a call until it takes about this long. The number of calls follows from the warm-up,
             which must have at least one run, and is the same in all rounds. None: a run is one call.
-        max_seconds: time after which no further round begins, except for the first `LEAST_ROUNDS`. Not for ranks that
-            measure together, because they would not stop together.
+        max_seconds: total of the timed runs after which no further round begins, except for the first `LEAST_ROUNDS`.
+            Not for ranks that measure together, because they would not stop together.
         label, unit: see `Measurement`.
         clock: returns seconds.
         sync: waits for the device, e.g. ``torch.cuda.synchronize``; called before every reading of the clock.
-        line_up: called before every run, e.g. a barrier, so that ranks that measure together, each in a call with the
-            same arguments, begin every run together.
+        line_up: called before every run, e.g. a barrier, so that ranks that measure together begin every run together.
+            Each rank calls this function with the same arguments.
         agree: maps the seconds of a run on this rank to those that count, e.g. the slowest rank's.
 
     Returns:
         The times. A contender that raises is left out from then on, and its reason is in ``failures``.
 
     Raises:
-        UserError: a number is out of range, or the reference is not a contender.
+        UserError: a number is out of range, names repeat, or the reference is not a contender.
     """
     assert max_seconds is None or agree is None
     _check(contenders, rounds=rounds, warmup=warmup, reference=reference, min_seconds=min_seconds)

@@ -2,12 +2,12 @@
 
 The two tables of GPipe (arXiv 1811.06965) for our pipeline, with the sizes of its Transformer and a vocabulary of
 32,768. The first counts on the meta device what the largest stage holds: weights, gradients and optimizer state as
-``fmoe train --dry-run`` does, and what autograd keeps of every micro batch in flight. A stage of the gpipe schedule has
-all micro batches in flight, stage s of p on 1F1B p - s of them (from 0), a single stage one, or the whole batch. With
-recomputation, one layer is kept besides. Gradients of activations and buffers of a kernel are not counted.
+``fmoe train --dry-run`` does, and what autograd keeps of every micro batch in flight. On the gpipe schedule all micro
+batches are in flight; on 1F1B p - s of them at stage s of p (s from 0); with ``whole``, the batch at once. Recomputing
+adds what one layer keeps. Gradients of activations and buffers of a kernel are not counted.
 
 The second compares times of real steps on one and two stages with the law K m / (m + K - 1) of m micro batches on K
-equal stages. These depend on the machine, the first table does not.
+equal stages. Only these times depend on the machine.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 class Kept(saved_tensors_hooks):
-    """Context that counts the bytes that autograd saves of a model on any device, meta included, without parameters."""
+    """Context that counts the bytes that autograd saves for a model on any device, also meta, without parameters."""
 
     def __init__(self, model: nn.Module):
         self._own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -46,15 +46,17 @@ class Kept(saved_tensors_hooks):
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("gpipe", __doc__, rounds=5, warmup=1)
+    parser = options.parser("gpipe", __doc__, rounds=5, warmup=1, has_seed=False)
     parser.add_argument("--budget", type=float, default=16, help="GiB per stage; the paper's TPU v3 core has 16")
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of stages of both tables")
+    parser.add_argument(
+        "--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of stages; real steps: 1, 2"
+    )
     parser.add_argument("--micro-batches", type=int, default=32, help="micro batches per step in the first table")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="sgd takes the paper's 12 bytes")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="sgd: 12 bytes, as in the paper")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--no-steps", action="store_true", help="leave out the real steps")
+    parser.add_argument("--no-steps", action="store_true", help="leave out the second table")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, stages=1, micro_batches=1, rounds=2, warmup=0, hidden_size=64, budget=0.001)
     recipe = _recipe(arguments)
@@ -120,7 +122,7 @@ def _with(recipe: Recipe, layers: int, recompute: str, stages: int = 1) -> Recip
 
 
 def _fit(recipe: Recipe, stages: int, schedule: str, recompute: str, budget: int) -> dict:
-    """Return the largest model of ``stages`` whose largest stage takes at most ``budget`` bytes."""
+    """Return sizes of the deepest model in ``stages`` stages, each of which takes at most ``budget`` bytes."""
     from pretrain.dryrun import make_plan
 
     one, two = (kept_bytes(_with(recipe, layers, recompute)) for layers in (1, 2))

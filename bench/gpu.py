@@ -1,7 +1,6 @@
 """``python -m bench gpu probe|smoke``: what a machine with a GPU has, and whether the layer works on it.
 
-Both are steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and print which checks
-they skip.
+Both are steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and name skipped checks.
 """
 
 import functools
@@ -38,7 +37,7 @@ class Skipped(Exception):
 def main(argv: Sequence[str]) -> int:
     """Run a step; return 1 if a check failed, else 0."""
     parser = ArgumentParser(prog="python -m bench gpu", description=__doc__)
-    parser.add_argument("step", choices=["probe", "smoke"])
+    parser.add_argument("step", choices=["probe", "smoke"], help="smoke: run every part of the CUDA backend once")
     parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, in small sizes")
     arguments = parser.parse_args(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
@@ -66,7 +65,7 @@ def probe(device: torch.device) -> int:
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call: the minimum of ten."""
+    """Return the least seconds of a call: of ten calls on the CPU, of three measurements on a GPU."""
     if device.type == "cuda":
         return min(tuning.milliseconds(step) for _ in range(3)) / 1e3
     times = []

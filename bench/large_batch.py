@@ -1,8 +1,9 @@
 """``python -m bench large_batch``: loss at 32 times the batch and equal tokens, by optimizer.
 
-A small Mixture-of-Experts GPT on Python's standard library. Every run is one of ``fmoe train``: `large_batch.toml` and
-a contender's options. Each contender's learning rate is swept at the first seed, starting from equally many rates in
-factors of 2. The sweep continues beyond an end as long as the best rate is there; the other seeds run at the best rate.
+The model is a small Mixture-of-Experts GPT on Python's standard library. Every run is a ``fmoe train`` of
+`large_batch.toml` with a contender's options. Each contender's learning rate is swept at the first seed, starting from
+equally many rates in factors of 2. The sweep continues beyond an end as long as the best rate is there; the other seeds
+run at the best rate.
 
 At the end the mean gap of each contender of ``--gap-of`` to the base batch must be at most ``--gap``; otherwise the
 exit code is 1.
@@ -38,13 +39,13 @@ from pretrain.tracking import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")
 BASE_BATCH, FACTOR = 4, 32
-WARMUP = 0.1  # of the tokens, for everybody
+WARMUP = 0.1  # of the tokens, for every contender
 SMALL = "adamw"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with its options, the batch, and the learning rates with which its sweep begins."""
+    """An optimizer with its options, factor of the base batch, and learning rates with which its sweep begins."""
 
     name: str
     title: str
@@ -78,18 +79,15 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Size:
-    """Size of the study: steps of the base batch; seeds, the first of which is the sweep's; number of rates in a sweep,
-    and of rates that may be added beyond them; sequences of a validation; the folder below the standard library that is
-    read; and the gap to the base batch that is allowed, in nats per token.
-    """
+    """Size of the study."""
 
-    steps: int = 6400
-    seeds: tuple[int, ...] = (1, 2, 3)
-    rates: int = 3
-    beyond: int = 4
-    validation: int = 1024
-    library: str = ""
-    gap: float = 0.25
+    steps: int = 6400  # at the base batch
+    seeds: tuple[int, ...] = (1, 2, 3)  # sweeps use the first
+    rates: int = 3  # with which a sweep begins
+    beyond: int = 4  # rates that a sweep may add
+    validation: int = 1024  # sequences
+    library: str = ""  # folder below the standard library to read
+    gap: float = 0.25  # most nats per token above the base batch
 
 
 QUICK = Size(steps=64, seeds=(1, 2), rates=1, beyond=0, validation=128, library="importlib", gap=math.inf)
@@ -123,7 +121,7 @@ class Study:
         """Load the figures of finished runs.
 
         Raises:
-            UserError: a figure belongs to another recipe or corpus.
+            UserError: a figure belongs to another recipe or size of the study.
         """
         for contender in CONTENDERS:
             for path in sorted((self.folder / "figures").glob(f"{contender.name}_*.json")):
@@ -299,7 +297,7 @@ def tables(study: Study) -> str:
 
 def verdicts(study: Study, names: Sequence[str], most: float) -> tuple[str, bool]:
     """Return a line per contender that says whether its mean gap to the base batch is at most ``most``, and whether all
-    are; a gap is taken when all seeds have run.
+    gaps are. A contender without all seeds misses it.
     """
     titles = {contender.name: contender for contender in CONTENDERS}
     small, lines, met = study.of_seeds(titles[SMALL]), [], []
@@ -328,9 +326,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     names = [contender.name for contender in CONTENDERS if contender.name != SMALL]
     parser.add_argument(
-        "--gap", type=float, default=None, help=f"most nats above the base batch; {Size.gap} unless --quick"
+        "--gap", type=float, default=None, help=f"most nats above the base batch; None: {Size.gap}, or inf with --quick"
     )
-    parser.add_argument("--gap-of", nargs="+", choices=names, default=["lamb", "adamw-linear"], help="must be within")
+    parser.add_argument("--gap-of", nargs="+", choices=names, default=["lamb", "adamw-linear"], help="held to --gap")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, threads=1)
     if arguments.gap is not None and math.isnan(arguments.gap):

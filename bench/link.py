@@ -16,14 +16,14 @@ from fmoe.exchange import collectives
 
 
 class Link:
-    """A full-duplex link of each rank, which its transfers pass one after the other; a context in which the collectives
-    of exchanges pass it.
+    """An emulated full-duplex link of this rank, which carries one transfer after the other; a context in which it
+    carries the collectives of exchanges.
 
     A transfer of n bytes in the busier direction takes n / bandwidth seconds from its start, or from the end of the
     transfer before it. A collective ends for all ranks when the last rank's transfer does. A broadcast and a reduction
-    are pipelined: each rank passes the tensor on once.
+    are pipelined: each rank sends the tensor on once.
 
-    Every rank of the world builds one at the same time.
+    Every rank of the world must build one at the same time.
 
     Attributes:
         bandwidth: bytes per second in either direction; infinite for no limit.

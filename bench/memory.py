@@ -18,13 +18,13 @@ from bench.samples import Tokens
 from pretrain.config import load_recipe
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "muon", "sgd", "adafactor", "adamw8bit")
-WHOLE = ("adafactor", "adamw8bit")
+WHOLE = ("adafactor", "adamw8bit")  # not measured with `optimizer.distributed`, which does not support them
 PRECISIONS = ("fp32", "bf16", "fp16")
 COLUMNS = ("weights", "gradients", "masters", "state")
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("memory", __doc__)
+    parser = options.bare_parser("memory", __doc__)
     parser.add_argument("--recipe", default="quickstart", help="recipe whose model is measured")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
@@ -90,7 +90,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
 
 
 def tensors_of(engine) -> dict[str, list[Tensor]]:
-    """Return the tensors of an engine that persist from step to step, by `COLUMNS`; those of the state after a step."""
+    """Return the tensors of an engine that persist from step to step, by `COLUMNS`; the state exists after a step."""
     from megatron_patch.optimizer import optimizers, shards
 
     buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -104,7 +104,7 @@ def tensors_of(engine) -> dict[str, list[Tensor]]:
 
 
 def _plain(value: Tensor) -> Iterator[Tensor]:
-    """Return the plain tensors of which a tensor consists, such as codes, scales and map of an 8-bit one."""
+    """Yield the plain tensors of which a tensor consists, such as codes, scales and map of an 8-bit tensor."""
     if hasattr(value, "codes"):
         yield from (value.codes, value.scale, value.qmap)
     else:

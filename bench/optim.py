@@ -1,8 +1,8 @@
 """``python -m bench optim``: time of a step of LAMB, LARS and Muon on parameters of Mixture-of-Experts transformers.
 
-The reference is the same algorithm in a loop over tensors, one expert at a time. torch's multi-tensor AdamW shows the
-cost of trust ratios and orthogonalization. Gradients exist beforehand; clipping, reductions over ranks and rounding to
-16 bits are not measured.
+The reference is the same algorithm in a loop over tensors, one expert at a time. torch's multi-tensor AdamW, the third
+contender, shows the cost of trust ratios and orthogonalization. Gradients exist beforehand; clipping, reductions over
+ranks and rounding to 16 bits are not measured.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import frame, options, report
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.optim import Lamb, Lars, Matrices, Muon, is_stacked
 
 LOOP = {
@@ -55,7 +55,7 @@ class Shape:
 
 
 SHAPES = {
-    "quickstart": Shape(4, 192, 8, 768, 2048),
+    "quickstart": Shape(4, 192, 8, 768, 2048),  # the earlier model of the recipe, bench/convergence/switch.toml
     "many": Shape(8, 128, 64, 128, 2048),
     "large": Shape(4, 512, 8, 2048, 8192),
 }
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for name in arguments.shapes.split(","):
         if name not in SHAPES:
-            raise UserError(f"--shapes has {name!r}, which is not known; there are {', '.join(SHAPES)}")
+            raise UserError(f"--shapes has {name!r}; {known_names(name, SHAPES)}")
         rows += [_measure(SHAPES[name], kind, device, arguments) for kind in OURS]
     report.write(rows, arguments.out, "optim")
     for row, kind in zip(rows, list(OURS) * len(rows), strict=False):

@@ -12,12 +12,18 @@ RESULTS = Path(__file__).parent / "results"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def parser(name: str, description: str, *, rounds: int = 20, warmup: int = 3) -> argparse.ArgumentParser:
-    """Return a parser with ``--rounds``, ``--warmup``, ``--seed`` and ``--out``, to which a benchmark adds its own."""
+def parser(name: str, description: str, *, rounds=20, warmup: int | None = 3, has_seed=True) -> argparse.ArgumentParser:
+    """Return a parser with ``--rounds``, ``--out``, and unless left out ``--warmup`` and ``--seed``."""
     result = bare_parser(name, description)
     result.add_argument("--rounds", type=int, default=rounds, help="timed runs of every contender")
-    result.add_argument("--warmup", type=int, default=warmup, help="untimed runs of every contender before the rounds")
-    result.add_argument("--seed", type=int, default=0, help="seed of the order within the rounds")
+    if warmup is not None:
+        result.add_argument(
+            "--warmup", type=int, default=warmup, help="untimed runs of every contender before the rounds"
+        )
+    if has_seed:
+        result.add_argument(
+            "--seed", type=int, default=0, help="seed of the order in a round, in some also of the data"
+        )
     return result
 
 
@@ -41,20 +47,18 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
 
 
 def clock(name: str, threads: int | None) -> Callable[[], float]:
-    """Return the clock of ``--clock``.
+    """Return the clock that ``--clock`` names, a function that returns seconds.
 
     Raises:
         UserError: processor seconds of more than one thread.
     """
     if name == "cpu" and threads != 1:
-        raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
+        raise UserError(f"--clock=cpu adds the times of {threads or 'all'} threads: pass --threads 1")
     return CLOCKS[name]
 
 
 def at_least(arguments: argparse.Namespace, **least: float) -> None:
-    """Raise UserError for an option, or an element of it, that is infinite or below its least value; keywords are
-    options with their least values.
-    """
+    """Raise UserError if an option, or an element of its list, is below its value in ``least`` or not finite."""
     for name, limit in least.items():
         given = getattr(arguments, name)
         for value in given if isinstance(given, list) else [given]:

@@ -2,7 +2,7 @@
 
 A GPT with experts in p stages of one thread each runs m micro batches forward and backward, on the 1F1B and on the
 fill-drain (GPipe) schedule, without an optimizer step. A step of m micro batches takes ``(m + p - 1) * t`` if stages
-are equal and sending is free; t is the time of one more micro batch, from the longest and the shortest of the runs. The
+are equal and sending is free; t is the time of one more micro batch, from the runs with the most and the fewest. The
 measured share is ``1 - m * t / T(m)``, which includes the inequality of stages and the time of sending.
 """
 
@@ -13,18 +13,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+import torch
 import torch.distributed as dist
 
-from bench import options, ranks
+from bench import options, ranks, report
 from bench.intervals import trimmed_mean_interval
+from bench.samples import Tokens
 from fmoe.errors import UserError
+from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
 
 SCHEDULES = ("1f1b", "gpipe")
 LONGEST = 16  # micro batches, for t
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("pipeline", __doc__, rounds=10, warmup=2)
+    parser = options.parser("pipeline", __doc__, rounds=10, warmup=2, has_seed=False)
     parser.add_argument("--stages", type=int, default=2, help="number of stages, p")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[2, 4, 8], help="numbers of micro batches, m")
     parser.add_argument("--layers", type=int, default=4)
@@ -32,11 +35,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     arguments = parser.parse_args(argv)
     if arguments.stages < 2 or arguments.layers % arguments.stages:
-        raise UserError(f"--stages={arguments.stages} is below 2 or does not divide --layers={arguments.layers}")
-    if min(arguments.micro_batches) < 1 or max(arguments.micro_batches) >= LONGEST or arguments.rounds < 2:
-        raise UserError(f"--micro-batches are 1 to {LONGEST - 1}, --rounds 2 or more")
+        raise UserError(f"--stages={arguments.stages} must be at least 2 and divide --layers={arguments.layers}")
+    options.at_least(arguments, micro_batches=1, rounds=2, warmup=0)
+    if max(arguments.micro_batches) >= LONGEST:
+        raise UserError(f"--micro-batches={max(arguments.micro_batches)} must be below {LONGEST}")
+    _recipe(arguments)  # raises UserError here instead of on a rank
     seconds = ranks.run(arguments.stages, measure, arguments)
-    print("\n".join(table(seconds, arguments.stages)))
+    report.write_rows(seconds, "\n".join(table(seconds, arguments.stages)) + "\n", arguments.out, "pipeline")
 
 
 def measure(arguments) -> dict[str, list[list[float]]]:
@@ -47,7 +52,7 @@ def measure(arguments) -> dict[str, list[list[float]]]:
         warnings.filterwarnings("ignore", module=module)
     engines = _engines(arguments)
     numbers = [*sorted(set(arguments.micro_batches)), LONGEST]
-    samples = _Samples(arguments.sequence_length)
+    samples = Tokens(next(iter(engines.values())).recipe)
     found = {schedule: [[float(number)] for number in numbers] for schedule in engines}
     for turn in range(arguments.warmup + arguments.rounds):
         for index, number in enumerate(numbers):
@@ -63,45 +68,35 @@ def measure(arguments) -> dict[str, list[list[float]]]:
     return found
 
 
-def _engines(arguments) -> dict:
-    import torch
-
-    from megatron_patch import cpu
-    from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
-
-    cpu.install()
+def _recipe(arguments) -> Recipe:
     recipe = Recipe(
         model=ModelConfig(
             num_layers=arguments.layers,
             hidden_size=arguments.hidden_size,
             ffn_hidden_size=4 * arguments.hidden_size,
             sequence_length=arguments.sequence_length,
-            vocab_size=_Samples.vocab,
+            vocab_size=256,  # small, so that the output layer makes the last stage little longer
         ),
         parallel=ParallelConfig(pipeline=arguments.stages),
         train=TrainConfig(micro_batch=1, global_batch=LONGEST),
     )
     recipe.check()
+    return recipe
+
+
+def _engines(arguments) -> dict:
+    from megatron_patch import cpu
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.process import Processes
+
+    cpu.install()
+    recipe = _recipe(arguments)
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     init_parallel(recipe, processes)
     return {
         schedule: Engine(replace(recipe, parallel=replace(recipe.parallel, schedule=schedule)), processes)
         for schedule in SCHEDULES
     }
-
-
-class _Samples:
-    vocab = 256  # small, so that the output layer makes the last stage little longer
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def __getitem__(self, n: int):
-        import numpy as np
-
-        return np.random.default_rng(n).integers(0, self.vocab, self._length + 1)
 
 
 def bubbles(rows: Sequence[Sequence[float]], index: int) -> list[float]:

@@ -17,7 +17,7 @@ TIMEOUT = timedelta(minutes=2)  # of a collective, which bounds the wait for a r
 def run(size: int, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)`` on ``size`` ranks of one thread each; return the result of rank 0, in JSON types.
 
-    A rank that raises ends the others, and its traceback is raised here.
+    If a rank raises, the others are ended and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
         # The ranks also end if this process dies: torch asks the kernel to signal them.
@@ -37,7 +37,7 @@ def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args:
 
 
 def slowest(seconds: float) -> float:
-    """Return the maximum over the ranks."""
+    """Return the maximum of a number over the ranks, on every rank."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()

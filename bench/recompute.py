@@ -4,9 +4,9 @@ The quickstart model, in one process. Kept is the memory that autograd holds at 
 batch for its backward pass, without parameters; each memory block counts once. The time is that of the forward and
 backward passes of a whole step, without the optimizer.
 
-The largest micro batch is that of which autograd holds at most ``--budget-mb`` at any moment of both passes: what the
-backward pass recomputes counts, and what it has consumed does not. A line through the peaks of two small micro batches
-gives a first guess; its neighbors are run until one fits and the next does not.
+The largest micro batch is the largest for which autograd holds at most ``--budget-mb`` at any moment of both passes:
+tensors that the backward pass recomputes count, and tensors that it has consumed do not. A line through the peaks of
+two small micro batches gives a first guess; its neighbors are run until one fits and the next does not.
 """
 
 import functools
@@ -85,10 +85,10 @@ class _Saved:
 
 
 def largest(peak: Callable[[int], float], budget: float) -> int:
-    """Return the largest whole number whose peak is at most the budget; 0 if that of 1 exceeds it.
+    """Return the largest whole number whose peak is at most the budget; 0 if the peak of 1 exceeds it.
 
     Args:
-        peak: grows with its argument, about linearly.
+        peak: function that grows with its argument, about linearly.
     """
     peak = functools.cache(peak)
     if peak(1) > budget:
@@ -107,12 +107,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--recipe", default="quickstart", help="recipe whose model and batch are measured")
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument(
-        "--budget-mb", type=float, default=256.0, help="bytes held by autograd, in MB, that the largest micro batch has"
+        "--budget-mb", type=float, default=256.0, help="most MB held by autograd, for the largest micro batch"
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options.add_clock(parser)
     arguments = parser.parse_args(argv)
-    options.clock(arguments.clock, arguments.threads)  # raises if it is not for several threads
+    options.clock(arguments.clock, arguments.threads)  # raises for --clock cpu with several threads
     options.at_least(arguments, threads=1, rounds=2, warmup=0)
     if not 0 < arguments.budget_mb < math.inf:
         raise UserError(f"--budget-mb={arguments.budget_mb:g} must be finite and above 0")
@@ -155,9 +155,9 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
             row.facts[mode] = {
                 "kept, MB": f"{kept / 1e6:.1f}",
                 "kept, bytes per token": f"{kept / of_micro_batch:,.0f}",
-                "of none's": f"{kept / none_kept:.1%}",
+                "share of none": f"{kept / none_kept:.1%}",
                 f"largest micro batch in {arguments.budget_mb:g} MB": f"{fits}",
-                "times none's": f"{fits / none_fits:.2f}" if none_fits else "",
+                "ratio to none": f"{fits / none_fits:.2f}" if none_fits else "",
             }
         rows.append(row)
     return rows

@@ -70,8 +70,8 @@ def file_name(title: str) -> str:
 
 
 def write_rows(values: Any, text: str, out_dir: Path, name: str) -> None:
-    """Write ``NAME.json`` with values and the machine, and ``NAME.md``, of a benchmark that times nothing; print the
-    latter.
+    """Write values and the machine as ``NAME.json``, and a text as ``NAME.md``, for a benchmark without `Measurement`;
+    print the text.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / f"{name}.json").write_text(json.dumps({"machine": describe_machine(), "rows": values}, indent=1) + "\n")

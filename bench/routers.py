@@ -56,7 +56,7 @@ def at_random(scores: Scores, choice: Choice) -> Choice:
 
 
 def without_experts(scores: Scores, choice: Choice) -> Choice:
-    """Return the choice with weights of 0."""
+    """Return the choice with combine weights of 0."""
     return replace(choice, weight_TK=torch.zeros_like(choice.weight_TK))
 
 
@@ -192,5 +192,5 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequences", type=int, default=32, help="number of sequences of the validation text")
     arguments = parser.parse_args(argv)
     if arguments.sequences < 1:
-        raise UserError(f"--sequences={arguments.sequences} is not positive")
+        raise UserError(f"--sequences={arguments.sequences} must be at least 1")
     print(text([measure_run(run, arguments.sequences) for run in arguments.runs]))

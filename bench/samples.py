@@ -6,7 +6,7 @@ from pretrain.config import Recipe
 
 
 class Tokens:
-    """Samples of uniformly random tokens for a recipe, the same for every contender."""
+    """Samples of uniformly random tokens for a recipe, int64, [sequence_length + 1], the same for each n."""
 
     def __init__(self, recipe: Recipe):
         self._shape, self._vocab = recipe.model.sequence_length + 1, recipe.model.vocab_size

@@ -1,9 +1,9 @@
 """``python -m bench savers``: loss against bytes sent, for communication hooks and local SGD on data parallel ranks.
 
-Two ranks train a small byte-level GPT with experts, which they share, on Python's standard library. Only the dense part
-is compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, PowerSGD, post-local
+Two ranks, which split the experts, train a small byte-level GPT on Python's standard library. Only the dense part is
+compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, PowerSGD, post-local
 SGD) and `bench.dgc`. Every contender has the same weights, batches, SGD with momentum and learning rates, none of which
-is tuned for it. In the warm-up, local SGD sends all gradients, PowerSGD too, and DGC a falling share.
+is tuned for it. In the warm-up, local SGD, Geo-SGD and PowerSGD send all gradients, and DGC a falling share.
 
 Geo-SGD (PaddlePaddle's) sends the change of the parameters since the last exchange. There, trainers send it to a
 parameter server when they please; here all ranks average their changes at the same step, which gives LocalSGD's
@@ -38,13 +38,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of weights and batches")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--warmup", type=int, default=40, help="steps of the warm-up of the rate and of each contender")
+    parser.add_argument("--warmup", type=int, default=40, help="warm-up steps of the rate and of the contenders")
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes per rank and step")
     parser.add_argument("--width", type=int, default=64, help="width of the model, a multiple of 4")
     parser.add_argument("--density", type=float, default=0.001, help="share of a gradient's elements that DGC sends")
-    parser.add_argument("--rank", type=int, default=2, help="rank of PowerSGD's matrices")
-    parser.add_argument("--period", type=int, default=8, help="steps between averages of local and Geo-SGD")
+    parser.add_argument("--rank", type=int, default=2, help="rank of PowerSGD's factors")
+    parser.add_argument("--period", type=int, default=8, help="steps between averages of LocalSGD and Geo-SGD")
     arguments = parser.parse_args(argv)
     options.at_least(
         arguments, steps=arguments.warmup + 1, warmup=1, batch=1, width=4, density=1e-6, rank=1, period=1, lr=0, seeds=0
@@ -71,7 +71,7 @@ def train_all(arguments) -> list[dict]:
 
 
 def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGroups, arguments) -> dict:
-    """Train one contender; return its validation loss, the bytes it sent, and the mean seconds of a step at the end."""
+    """Train one contender; return its validation loss, bytes sent, seconds per step and dense parameters."""
     torch.manual_seed(seed)
     held_out = len(corpus) // 20
     model = parallel.DistributedDataParallel(SmallLM(groups, width=arguments.width, length=LENGTH), groups)
@@ -96,7 +96,7 @@ def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGro
     for key, part in (("warmup", warmup), ("sent", traffic)):
         result[key] = part.sent - part.sent_by["alltoall_base"]
     seconds.clear()
-    # Without the counter, and whole periods: local SGD averages in one step of each.
+    # Timed without the byte counter, over whole periods, because local SGD averages in one step of each.
     for number in range(arguments.steps, arguments.steps + 2 * arguments.period):
         step(number)
     dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
@@ -110,7 +110,7 @@ def _batch(corpus: np.ndarray, seed: tuple[int, ...] | int, count: int) -> Tenso
 
 @torch.no_grad()
 def _validate(model: nn.Module, corpus: np.ndarray) -> float:
-    """Return the mean loss over the ranks, each with its own dense parameters, which average at the end."""
+    """Return the validation loss with dense parameters averaged over the ranks; restore each rank's own ones."""
     dense = [p for n, p in model.named_parameters() if ".experts." not in n]
     own = [p.clone() for p in dense]
     for parameter in dense:
@@ -217,7 +217,7 @@ CONTENDERS: dict[str, Callable[..., Callable[[float], None]]] = {
 
 
 def table(rows: Sequence[dict], arguments) -> str:
-    """Return Markdown: losses, and bytes by what they are for, per step."""
+    """Return Markdown: a row per contender, with losses, and bytes that a rank sends of the dense part."""
     header = ["contender", "validation loss", "over all-reduce", "MB", "MB per step", "saved", "exchange, MB per step"]
     cells = [[*header, "ms per step"]]
     of = {name: {row["seed"]: row for row in rows if row["contender"] == name} for name in arguments.contenders}
@@ -227,7 +227,7 @@ def table(rows: Sequence[dict], arguments) -> str:
         gap = sweep.gap(losses, base) if name != REFERENCE else None
         steps = arguments.steps - arguments.warmup
         sent = median(row["sent"] for row in found.values()) / steps
-        dense = 4 * next(iter(found.values()))["dense"]  # of two ranks: what an all-reduce of float32 sends
+        dense = 4 * next(iter(found.values()))["dense"]  # bytes that an all-reduce of float32 over two ranks sends
         cells.append(
             [
                 name,

@@ -1,8 +1,8 @@
 """``python -m bench scaling``: weak and strong scaling of a training step over gloo processes of one thread each.
 
 Strong: the same global batch for every number of processes. Weak: the batch grows with the number of processes. A step
-runs from the batch to the new weights. Each number of processes has its own processes; all are measured in turn, in
-``--visits`` visits of alternating order, because drift of the machine would otherwise look like scaling.
+runs from the batch to the new weights. The numbers of processes are measured in turn, ``--visits`` times in alternating
+order and with new processes, because drift of the machine would otherwise look like scaling.
 """
 
 import json
@@ -52,8 +52,10 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = options.parser("scaling", __doc__, rounds=5, warmup=1)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes, the base first")
+    parser = options.parser("scaling", __doc__, rounds=5, warmup=1, has_seed=False)
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes, the reference first"
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument(
         "--split", choices=SPLITS, default="data", help="how the processes divide the model or the batch"
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step; weak: per process")
     parser.add_argument("--visits", type=int, default=2, help="times that each number of processes is started")
     arguments = parser.parse_args(argv)
-    options.at_least(arguments, ranks=1, rounds=1, visits=1, warmup=0)
+    options.at_least(arguments, ranks=1, rounds=1, batch=1, visits=1, warmup=0)
     for option in ("ranks", "modes"):
         setattr(arguments, option, list(dict.fromkeys(getattr(arguments, option))))
     for size in arguments.ranks:
@@ -92,8 +94,8 @@ def recipe_of(arguments, size: int, mode: str) -> Recipe:
     The micro batch is the same at every number of processes, so that all have equal matrix products.
     """
     replicas = max(arguments.ranks) if arguments.split in ("data", "expert") else 1
-    if arguments.batch < 1 or arguments.batch % replicas:
-        raise UserError(f"--batch={arguments.batch} must be a positive multiple of {replicas}, the largest of --ranks")
+    if arguments.batch % replicas:
+        raise UserError(f"--batch={arguments.batch} must be a multiple of {replicas}, the largest of --ranks")
     recipe = load_recipe(arguments.recipe)
     sizes = {"expert": 1, "data": 1, arguments.split: size}
     recipe = replace(
@@ -157,7 +159,7 @@ def _step(engine, samples: Tokens) -> Callable[[int], None]:
 
 
 def markdown(rows: Sequence[Row], arguments, machine: dict) -> str:
-    """Return the report. Efficiencies are relative to the first number of processes of each mode."""
+    """Return the report; efficiencies are relative to the first number of processes of each mode."""
     cores = machine["cores"]
     header = "scaling, processes, tokens per step, step, tokens/s, tokens/s per process, efficiency"
     cells = [[*header.split(", "), "CPU s per million tokens", "CPU efficiency"]]

@@ -30,12 +30,12 @@ class Block(nn.Module):
 
 
 class SmallLM(nn.Module):
-    """Logits of the next byte.
+    """Map bytes, [batch, length], to logits of the next byte, [batch, length, 256].
 
     Args:
-        groups: groups of `fmoe.parallel.init`, whose expert parallel ranks share the experts.
-        width, layers, heads, experts: sizes of the model; each layer has ``experts`` experts in all.
-        length: number of positions.
+        groups: groups of `fmoe.parallel.init`, whose expert parallel ranks split the experts.
+        width, layers, heads, experts: sizes of the model; ``experts`` is per layer, over all ranks.
+        length: maximum sequence length.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ def is_inside(losses: Losses) -> bool:
 
 
 def missing(rates: Sequence[float], losses: Losses, *, most: int) -> list[float]:
-    """Return the rates to run next: those of the list; then, while the best is at an end, the next one beyond it.
+    """Return the rates to run next: those of the list; then, while the best is at an end, the next one beyond it (below
+    the lowest if every run diverged); none if the best is inside or ``most`` rates were added.
 
     Args:
         rates: initial rates, the same number for every contender.
@@ -45,7 +46,7 @@ def mean_and_spread(values: Sequence[float | None]) -> tuple[float, float] | Non
 
 
 def gap(losses: Mapping[int, float | None], reference: Mapping[int, float | None]) -> tuple[float, float] | None:
-    """Return mean and spread of the differences to the reference, seed by seed, over the seeds that both have."""
+    """Return mean and spread of the differences to the reference, seed by seed, over common seeds; None as above."""
     pairs = [(losses[seed], reference[seed]) for seed in losses if seed in reference]
     if not pairs or not all(_is_finite(value) for pair in pairs for value in pair):
         return None

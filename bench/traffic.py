@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Reads of values on the host. On a GPU each waits for all work before it, unless the tensor was copied earlier.
 _READS = ("tolist", "item", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__")
-# The shape of their result depends on values: a GPU's host waits for it as well.
+# The shape of their result depends on values: on a GPU the host waits for them as well.
 _SHAPED_BY_VALUES = ("masked_select", "nonzero", "unique", "bincount")
 
 

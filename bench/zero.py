@@ -1,6 +1,6 @@
 """``python -m bench zero``: bytes that a rank holds and sends by stage of ZeRO (arXiv 1910.02054), against formulas.
 
-Data parallel ranks train a small GPT with experts. Without ZeRO, and at stage 1, it is the trainer's, with
+Data parallel ranks train a small GPT with experts. Without ZeRO and at stage 1, the trainer's engine does, with
 ``optimizer.distributed`` off and on. Stages 2 and 3 are `fmoe.parallel.fully_shard` (torch's FSDP2) on a model of plain
 torch: with ``reshard_after_forward=False`` weights are gathered once in a step, with ``True`` twice. All figures are in
 bytes per parameter on rank 0, after AdamW's first step; the bytes sent are those of the second step, as a ring sends
@@ -21,7 +21,7 @@ from bench.traffic import Traffic
 from fmoe.errors import UserError
 
 STAGES = {0: "none", 1: "1: optimizer.distributed", 2: "2: fully_shard, kept", 3: "3: fully_shard, resharded"}
-# Bytes per parameter: held from step to step, gathered beside that in a step (None: block by block), and sent / f.
+# Bytes per parameter: held from step to step, also gathered in a step (None: one block at a time), and sent / f.
 # Gradients are float32 in both precisions, which adds 2 to the 16 bytes of the paper.
 FORMULAS = {
     ("fp32", 0): ("16", "0", "8"),
@@ -33,7 +33,7 @@ FORMULAS = {
     ("bf16", 2): ("16 / N", "2", "6"),
     ("bf16", 3): ("16 / N", None, "8"),
 }
-# Of the paper, figure 1 and section 7: bytes held with 16-bit weights and gradients, and elements sent per parameter.
+# From the paper, figure 1 and section 7: bytes held with 16-bit weights and gradients, and elements sent per parameter.
 PAPER = {0: ("16", "2"), 1: ("4 + 12 / N", "2"), 2: ("2 + 14 / N", "2"), 3: ("16 / N", "3")}
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--width", type=int, default=128, help="width of the models, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tolerance", type=float, default=0.02, help="relative deviation from a formula")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest relative deviation from a formula")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, ranks=2, width=64, layers=1)
     if arguments.width % 64:
@@ -70,7 +70,7 @@ def count_all(precisions: Sequence[str], width: int, layers: int) -> list[dict]:
 
 
 def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
-    """Count the trainer's engine, with its optimizer whole or sharded."""
+    """Count the bytes of the trainer's engine, whose optimizer is sharded at stage 1."""
     from bench.memory import tensors_of
     from megatron_patch import cpu
     from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
@@ -111,7 +111,7 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
 
 
 def _sharded(stage: int, precision: str, width: int, layers: int) -> dict:
-    """Count a plain model under `fmoe.parallel.fully_shard`."""
+    """Count the bytes of a plain model under `fmoe.parallel.fully_shard`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from bench.small_lm import SmallLM, loss_of
@@ -152,7 +152,7 @@ def _is_shard(tensor: Tensor) -> bool:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes on this rank, without counters of steps."""
+    """Return the bytes on this rank, without scalars, which are counters of steps."""
     local = (tensor.to_local() if _is_shard(tensor) else tensor for tensor in tensors if tensor.dim())
     return sum(tensor.nbytes for tensor in local)
 
@@ -182,7 +182,7 @@ def table(rows: Sequence[dict], tolerance: float) -> tuple[str, bool]:
         "",
         *report.table(cells),
         "",
-        f"largest deviation from a formula: {worst:.2%} ({'met' if is_met else 'missed'}: at most {tolerance:.0%})",
+        f"largest deviation from a formula: {worst:.2%} ({'met' if is_met else 'missed'}: at most {tolerance:.2%})",
     ]
     return "\n".join(lines) + "\n", is_met
 

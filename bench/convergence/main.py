@@ -17,7 +17,7 @@ RECIPES = [str(HERE / f"{name}.toml") for name in ("dense", "moe-8", "moe-32")]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0, or the code that ended the study early: see `study.train`."""
+    """Return the code of `fmoe compare`, or the one that ended the study before it: see `study.train`."""
     parser = argparse.ArgumentParser(prog="python -m bench convergence", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "recipes",

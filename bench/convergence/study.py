@@ -78,20 +78,20 @@ def check_options(arguments: argparse.Namespace) -> list[str]:
     """Check the options of `add_options`, and return those of ``--set`` as the trainer takes them.
 
     Raises:
-        UserError: a number is not positive, a seed is given twice, or ``--set`` has no key and value.
+        UserError: a number is not positive, a seed is given twice, or a ``--set`` has no ``=``.
     """
     for name in ("at_once", "threads"):
         if getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} is not positive")
+            raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} must be at least 1")
     if wrong := [setting for setting in arguments.set if "=" not in setting]:
-        raise UserError(f"--set {wrong[0]} is not KEY=VALUE")
+        raise UserError(f"--set={wrong[0]} must have the form KEY=VALUE")
     if len(set(arguments.seeds)) < len(arguments.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} has a duplicate")
+        raise UserError(f"--seeds={' '.join(map(str, arguments.seeds))} must differ from each other")
     return [f"--{setting}" for setting in arguments.set]
 
 
 def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path, more: Sequence[str] = ()) -> list[Job]:
-    """Return the runs, grouped by recipe, so that runs that train at once take equally long.
+    """Return the runs, grouped by recipe, so that runs that train at the same time take about equally long.
 
     Args:
         more: options of every run, as on the trainer's command line.
@@ -112,7 +112,8 @@ def make_job(recipe_name: str, name: str, seed: int, folder: Path, more: Sequenc
     recipe = load_recipe(recipe_name, options)
     if recipe.parallel.world_size != 1:
         raise UserError(
-            f"{recipe_name} needs {recipe.parallel.world_size} processes, but each run here is a single process"
+            f"{recipe_name} needs {recipe.parallel.world_size} processes, but each run here is a single process: pass "
+            "--set parallel.expert=1, or set the sizes of [parallel] to 1"
         )
     job = Job(name, recipe_name, options, recipe)
     _check_same(job)

@@ -1,4 +1,4 @@
-"""Bandwidth of the memory-bound CUDA kernels of a shape: the bytes that they must move, per second, over a copy's.
+"""Bandwidth of the memory-bound CUDA kernels of a shape: bytes that they must move per second, relative to a copy.
 
 Bytes are those of docs/kernels.md: each input read once, each output written once. Shape letters: T tokens, D width, H
 hidden width, P height of the first map, E experts, K choices, N = T * K assignments.
@@ -23,8 +23,8 @@ class Kernel:
     """One launch (three for ``place``).
 
     Args:
-        bytes_moved: read and written.
-        step: launches it.
+        bytes_moved: bytes read and written.
+        step: launches the kernel.
     """
 
     name: str
@@ -59,7 +59,7 @@ def kernels_of(problem: Problem) -> Iterator[Kernel]:
 
 
 def measure(problem: Problem, label: str, rounds: int, seed: int, clock: Callable[[], float]) -> frame.Measurement:
-    """Time each kernel next to a copy of a gigabyte; work is bytes, so that throughput is bytes per second."""
+    """Time each kernel next to a copy of 1 GiB; work is bytes, so that throughput is bytes per second."""
     source = torch.empty(_COPIED, dtype=torch.uint8, device=problem.device)
     target = torch.empty_like(source)
     entries = [frame.Contender(COPY, lambda: lambda: target.copy_(source), 2.0 * _COPIED)]

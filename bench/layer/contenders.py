@@ -1,4 +1,4 @@
-"""Mixture-of-Experts layers to time against each other: the same weights, top-k routing, no biases.
+"""Mixture-of-Experts layers to time against each other: the problem's weights, top-k routing, no biases.
 
 A contender's step is forward (and backward) of one batch, after which gradients are freed, as
 ``zero_grad(set_to_none=True)`` of an optimizer does. Shape letters: T tokens, D width, H hidden width, E experts, K
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from bench.layer.problem import Problem
 
-OURS = ("fmoe native", "fmoe torch")  # the first that a run has is the one that its goals are of
-# Ours on a GPU: backend, how its GEMMs are done, a package that is not installed everywhere.
+OURS = ("fmoe native", "fmoe torch")  # the goals of a run apply to the first of these that it has
+# Ours on a GPU: backend, implementation of its GEMMs, optional package.
 OURS_ON_CUDA = {
     "fmoe cuda": ("cuda", "auto", None),
     "fmoe cuda, grouped": ("cuda", "grouped", None),
@@ -37,11 +37,11 @@ class Layer:
     """A contender.
 
     Args:
-        build: the layer of a problem, a module from [T, D] to [T, D].
-        needs: a package that is not installed everywhere.
-        is_dropless: whether every assignment is computed. Others are shown, but do not count as peers.
+        build: returns the layer of a problem, a module from [T, D] to [T, D].
+        needs: optional package, if any.
+        is_dropless: whether every assignment is computed. Other layers are shown, but do not count as peers.
         is_slow: whether its time grows with the square of the number of experts, or it calls an expert for every
-            assignment: it gets fewer rounds, if any.
+            assignment: the layer gets 3 rounds, or none.
         takes_choices: whether it uses the given choices of a problem that has them.
     """
 
@@ -56,7 +56,7 @@ class Layer:
 
 
 class Router(nn.Module):
-    """Softmax, top-k, normalization, as in every peer here. Given choices replace the best ones."""
+    """Softmax, top-k, normalization, as in every peer here. Given choices of the problem replace the top-k ones."""
 
     def __init__(self, problem: Problem):
         super().__init__()
@@ -150,7 +150,7 @@ class SortedSlices(_Stacks):
 
 
 def ours(problem: Problem, gemm: str = "auto", **options) -> nn.Module:
-    """Return ``FMoE`` of a problem, without auxiliary losses, which the peers do not compute either."""
+    """Return `fmoe.FMoE` with the problem's weights, without auxiliary losses, which no peer adds either."""
     import fmoe
 
     shape = problem.shape
@@ -191,7 +191,7 @@ def layers() -> dict[str, Layer]:
 
 
 def layers_on_cuda() -> dict[str, Layer]:
-    """Return the contenders on a GPU."""
+    """Return all contenders on a GPU by name, whether they are installed or not."""
     from bench.layer import peers
 
     return {
@@ -210,7 +210,7 @@ def layers_on_cuda() -> dict[str, Layer]:
 
 
 def layer_step(layer: Layer, problem: Problem, backward: bool) -> Callable[[], None]:
-    """Return the setup of a contender: forward without gradients, or forward and backward, over the problem's batch."""
+    """Build a contender and return its step on the batch: forward without gradients, or forward and backward."""
     module = layer.build(problem).train()
     x_TD, grad_TD = problem.x_TD, problem.grad_TD
 

@@ -22,7 +22,7 @@ Step = Callable[[], object]
 
 @dataclass
 class Cpu:
-    """The host."""
+    """The CPU."""
 
     name = "cpu"
     shapes = "A,B,C,D"
@@ -41,12 +41,12 @@ class Cpu:
         return None if self.peaks is None else self.peaks(name, problem, backward, threads)
 
     def facts(self, layer: Layer, problem: Problem, backward: bool) -> dict[str, str]:
-        """Return further facts about a contender."""
+        """Return no further facts about a contender."""
         return {}
 
 
 class EventClock:
-    """Clock of seconds on the current stream; a call returns when the stream has reached it."""
+    """Clock of seconds on the current stream; a call waits until the stream has reached it."""
 
     def __init__(self):
         self._last: torch.cuda.Event | None = None
@@ -56,7 +56,7 @@ class EventClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         event.synchronize()
-        if self._last is not None:  # from one to the next: a float32 of milliseconds is not fine enough over hours
+        if self._last is not None:  # summed: a float32 of milliseconds is too coarse for hours
             self._seconds += self._last.elapsed_time(event) / 1e3
         self._last = event
         return self._seconds
@@ -70,7 +70,7 @@ class Cuda:
     shapes = "G1,G2,G3"
     precisions = ("bf16",)
     passes = ("forward", "forward+backward")
-    min_seconds: float | None = 0.05  # a run, of several calls where one is short
+    min_seconds: float | None = 0.05  # of a run, which repeats short calls
     peaks: bool = True
     clock: Callable[[], float] = field(default_factory=EventClock)
 
@@ -92,7 +92,7 @@ class Cuda:
             step()
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - before
-        except Exception:  # told by `frame.measure`, which meets it too
+        except Exception:  # `frame.measure` meets and reports it
             return None
 
     def facts(self, layer: Layer, problem: Problem, backward: bool) -> dict[str, str]:

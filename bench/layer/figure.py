@@ -13,7 +13,7 @@ def draw(sweep: str, rows: Sequence[Row], path: Path) -> None:
     """Write a PNG.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
+        ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # without pyplot: no window, no backend to choose, no state
 

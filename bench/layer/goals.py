@@ -1,4 +1,4 @@
-"""Goals of this project for the layer, forward and backward, and whether a run has met them.
+"""Goals of this project for the layer, and whether a run has met them.
 
 Whether a goal is met is decided by the estimate; its interval is in the table. If a run has both of our backends, the
 goals apply to the native one.
@@ -20,14 +20,14 @@ OVER_THE_PEER = {
     "fp32": dict.fromkeys("ABCD", 1.1),
     "bf16": {"A": 1.4, "B": 1.2, "C": 1.2, "D": 1.4},
 }
-ENOUGH_OF_THE_LIMIT = 0.95  # whatever the peer reaches
+ENOUGH_OF_THE_LIMIT = 0.95  # meets the goal over the peer too
 OVER_BRUTE_FORCE = {("A", "bf16"): 47.0}
 BELOW_GROUPED_MM = {"D": 2.5}
 GROUPED_MM = "HF grouped_mm"
-# Of an assignment: expert, order and inverse in int64, the weight and what else comes to 8 bytes. Of an expert: where
-# its rows begin.
+# Per assignment: expert, order and inverse in int64, and 8 bytes for the weight and others. Per expert: the offsets of
+# its rows.
 INDEX_BYTES, OFFSET_BYTES = 32, 16
-# On a GPU of the class of H100, in bf16: of dense GEMMs, by pass and shape; over peers; kernels over a copy.
+# On an H100-class GPU in bf16: fractions of dense GEMMs by pass and shape, speedups over peers, fractions of a copy.
 OF_THE_LIMIT_ON_CUDA = {
     "forward": {"G1": 0.70, "G2": 0.70, "G3": 0.45},
     "forward+backward": {"G1": 0.60, "G2": 0.60, "G3": 0.45},
@@ -50,7 +50,7 @@ class Goal:
 
 
 def of_shapes(rows: Sequence[Row]) -> list[Goal]:
-    """Return the goals at the shapes A to D, or at G1 to G3 on a GPU."""
+    """Return the goals at the shapes A to D with backward, or on a GPU at G1 to G3 and over peers."""
     asked = [row for row in rows if row.ours]
     on_host = [row for row in asked if row.point.problem.device == "cpu" and row.point.backward]
     on_cuda = [row for row in asked if row.point.problem.device != "cpu"]
@@ -133,7 +133,7 @@ def _of_memory(row: Row, head: str) -> Iterator[Goal]:
 
 
 def of_sweep(sweep: str, rows: Sequence[Row], interleaved: Sequence[Along] = ()) -> list[Goal]:
-    """Return the goals along an axis."""
+    """Return the goals along the axis of a sweep: experts and skew have some."""
     goals = []
     for curve in same_curve([row for row in rows if row.point.backward and row.ours]):
         head = f"{curve_label(curve)}: {curve[0].ours}"

@@ -1,4 +1,4 @@
-"""The GEMM limits: the experts' FLOPs as plain GEMMs into allocated memory, a bound on the speed of any layer.
+"""The GEMM limits: the experts' FLOPs as plain GEMMs into allocated memory, a bound for layers with these GEMMs.
 
 Shape letters: N rows (assignments), D width, H hidden width, P height of the first matrix, E experts.
 """
@@ -14,14 +14,12 @@ DENSE, SPLIT = "GEMM limit", "GEMM limit over E"
 
 
 def dense(problem: Problem, backward: bool) -> Callable[[], None]:
-    """Return the setup of the limit: one dense expert over all rows."""
+    """Return the step of the limit: one dense expert over all rows."""
     return _gemms(problem, backward, [problem.shape.rows])
 
 
 def split(problem: Problem, backward: bool) -> Callable[[], None]:
-    """Return the setup of the limit over E experts: the GEMMs of one expert after the other, with rows distributed as
-    evenly as possible.
-    """
+    """Return the step of the limit over E experts: one expert after the other, with rows as even as possible."""
     return _gemms(problem, backward, even_counts(problem.shape.rows, problem.shape.num_experts))
 
 

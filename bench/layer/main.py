@@ -1,4 +1,4 @@
-"""``python -m bench layer``: one Mixture-of-Experts layer against the installed peers and against its limits.
+"""``python -m bench layer``: our Mixture-of-Experts layer against the installed peers and against GEMM limits.
 
 The reference of every row is the GEMM limit: the same FLOPs as dense GEMMs into allocated memory. A contender's ratio
 is thus the fraction of the limit that it reaches.
@@ -25,11 +25,10 @@ _COLUMNS = (
     "`saved`: memory that autograd saves in the forward pass, each block once, without parameters and input; "
     "T K P elements are the first matrix's outputs of all assignments.",
     "`peak`: maximum that two steps add to the resident memory of a new process: gradients, activations, scratch.",
-    "A row's contenders have the same weights, tokens and choices; brute force and others that are slow are timed "
-    f"separately, with the {limits.DENSE} and ours, in 3 rounds; `ours over it` is the speedup of ours over them.",
+    "A row's contenders have the same tokens, weights and choices, but Tutel, DeepSpeed, ScatterMoE and SonicMoE draw "
+    "their own weights. Brute force and others that are slow are timed separately, with the "
+    f"{limits.DENSE} and ours, in 3 rounds; `ours over it` is the speedup of ours over them.",
 )
-
-
 _ON_CUDA = (
     "Times are between events on the stream. `peak` is of torch's allocator; `host syncs` are waits of the host in a "
     "step; bytes/s of kernels count every input read and every output written once. FastMoE is not among the peers: "
@@ -57,10 +56,10 @@ def main(argv: Sequence[str]) -> None:
             if name not in settings.layers:
                 raise UserError(f"--{option}={name!r} is not known; {known_names(name, settings.layers)}")
     if arguments.clock == "cpu" and device.name != "cpu":
-        raise UserError(f"--clock cpu needs --device cpu, and not {device.name}")
+        raise UserError(f"--clock=cpu needs --device cpu instead of {device.name}")
     if device.name == "cpu":
         device.clock = options.clock(arguments.clock, max(arguments.threads))
-    runs = {sweep: points(sweep, arguments) for sweep in arguments.sweep or [None]}  # all that is wrong is met here
+    runs = {sweep: points(sweep, arguments) for sweep in arguments.sweep or [None]}  # raises for any invalid option
     try:
         for sweep, of_run in runs.items():
             rows = []
@@ -95,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", help="contenders to measure, besides the limits; default: all")
     options.add_clock(parser)
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="time limit per row, which then has fewer rounds, at least 3"
+        "--seconds", type=float, default=60.0, help="about the time limit of a row, of at least 3 rounds"
     )
     parser.add_argument(
         "--patience",
@@ -120,9 +119,9 @@ def points(sweep: str | None, arguments: argparse.Namespace) -> list[Point]:
     """
     for count in arguments.threads:
         if count < 1:
-            raise UserError(f"--threads {count} must be at least 1")
+            raise UserError(f"--threads={count} must be at least 1")
     if arguments.values and sweep is None:
-        raise UserError("--values needs --sweep")
+        raise UserError(f"--values={' '.join(f'{value:g}' for value in arguments.values)} needs --sweep")
     found = []
     for name in (arguments.shapes or (_SHAPES[arguments.device] if sweep is None else "S")).split(","):
         if name not in SHAPES:
@@ -144,7 +143,7 @@ def _problem(sweep: str | None, shape, dtype, value: float | None, seed: int) ->
 
 
 def _bandwidths(rows: Sequence[Row], settings: Settings) -> list[frame.Measurement]:
-    """Measure the bandwidth of the memory-bound kernels at each shape and precision, on a GPU."""
+    """Measure the memory-bound kernels at each shape and precision on a GPU; return nothing on a CPU."""
     if settings.device.name == "cpu":
         return []
     from bench.layer import bandwidth
@@ -164,11 +163,12 @@ def write(
     others: Sequence[frame.Measurement] = (),
     interleaved: Sequence[sweeps.Along] = (),
 ) -> None:
-    """Write the table, the JSON, and the picture of a sweep."""
+    """Write the table and the JSON, and for a sweep the picture, if matplotlib is installed."""
     title = "layer" if sweep is None else f"layer, sweep of {sweep}"
     if arguments.device != "cpu":
         title += f" on {arguments.device}"
     asked = goals.of_shapes(rows) if sweep is None else goals.of_sweep(sweep, rows, interleaved)
+    asked += goals.of_kernels(others)
     notes = [f"* {line}" for line in _COLUMNS]
     if arguments.clock == "cpu":
         notes.append("* Times are processor seconds of one thread.")
@@ -180,7 +180,6 @@ def write(
     if asked:
         notes += ["", "Goals:", "", *map(str, asked)]
     measurements = [measured for row in rows for measured in row.measurements()]
-    asked += goals.of_kernels(others)
     report.write(
         [*measurements, *others, *(one.timed for one in interleaved)], arguments.out, title, notes=notes, means=False
     )

@@ -27,7 +27,7 @@ _PRELOADED = [
     "transformers.models.nemotron_h.modeling_nemotron_h",
     "megatron.core.models.gpt.gpt_layer_specs",
 ]
-_STEPS = 2  # the first gradients are kept by some for the second
+_STEPS = 2  # some contenders keep memory of the first for the second
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -65,7 +65,7 @@ class _Counter(saved_tensors_hooks):
 
 
 def saved_for_backward(module: nn.Module, x_TD: Tensor) -> Saved:
-    """Return the memory that ``module(x)`` saves; the router is the first submodule named router or gate."""
+    """Return the bytes that ``module(x_TD)`` saves; the router is the first submodule named router or gate."""
     leaf = x_TD.detach().requires_grad_()
     counter = _Counter([leaf, *module.parameters()])
     router = next((m for name, m in module.named_modules() if name.rpartition(".")[2] in ("router", "gate")), None)
@@ -89,7 +89,7 @@ class Peaks:
         self._context.set_forkserver_preload(_PRELOADED)
 
     def __call__(self, name: str, problem: Problem, backward: bool, threads: int) -> int | None:
-        """Return the bytes; None if the system does not report them, or the contender fails."""
+        """Return a contender's peak, in bytes; None if the system does not report it, or the contender fails."""
         if not sys.platform.startswith("linux"):
             return None
         ours, theirs = self._context.Pipe(duplex=False)
@@ -123,7 +123,7 @@ def _measure_in_child(
     layer = layers()[name]
     try:
         small = Shape(shape.name, 64 * shape.top_k, 64, 64, shape.num_experts, shape.top_k, shape.gated)
-        layer_step(layer, Problem(small, dtype, skew), backward)()  # loads what is loaded at the first call
+        layer_step(layer, Problem(small, dtype, skew), backward)()  # what the first call loads is not counted
         step = layer_step(layer, Problem(shape, dtype, skew, seed), backward)
         peak = _peak(step)
     finally:
@@ -135,9 +135,9 @@ def _peak(step: Callable[[], None]) -> int | None:
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
-            trim(0)  # what building the layer has left behind would be used again, and not be seen
+            trim(0)  # memory freed by the build would be used again, and not be counted
     try:
-        _CLEAR.write_text("5")  # the high-water mark begins anew (proc(5))
+        _CLEAR.write_text("5")  # resets the high-water mark: proc(5)
     except OSError:
         return None
     before = _of_status("VmRSS")

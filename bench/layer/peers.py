@@ -1,4 +1,4 @@
-"""Layers of other packages, with the problem's weights. Each package is imported only when its layer is built.
+"""Layers of other packages, which are imported when the layer is built. They have the problem's weights unless noted.
 
 Shape letters: T tokens, D width, E experts, K experts per token.
 """
@@ -16,7 +16,7 @@ from bench.layer.problem import Problem
 
 
 def hugging_face(implementation: str) -> Callable[[Problem], nn.Module]:
-    """Return transformers' own experts (Qwen3's, or Nemotron-H's without a gate) with one of its implementations."""
+    """Return the builder of a layer with transformers' experts: Qwen3's, or Nemotron-H's if the shape is not gated."""
 
     class Layer(nn.Module):
         def __init__(self, problem: Problem):
@@ -63,7 +63,7 @@ class _MegatronRouter(Router):
 
 
 def megatron(problem: Problem) -> nn.Module:
-    """Return megatron-core's MoELayer with SequentialMLP; call `start_megatron` first."""
+    """Return megatron-core's MoELayer with SequentialMLP."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -114,12 +114,10 @@ def megatron(problem: Problem) -> nn.Module:
 
 
 def start_megatron() -> None:
-    """Create the process groups that megatron-core's layer needs, and the default one for Tutel and DeepSpeed.
-    `pretrain.process.stop` ends them all.
-    """
+    """Create the default process group and those of megatron-core, which `pretrain.process.stop` ends."""
     from megatron_patch import cpu
 
-    cpu.install()  # nothing where there is a GPU
+    cpu.install()  # patches less where there is a GPU
     from megatron.core import parallel_state
 
     start_process_group()
@@ -128,7 +126,7 @@ def start_megatron() -> None:
 
 
 def start_process_group() -> None:
-    """Create a group of this process alone."""
+    """Create the default process group, of this process alone, unless it exists."""
     import torch.distributed as dist
 
     from pretrain import process
@@ -196,7 +194,7 @@ def deepspeed(problem: Problem) -> nn.Module:
 
 
 def scattermoe(problem: Problem) -> nn.Module:
-    """Return ScatterMoE's experts behind our router; they have no biases, and stack gate and value as ours do."""
+    """Return ScatterMoE's experts behind the problem's router; the experts draw their own weights."""
     from scattermoe.mlp import GLUMLP, MLP
 
     shape = problem.shape

@@ -56,7 +56,7 @@ SHAPES = {
         Shape("B", 4096, 256, 1024, 8, 2),
         Shape("C", 2048, 1024, 4096, 8, 1),
         Shape("D", 4096, 512, 512, 128, 8, gated=True),
-        Shape("S", 4096, 256, 512, 32, 2),  # what sweeps begin with: small enough for 65,536 tokens and 256 experts
+        Shape("S", 4096, 256, 512, 32, 2),  # of sweeps: small enough for 65,536 tokens and 256 experts
         # For GPUs: coarse experts, fine ones, very fine ones.
         Shape("G1", 4096, 1024, 4096, 64, 2),
         Shape("G2", 32768, 4096, 1024, 128, 8, gated=True),
@@ -65,7 +65,7 @@ SHAPES = {
         Shape("mixtral", 8192, 4096, 14336, 8, 2, gated=True),
         Shape("qwen3", 16384, 2048, 768, 128, 8, gated=True),
         Shape("switch", 8192, 1024, 4096, 64, 1),
-        # The defaults of FastMoE's own benchmark of its layer, and half of each size but the number of experts.
+        # The defaults of FastMoE's benchmark of its layer, and half of each size except the number of experts.
         Shape("fastmoe", 4096, 1024, 4096, 64, 2),
         Shape("fastmoe-half", 2048, 512, 2048, 64, 2),
         Shape("tiny", 64, 32, 48, 4, 2),  # to rehearse
@@ -80,7 +80,7 @@ class Problem:
     Args:
         skew: None leaves the choice to the routers. Otherwise the choices are given: the hottest expert gets ``skew``
             times its even share of the assignments, the others the rest in equal parts.
-        device: where weights and batch are; the values are the same on all of them.
+        device: device of weights and batch; their values are the same on every device.
     """
 
     shape: Shape
@@ -132,11 +132,11 @@ class Problem:
 
 
 def skewed_counts(shape: Shape, skew: float) -> list[int]:
-    """Return the number of assignments of each expert, T * K in total: ``skew`` times the even share for the first,
-    equal parts for the rest.
+    """Return the number of assignments of each expert, T * K in total: ``skew`` even shares for the first, the rest in
+    equal parts for the others.
 
     Raises:
-        UserError: the rest would get less than nothing, or an expert more than one assignment per token.
+        UserError: ``skew`` is below 1, or gives the first expert more than one assignment per token.
     """
     hottest = round(skew * shape.rows / shape.num_experts)
     if skew < 1 or hottest > shape.tokens:
@@ -159,6 +159,6 @@ def forced_choices(shape: Shape, skew: float, generator: torch.Generator) -> Ten
     """
     counts = torch.tensor(skewed_counts(shape, skew))
     expert_N = torch.arange(shape.num_experts).repeat_interleave(counts)
-    # A token's choices lie T apart in that list, an expert's are neighbours and at most T: so they differ.
+    # A token's choices lie T apart in this list, and an expert's at most T - 1: a token's choices differ.
     expert_TK = expert_N.view(shape.top_k, shape.tokens).t()
     return expert_TK[torch.randperm(shape.tokens, generator=generator)].contiguous()

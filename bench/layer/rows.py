@@ -1,7 +1,7 @@
 """Rows of the benchmark: all contenders at one shape, precision, pass and number of threads.
 
-Contenders whose time grows with the square of the number of experts, or that call an expert for every assignment, are
-measured separately, with only the limit and ours, in few rounds, and are left out if a step takes long.
+Slow contenders (`Layer.is_slow`) are measured separately, with only the limit and ours, in few rounds, and are left out
+if a step takes long.
 """
 
 import functools
@@ -23,7 +23,7 @@ from bench.layer.problem import Problem
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = {"forward": False, "forward+backward": True}
 _SLOW_ROUNDS = 3
-_PART = 4  # the probe of a slow contender has one of so many experts, and of so many tokens
+_PART = 4  # the first probe of a slow contender has one in this many of the experts and of the tokens
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Row:
 
     Attributes:
         timed: the limits and the contenders.
-        slow: the contenders measured separately, with a limit and ours.
-        dropless: the dropless peers, with the best of which ours is compared.
+        slow: the contenders measured separately, with the GEMM limit and ours; None without such contenders.
+        dropless: the dropless peers; ours is compared with the best of them.
         saved: saved memory by contender; only with a backward pass.
         peak: bytes by contender, if measured.
         told: facts about a contender that the device reports (`bench.layer.device`).
@@ -92,7 +92,7 @@ class Row:
         return min(peers, key=self.timed.median, default=None)
 
     def measurements(self) -> list[frame.Measurement]:
-        """Return the measurements for the report, with further facts as columns."""
+        """Return the measurements for the report, with the row's other figures as columns."""
         timed = self._with_facts(self.timed, self.timed.seconds)
         if self.slow is None:
             return [timed]
@@ -142,6 +142,7 @@ class Settings:
         without: contenders to leave out.
         only: the contenders to measure; None for all.
         device: device that runs the contenders, and measures peak memory if requested.
+        layers: contenders by name; None for those of the device.
     """
 
     rounds: int = 10
@@ -162,7 +163,7 @@ class Settings:
 def measure(point: Point, settings: Settings) -> Row:
     """Measure one row, with the point's number of threads."""
     torch.set_num_threads(point.threads)
-    asked, point = point, replace(point, problem=replace(point.problem))  # whose tensors end with the row
+    asked, point = point, replace(point, problem=replace(point.problem))  # a copy, whose tensors end with the row
     left_out, quick, slow = [], {}, {}
     for name, layer in settings.layers.items():
         reason = _reason(name, layer, point, settings)
@@ -206,7 +207,7 @@ def _reason(name: str, layer: Layer, point: Point, settings: Settings) -> str | 
 
 
 def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
-    """Time a part of the problem first, which takes at most a `_PART`-th of the whole's time."""
+    """Return why a step takes too long, or None. Time a part first: the whole takes at least `_PART` times as long."""
     shape = point.problem.shape
     part = replace(
         shape,
@@ -221,7 +222,7 @@ def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
             step()
             if problem.device != "cpu":
                 torch.cuda.synchronize()
-        except Exception:  # told by `frame.measure`, which meets it again
+        except Exception:  # `frame.measure` meets and reports it
             return None
         seconds = factor * (time.perf_counter() - begin)
         if seconds > patience:

@@ -1,7 +1,7 @@
 """Sweeps of the time along one axis: number of experts at equal rows, tokens, skew, or experts per token.
 
-If times at several values are compared with each other, ours is timed again with all values interleaved: rows are
-measured one after the other, and the speed of the machine changes from minute to minute.
+If times at several values are compared with each other, ours is timed again with all values interleaved, because rows
+are measured one after the other, and the speed of the machine changes from minute to minute.
 """
 
 import functools
@@ -25,7 +25,8 @@ class Sweep:
     Args:
         title: title of the axis.
         values: default values.
-        problem: returns the problem, given the initial shape, a precision and a value.
+        shape_at: returns the shape at a value, given the initial shape.
+        is_forced: whether the value is the skew of given choices.
     """
 
     title: str
@@ -37,15 +38,15 @@ class Sweep:
         """Return the problem at a value.
 
         Raises:
-            UserError: there is no problem at this value.
+            UserError: the value is invalid for this axis or shape.
         """
         if value < 1 or not (self.is_forced or float(value).is_integer()):
             raise UserError(
-                f"--values {value:g} is not {'at least 1' if self.is_forced else 'a positive whole number'}"
+                f"--values={value:g} must be {'at least 1' if self.is_forced else 'a positive whole number'}"
             )
         at = self.shape_at(shape, value)
         if at.top_k > at.num_experts:
-            raise UserError(f"--values {value:g}: {at} has more experts per token than experts")
+            raise UserError(f"--values={value:g}: {at} has more experts per token than experts")
         skew = value if self.is_forced else None
         if skew is not None:
             skewed_counts(at, skew)
@@ -62,7 +63,7 @@ SWEEPS = {
 
 @dataclass(frozen=True)
 class Line:
-    """``seconds = fixed + per_token * tokens``, and the measured time that is farthest from it, in its own parts."""
+    """``seconds = fixed + per_token * tokens``, the largest relative residual, and the tokens at which it occurs."""
 
     fixed: float
     per_token: float
@@ -119,7 +120,7 @@ class Along:
     """One of our backends at all values of a curve, interleaved.
 
     Attributes:
-        curve: the rows it belongs to.
+        curve: rows of the curve.
         name: name of the contender.
         timed: its times; contenders are the values, and the first value is the reference.
     """
@@ -145,9 +146,7 @@ INTERLEAVED = ("tokens", "skew")  # whose values are compared with each other
 
 
 def along(sweep: str | None, rows: Sequence[Row], settings: Settings) -> list[Along]:
-    """Time our backends at all values of each curve, interleaved; nothing for a sweep whose rows are compared with
-    limits.
-    """
+    """Time our backends at all values of each curve, interleaved; only for the sweeps of `INTERLEAVED`."""
     if sweep not in INTERLEAVED:
         return []
     found = []
@@ -185,7 +184,7 @@ def _at(value: float) -> str:
 
 
 def lines(sweep: str, rows: Sequence[Row], interleaved: Sequence[Along] = ()) -> list[str]:
-    """Return the results of a sweep, by contender."""
+    """Return lines with the results of a sweep along its axis, by contender."""
     found = []
     for one in interleaved:
         head = f"* {one.label}: {one.name}, values interleaved: "
@@ -223,6 +222,6 @@ def lines(sweep: str, rows: Sequence[Row], interleaved: Sequence[Along] = ()) ->
 
 
 def order(name: str) -> int:
-    """Order contenders for tables and legends: limits, ours, the others."""
+    """Return the position of a contender in a legend: limits, ours, the others."""
     names = (limits.DENSE, limits.SPLIT, *contenders.ALL_OURS)
     return names.index(name) if name in names else len(names)

@@ -1,7 +1,7 @@
-"""Amdahl's bound on the speedup of a step by a faster block of experts, and the fraction of it that is reached.
+"""Amdahl's bound on the speedup of a step by a faster block of experts, and the reached fraction of this bound.
 
-Let s be the share of the block (router to combine) in the other layer's step, and let our block by itself be f times as
-fast. By Amdahl's law, a step can then be 1 / ((1 - s) + s / f) times as fast.
+Let s be the share of the block (router to combine) in a step with the other layer, and let our block by itself be f
+times as fast. By Amdahl's law, a step can then be 1 / ((1 - s) + s / f) times as fast.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class Comparison:
         reached = self.step.estimate / self.allowed
         return Goal(
             f"{self.label}: the step with {self.ours} is {self.step} times as fast as with {self.other}; the block of "
-            f"experts takes {self.share:.1%} of the latter and is, alone, {self.alone} times as fast, which allows "
-            f"{self.allowed:.3f}: {reached:.3f} of that is reached (at least {LEAST})",
+            f"experts takes {self.share:.1%} of the latter; ours is, alone, {self.alone} times as fast, which allows "
+            f"{self.allowed:.3f}: {reached:.3f} of this bound is reached (at least {LEAST})",
             reached >= LEAST,
         )
 

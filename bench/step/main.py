@@ -36,7 +36,7 @@ _COLUMNS = (
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    options.clock(arguments.clock, arguments.threads)  # raises if it is not for several threads
+    options.clock(arguments.clock, arguments.threads)  # raises for --clock cpu with several threads
     recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # raises UserError before anything is measured
     rows, notes = [], []
     for name in recipes:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         default=["quickstart", "gpt-64"],
         help="recipes whose model and batch are measured; gpt-64 is bench/step/gpt-64.toml",
     )
-    parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=["1"])
+    parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=["1"], help="1: no split, else 2 ranks")
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32", "bf16"])
     parser.add_argument("--layers", type=int, default=None, help="number of layers, instead of the recipe's")
     parser.add_argument(

@@ -47,9 +47,7 @@ def _measure(names, setup, tokens: int, label: str, arguments, clock) -> frame.M
 
 
 def regions(contenders: Contenders, arguments, clock: Callable[[], float]) -> Looks:
-    """Return the seconds of each region in a step: medians over ``--looks`` steps of each contender, in shuffled
-    order.
-    """
+    """Return the seconds of each region: medians over ``--looks`` steps of each contender, in shuffled order."""
     order = random.Random(arguments.seed)
     looks: dict[str, list[Mapping[str, float]]] = {name: [] for name in contenders.names}
     for _ in range(max(arguments.looks, 1)):
@@ -65,7 +63,7 @@ def regions(contenders: Contenders, arguments, clock: Callable[[], float]) -> Lo
 
 
 def facts(looks: Looks) -> dict[str, dict[str, str]]:
-    """Return columns of the report."""
+    """Return, by contender, the regions' times and the block's share, as columns of the report."""
     found = {}
     for name, seconds in looks.items():
         found[name] = {
@@ -82,9 +80,7 @@ def share(seconds: Mapping[str, float]) -> float:
 
 
 def blocks_alone(contenders: Contenders, label: str, arguments, clock: Callable[[], float]) -> frame.Measurement:
-    """Time forward and backward of all blocks, one after the other, on their inputs in the first micro batch of a
-    step.
-    """
+    """Time forward and backward of all blocks, one by one, on their inputs in a step's first micro batch."""
     recipe = contenders.recipe
     tokens = recipe.train.micro_batch * recipe.model.sequence_length * len(recipe.model.layers_with_experts)
 

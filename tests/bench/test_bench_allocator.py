@@ -81,5 +81,5 @@ def test_a_process_writes_what_it_measured(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("option", ["--rounds", "--steps"])
 def test_wrong_options(option):
-    with pytest.raises(UserError, match=f"{option} 0 must be at least"):
+    with pytest.raises(UserError, match=f"{option}=0 must be"):
         allocator.main([option, "0"])

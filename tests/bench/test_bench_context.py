@@ -1,5 +1,6 @@
 """The benchmark of context parallelism: its table, and a small run on two ranks."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -37,3 +38,11 @@ def test_a_rank_keeps_a_slice_of_every_sequence(forks):
 def test_what_cannot_be_is_said(options):
     with pytest.raises(UserError):
         context.main(options.split())
+
+
+def test_the_table_is_written(monkeypatch, tmp_path):
+    row = {"split": "context", "length": 512, "kept": 1e6, "seconds": [0.1, 0.1]}
+    monkeypatch.setattr(context.ranks, "run", lambda *_: [row])
+    context.main(["--splits", "context", "--lengths", "512", "--out", str(tmp_path)])
+    assert "| 512 | context | 100.0 | 1.00 | 100.0% |" in (tmp_path / "context.md").read_text()
+    assert json.loads((tmp_path / "context.json").read_text())["rows"] == [row]

@@ -156,10 +156,10 @@ def test_bad_input(recipes, stand_in, tmp_path):
     for argv, said in [
         ([two], "needs 2 processes"),
         ([two, other], "recipes must have different names"),
-        ([other, "--seeds", "1", "1"], "--seeds 1 1 has a duplicate"),
-        ([other, "--at-once", "0"], "--at-once=0 is not positive"),
-        ([other, "--threads", "-1"], "--threads=-1 is not positive"),
-        ([other, "--set", "optimizer.lr"], "--set optimizer.lr is not KEY=VALUE"),
+        ([other, "--seeds", "1", "1"], "--seeds=1 1 must differ"),
+        ([other, "--at-once", "0"], "--at-once=0 must be at least 1"),
+        ([other, "--threads", "-1"], "--threads=-1 must be at least 1"),
+        ([other, "--set", "optimizer.lr"], "--set=optimizer.lr must have the form KEY=VALUE"),
         ([other, "--set", "optimizer.rate=1"], "optimizer.rate"),
     ]:
         with pytest.raises(UserError, match=said):

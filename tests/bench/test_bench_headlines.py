@@ -77,7 +77,7 @@ def test_never_below_and_never_reached(tmp_path, capsys):
     ("argv", "named"),
     [
         (["gpt-69"], "'gpt-69'"),
-        (["--seeds", "1", "1"], "--seeds 1 1"),
+        (["--seeds", "1", "1"], "--seeds=1 1"),
         (["--at-once", "0"], "--at-once=0"),
         (["--set", "train.steps"], "train.steps"),
         (["--table"], "no finished pair"),

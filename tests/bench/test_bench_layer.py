@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,14 +230,14 @@ def test_a_sweep(tiny, tmp_path):
     ("argv", "message"),
     [
         (["--shapes", "A,Z"], "--shapes has 'Z'; valid names: A, B, C, D, S"),
-        (["--threads", "0"], "--threads 0 must be at least 1"),
-        (["--values", "2"], "--values needs --sweep"),
+        (["--threads", "0"], "--threads=0 must be at least 1"),
+        (["--values", "2"], "--values=2 needs --sweep"),
         (["--without", "fmoe torc"], "--without='fmoe torc' is not known; .*did you mean 'fmoe torch'"),
         (["--only", "fmoe torc"], "--only='fmoe torc'"),
-        (["--clock", "cpu", "--threads", "2"], "--clock cpu .* --threads 1"),
-        (["--sweep", "tokens", "--values", "2.5"], "--values 2.5 is not a positive whole number"),
-        (["--sweep", "top_k", "--values", "9"], "--values 9: S .* more experts per token than experts"),
-        (["--sweep", "skew", "--values", "0.5"], "--values 0.5 is not at least 1"),
+        (["--clock", "cpu", "--threads", "2"], "--clock=cpu .* 2 threads: .*--threads 1"),
+        (["--sweep", "tokens", "--values", "2.5"], "--values=2.5 must be a positive whole number"),
+        (["--sweep", "top_k", "--values", "9"], "--values=9: S .* more experts per token than experts"),
+        (["--sweep", "skew", "--values", "0.5"], "--values=0.5 must be at least 1"),
         (["--sweep", "skew", "--values", "5"], "skew=5 must be from 1 to num_experts / top_k = 4"),
     ],
 )
@@ -351,7 +352,7 @@ def test_no_gpu_is_one_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_goals_on_a_gpu():
+def test_goals_on_a_gpu(tmp_path):
     shape = Shape("G3", 64, 8, 8, 4, 2, gated=True)
     point = rows.Point(Problem(shape, torch.bfloat16, device="cuda"), "bf16", "forward", 2)
     times = {limits.DENSE: 1.0, "fmoe cuda": 2.0, "HF grouped_mm": 2.2, "ScatterMoE": 4.0}
@@ -364,9 +365,11 @@ def test_goals_on_a_gpu():
     assert found[3][1] == "fmoe cuda saves 0.01 MB for backward besides its input and its router (at most 0.01 MB)"
     copied = replace(row.timed, work={limits.DENSE: 10.0, "fmoe cuda": 10.0}, label="k")
     assert goals.of_kernels([copied]) == []
-    copied = replace(copied, seconds={"copy": [1.0], "gather": [1.1], "combine": [2.0]}, reference="copy")
+    copied = replace(copied, seconds={"copy": [1.0] * 2, "gather": [1.1] * 2, "combine": [2.0] * 2}, reference="copy")
     copied = replace(copied, work=dict.fromkeys(copied.seconds, 10.0))
     assert [goal.is_met for goal in goals.of_kernels([copied])] == [True, False]
+    main.write(None, [row], SimpleNamespace(device="cuda", clock="wall", out=tmp_path), [copied])
+    assert "* MISSED: k: combine at 0.500 of the copy" in (tmp_path / "layer-on-cuda.md").read_text()
 
 
 def test_bytes_of_the_kernels_by_hand(monkeypatch):

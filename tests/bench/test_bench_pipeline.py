@@ -1,5 +1,6 @@
 """The pipeline benchmark: its arithmetic, and a small run of it on two ranks."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,16 @@ def test_a_small_run_gives_a_row_for_each(forks):
     ]
 
 
-@pytest.mark.parametrize("options", ["--stages 1", "--stages 3", "--micro-batches 16", "--rounds 1"])
+@pytest.mark.parametrize(
+    "options", ["--stages 1", "--stages 3", "--micro-batches 16", "--rounds 1", "--hidden-size 64"]
+)
 def test_what_cannot_be_is_said(options):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=options.strip("-").replace(" ", "=").replace("-", ".")):
         pipeline.main(options.split())
+
+
+def test_the_table_is_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline.ranks, "run", lambda *_: {"gpipe": ideal(2)})
+    pipeline.main(["--out", str(tmp_path)])
+    assert "| gpipe | 2 | 4 |" in (tmp_path / "pipeline.md").read_text()
+    assert json.loads((tmp_path / "pipeline.json").read_text())["rows"] == {"gpipe": ideal(2)}

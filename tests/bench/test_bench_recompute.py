@@ -69,6 +69,6 @@ def test_recomputation_keeps_less(forks):
     none, selective, full = (float(facts[mode]["kept, bytes per token"].replace(",", "")) for mode in recompute.MODES)
     assert full < selective < none
     sizes = [int(facts[mode]["largest micro batch in 1 MB"]) for mode in recompute.MODES]
-    assert 0 < sizes[0] < sizes[1] < sizes[2] and facts["full"]["times none's"] == f"{sizes[2] / sizes[0]:.2f}"
+    assert 0 < sizes[0] < sizes[1] < sizes[2] and facts["full"]["ratio to none"] == f"{sizes[2] / sizes[0]:.2f}"
     # Full: the input of each layer, and what lies before and after the layers: embeddings, logits.
     assert full >= 2 * 32 * 4

@@ -28,7 +28,7 @@ def test_figures_by_hand():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--batch=6"], "--batch=6 must be a positive multiple of 4"),
+        (["--batch=6"], "--batch=6 must be a multiple of 4"),
         (["--ranks", "0"], "--ranks=0"),
         (["--visits=0"], "--visits=0"),
         (["--split=tensor", "--ranks", "1", "4"], "num_heads"),
