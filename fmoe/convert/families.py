@@ -178,8 +178,9 @@ def torch_layer(module: nn.Module) -> list[Block | Refusal]:
     """Find the block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or those of all layers of an
     `nn.TransformerEncoder`.
 
-    The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Encoders and their
-    layers have a fused path for evaluation that reads the weights of both maps; installing the MoE layer disables it.
+    The MoE layer replaces ``linear1``; `nn.Identity` replaces ``linear2``, the activation and the dropout between them.
+    Encoders and their layers have a fused path for evaluation that reads the weights of both linear maps; installing
+    the MoE layer disables it.
     """
     if isinstance(module, nn.TransformerEncoder):
         results = [result for layer in module.layers for result in _layer(layer, module)]

@@ -208,7 +208,7 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Return whether ``hidden`` is the activation of part ``order[0]``, in gated blocks times part ``order[1]``."""
+        """Return whether ``hidden`` is the activation of part ``order[0]``, times part ``order[1]`` in gated blocks."""
         try:
             with torch.no_grad():
                 expected = _formula(activation, [self.parts[i] for i in order])

@@ -91,7 +91,7 @@ class HopCounts:
     key_PX: Tensor
 
     def hop(self, wire_dtype: torch.dtype | None = None) -> Hop:
-        """Return the hop of all these rows."""
+        """Return a `Hop` for all rows of these counts."""
         send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
         # With one segment per peer rows arrive in the order needed, because keys never decrease from peer to peer.
         is_sorted = self.key_PX.shape[1] == 1

@@ -74,7 +74,7 @@ class _Plan:
 
 
 class Muon(Optimizer):
-    """Momentum whose matrices are orthogonalized, for hidden matrices; AdamW for all other parameters.
+    """Orthogonalized momentum for hidden matrices, AdamW for all other parameters.
 
     For a matrix [M, N]::
 
@@ -82,8 +82,8 @@ class Muon(Optimizer):
         u = momentum * m + (1 - momentum) * g          with nesterov, else m
         w = w - lr * weight_decay * w - lr * scale * orthogonalize(u)
 
-    Each expert of a stack and each part of a fused weight is a separate matrix (`Matrices`). The iteration runs in
-    float32 on every device, in float64 for float64 parameters.
+    Each expert of a stack and each part of a fused weight is a separate matrix (`Matrices`). The Newton-Schulz
+    iteration runs in float32 on every device, in float64 for float64 parameters.
 
     Args:
         params: parameters or parameter groups.
@@ -93,11 +93,11 @@ class Muon(Optimizer):
         scale: "rms" for 0.2 sqrt(max(M, N)), which allows AdamW's usual learning rate and decay (Moonlight, equation
             4); "original" for sqrt(max(1, M / N)).
         betas, eps: options of AdamW.
-        matrices: the hidden matrices, from `hidden_matrices`. None takes every parameter with two axes and every stack
-            of matrices, which is wrong for embeddings, output layers and gates.
+        matrices: the hidden matrices, from `hidden_matrices`. None takes every matrix and every stack of expert
+            matrices, and does not divide fused weights. It is wrong for embeddings, output layers and gates.
 
     Raises:
-        UserError: a number is out of range.
+        UserError: a number is out of range, or ``scale`` is unknown.
     """
 
     def __init__(

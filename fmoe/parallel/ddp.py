@@ -33,7 +33,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Raises:
         UserError: a layer uses other ranks; no dense parameter requires gradients; a group or mesh is in ``options``.
-        RuntimeError: in a forward pass, if the previous backward pass did not reach all experts; in a backward pass, if
+        RuntimeError: in a forward pass, if the previous backward pass left gradients unreduced; in a backward pass, if
             an expert's gradient arrives twice.
     """
 

@@ -1,4 +1,4 @@
-"""Saving: collect to the host, write, commit. Every rank writes its own file; one rename publishes the checkpoint."""
+"""Saving: collect to the host, write, commit. Each rank writes its own files; one rename publishes the checkpoint."""
 
 import errno
 import json

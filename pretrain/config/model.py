@@ -457,9 +457,7 @@ class ModelConfig:
         if not self.rope_mscale > 0:
             raise UserError(f"model.rope_mscale={self.rope_mscale} is not positive")
         if self.rope_mscale != 1 and not self.rope_mscale_all_dim:
-            raise UserError(
-                f"model.rope_mscale={self.rope_mscale} needs model.rope_mscale_all_dim > 0; without it, use 1"
-            )
+            raise UserError(f"model.rope_mscale={self.rope_mscale} must be 1 unless model.rope_mscale_all_dim > 0")
 
     def _check_mtp(self) -> None:
         if not self.mtp_layers:

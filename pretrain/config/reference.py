@@ -121,7 +121,7 @@ def _default(field: Field) -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass: the string literal after it, with None as in a recipe.
+    """Return the docstring of each field of a dataclass: the string literal after it, with None as ``"none"``.
 
     Raises:
         ValueError: a field has no docstring.

@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
         paths: paths as spelled by the user or in the recipe.
-        count: number of sequences; None if unknown before the text is read.
+        count: number of sequences, or its limit; None if neither is known before the text is read.
         samples: iterator over the sequences.
         streams: number of streams from which the sequences are taken in turn, for a model with memory.
     """

@@ -251,10 +251,10 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
         if misfit := region.misfit(tensor.shape):
             raise UserError(f"{path / METADATA}: {name}: {misfit}")
         boxes += [(chunk.file, box) for box in region.boxes]
-    if missing := prod(tensor.shape) - sum(box.size for _, box in boxes):
-        raise UserError(f"{path / METADATA}: {name}: {missing} of {prod(tensor.shape)} elements are missing")
     if overlap := first_overlap(boxes):
         raise UserError(f"{path / METADATA}: {name}: two chunks hold the element at {list(overlap[2])}")
+    if missing := prod(tensor.shape) - sum(box.size for _, box in boxes):
+        raise UserError(f"{path / METADATA}: {name}: {missing} of {prod(tensor.shape)} elements are missing")
 
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
