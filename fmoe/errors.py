@@ -110,5 +110,5 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise MissingPackageError(
-            f"{purpose} needs the module {module}, which is not installed: pip install 'fmoe[{extra}]'"
+            f"{purpose} needs the package {module.split('.')[0]}, which is not installed: pip install 'fmoe[{extra}]'"
         ) from error
