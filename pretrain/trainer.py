@@ -174,7 +174,7 @@ class Trainer:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Load only the weights; training starts at step 0, with a new optimizer and the first sample.
+        """Load only weights and buffers; training starts at step 0, with a new optimizer and the first sample.
 
         Raises:
             UserError: a tensor is missing, unexpected, or differs in shape.

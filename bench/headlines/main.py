@@ -52,7 +52,7 @@ def _without_experts(ffn_hidden_size: int, *more: str) -> tuple[str, ...]:
 PAIRS = {
     "gpt-64-bytes": Pair(_without_experts(256), "gpt-64-bytes", _without_experts(2048)),
     # Each model at its best rate: docs/headlines.md.
-    "gpt-96": Pair(_without_experts(256, "--optimizer.lr", "1e-2"), "gpt-96", _without_experts(4096)),
+    "gpt-96": Pair(_without_experts(256, "--optimizer.lr", "2e-2"), "gpt-96", _without_experts(4096)),
     "transformer-xl-64": Pair(_without_experts(256), "transformer-xl-64", _without_experts(2048)),
     "switch-t5": Pair(
         _without_experts(

@@ -117,7 +117,7 @@ def plan_upcycling(
     if not exact:
         share = share_T.nanmedian().item()
         if not abs(share) > 1e-6:
-            what = "no token gets a multiple of" if math.isnan(share) else "most tokens get 0 times"
+            what = "no token gets a multiple of" if math.isnan(share) else "most tokens get none of"
             raise UserError(f"gate={gate} is not supported with upcycle=True: {what} the output of the dense block")
         return Upcycling(_factor(share), False, granularity, noise)
     if (scale := _constant(share_T)) is not None:

@@ -70,8 +70,8 @@ _has_started = _is_exiting = False
 def start(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> Started:
     """Start ``collective(*arguments, async_op=True, **options)``, a function of `torch.distributed`.
 
-    Tensors among the arguments, and in lists, are passed as aliases that only the work references: once the aliases are
-    freed, the work has been released.
+    Tensor arguments, also in lists, are passed as aliases that only the work references: once these are freed, the work
+    has been released.
     """
     global _has_started
     _started.difference_update([one for one in tuple(_started) if one.is_released()])

@@ -285,7 +285,7 @@ class ModelConfig:
         return () if self.sliding_window is None else self.sliding_layers or tuple(range(1, self.num_layers + 1))
 
     def check(self) -> None:
-        """Raise UserError for the first invalid value or pair of values of the section."""
+        """Raise UserError for the first invalid value or combination of values of the section."""
         self._check_latent()
         if self.head_dim is None and self.kv_lora_rank is None:
             divides("model.num_heads", self.num_heads, "model.hidden_size", self.hidden_size)

@@ -134,7 +134,7 @@ class OptimizerConfig:
             )
 
     def check(self) -> None:
-        """Raise UserError for the first invalid value or pair of values of the section."""
+        """Raise UserError for the first invalid value or combination of values of the section."""
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             if value is not None and not value < 1:

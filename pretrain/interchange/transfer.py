@@ -177,7 +177,7 @@ def find_megatron(path: Path) -> Path | None:
         text = (path / LATEST).read_text(errors="replace").strip()
         path /= f"iter_{int(text):07d}" if re.fullmatch(r"\d{1,12}", text) else "release"
         if not (path / MEGATRON).is_file():
-            raise UserError(f"{path} is not a checkpoint of Megatron-core, but {LATEST} names it")
+            raise UserError(f"{path / MEGATRON} is missing, but {LATEST} has {text[:20]!r}")
     settings = path / MEGATRON
     if not settings.is_file():
         return None
