@@ -2,7 +2,7 @@
 
 grouped_mm does not synchronize in bfloat16 from sm_90 on; otherwise it is itself a loop. The loop reads the counts on
 the host, and may be faster if each expert has many rows. Triton's GEMMs (`fmoe.kernels.cuda.triton_gemm`) fuse gather
-and activation into some of the products. The fastest is measured once per size and pass, and stored in the cache folder.
+and activation into some products. The fastest is measured once per size and pass, and stored in the cache folder.
 
 Shape letters: M rows, L experts, I input width, O output width.
 """
