@@ -175,7 +175,7 @@ def test_what_cannot_be(on):
         layer_of("cuda", expert_options={"dropout": 0.1})
     with pytest.raises(UserError, match="backend='cuda' supports ffn, swiglu and geglu"):
         fmoe.FMoE(d_model=24, num_experts=4, expert=torch.nn.Identity, backend="cuda")
-    with pytest.raises(UserError, match=r"backend='cuda' supports .* rows are torch\.float64"):
+    with pytest.raises(UserError, match=r"backend='cuda' needs rows .* rows are torch\.float64"):
         layer_of("cuda").double()(X.double())
     with pytest.raises(UserError, match="gemm='cublas' is not one of auto, grouped, loop"):
         layer_of("cuda", expert_options={"gemm": "cublas"})
