@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return the initializer of matrices, and that of the output matrix of a block."""
+    """Return the initializers of matrices and of the output matrix of a block."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -257,7 +257,7 @@ def _sinusoids(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _relative_shift(scores: Tensor) -> Tensor:
-    """Move scores [..., S, K], whose column c is that of the distance K - 1 - c, to the keys at that distance."""
+    """Move scores [..., S, K], whose column c has the distance K - 1 - c, to the keys at that distance."""
     length, count = scores.shape[-2:]
     padded = F.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
     return padded[..., length:].unflatten(-1, (length, count))
