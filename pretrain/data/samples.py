@@ -92,7 +92,7 @@ class GPTSamples:
         if num_tokens <= sequence_length:
             raise UserError(
                 f"a sample has {sequence_length + 1} tokens, but there are only {num_tokens} in {names}: use more text "
-                "or a smaller sequence_length"
+                "or a smaller model.sequence_length"
             )
         self.sequence_length = sequence_length
         self.seed = seed

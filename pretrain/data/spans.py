@@ -61,9 +61,9 @@ class Spans:
         longest = cls.of_block(max(fits + 1, 2), density, mean_span)
         if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
             raise UserError(
-                f"sequence_length={sequence_length} is too short, or data.noise_density={density} too high, with "
-                f"data.mean_span={mean_span}: the inputs need at least one kept token before each removed span, and a "
-                "sentinel in its place"
+                f"model.sequence_length={sequence_length} is too short, or data.noise_density={density} too high, "
+                f"with data.mean_span={mean_span}: the inputs need at least one kept token before each removed span, "
+                "and a sentinel in its place"
             )
         return longest
 

@@ -57,7 +57,7 @@ RECIPES = {
     "vocabulary": ("", "", ["--model.vocab-size", "383"], ["384", "data.tokenizer=", "model.vocab_size=383"]),
     "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
     "no corpus": ("", "", ["--data.train", "nowhere"], ["data.train", "nowhere"]),
-    "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "sequence_length=99999", "100000"]),
+    "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "model.sequence_length", "100000"]),
     "no checkpoint": ("", "", ["--resume", "."], [". is not a checkpoint"]),
     "no run to resume": ("", "", ["--resume"], ["run.folder=", "run does not exist"]),
     "unknown gate": ("", "", ["--model.gate", "swich"], ["model.gate='swich'", "switch"]),
@@ -108,9 +108,7 @@ def test_an_empty_corpus(refused, recipe_file, tmp_path):
         pass
     recipe = recipe_file(run={"folder": "run"})
     for key in ("train", "validation"):
-        refused(
-            "pretrain", recipe, f"--data.{key}", "empty", says=[f"data.{key}", "empty", " 0 ", "sequence_length=16"]
-        )
+        refused("pretrain", recipe, f"--data.{key}", "empty", says=[f"data.{key}", "empty", " 0 ", " 17 "])
 
 
 def test_an_index_that_does_not_fit(refused, recipe_file, tiny_corpus, tmp_path):
@@ -134,9 +132,7 @@ def test_a_corpus_of_another_tokenizer(refused, recipe_file, tiny_corpus, tmp_pa
 
     train_tokenizer([tiny_corpus.train.with_suffix(".jsonl")], tmp_path / "other.model", 370, sentinels=0)
     recipe = recipe_file(run={"folder": "run"})
-    refused(
-        "pretrain", recipe, "--data.tokenizer", "other.model", says=[tiny_corpus.train, "data.tokenizer=other.model"]
-    )
+    refused("pretrain", recipe, "--data.tokenizer", "other.model", says=[tiny_corpus.train, "other.model"])
 
 
 def test_a_file_that_is_no_tokenizer(refused, recipe_file, tmp_path):

@@ -90,7 +90,7 @@ def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path,
         (["--data.mean-span", "0.5"], "data.mean_span=0.5 must be a finite number of at least 1"),
         (["--model.moe-every", "3"], "model.moe_every=3 exceeds the 2 layers"),
         (["--model.kind", "t5", "--model.moe-layers", "5"], "model.moe_layers has 5; layers are 1 to"),
-        (["--model.kind", "t5", "--model.sequence-length", "512"], "need a sentinel each, and the tokenizer has 4"),
+        (["--model.kind", "t5", "--model.sequence-length", "512"], "need a sentinel each, but the tokenizer has 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
