@@ -18,7 +18,7 @@ from rank_pool import DIED
 EXCHANGES = ["all_to_all", "padded", "all_gather", "hierarchical"]
 
 
-@pytest.mark.by_default("padded", "all_gather")
+@pytest.mark.by_default("all_gather")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_another_width_on_one_rank_is_named(forks, exchange):
     for kind, message, seconds in values(forks.run(2, faults.differing_width, exchange)):

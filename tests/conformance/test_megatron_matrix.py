@@ -12,7 +12,7 @@ from cover import generate, name_of, pairs_of, possible_pairs
 from forks import only, values
 
 CASES = json.loads(cover.FILE.read_text())
-IN_CI = {"PP2 VPP2": False, "PP2xEP2": False}  # a case each, by whether the optimizer is distributed
+IN_CI = {"PP2 VPP2": False}  # a case each, by whether the optimizer is distributed
 LIMIT = 1e-5
 # Partial sums are rounded to 8 bits, and that decides which of nearly equal experts gets a token.
 BF16_LIMIT = {"loss": 2e-2, "gradient norm": 0.2, "final": 2e-2, "load": 0.2}

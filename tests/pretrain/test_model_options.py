@@ -95,7 +95,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("adamw, TP2", "muon, TP2 SP")
+@pytest.mark.by_default("muon, TP2 SP")
 @pytest.mark.parametrize("case", SPLITS)
 def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments."""
@@ -121,7 +121,7 @@ LOCAL_SPLITS = {
 }
 
 
-@pytest.mark.by_default("TP2 SP", "CP2")
+@pytest.mark.by_default("CP2")
 @pytest.mark.parametrize("split", LOCAL_SPLITS)
 def test_splits_of_windows_sinks_and_biases_equal_one_process(forks, split):
     options = LOCAL_SPLITS[split]

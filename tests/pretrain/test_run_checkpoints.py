@@ -58,6 +58,7 @@ class SlowDisk:
         save.write_shard = slow
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_written_in_the_background_is_what_a_stop_would_have_written(forks, recipe_file, tmp_path, size):
     recipe = recipe_file(checkpoint={"every": 2, "keep": 0}, parallel={"expert": size}, train={"steps": 6})

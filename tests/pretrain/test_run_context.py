@@ -28,7 +28,7 @@ def alone(forks):
     return only(forks.run(1, engine_split.train, engine_split.RECIPE))
 
 
-@pytest.mark.by_default("alone", "expert")
+@pytest.mark.by_default("expert")
 @pytest.mark.parametrize("split", SPLITS)
 def test_losses_routing_and_weights_are_those_of_one_process(forks, alone, split):
     parallel = ParallelConfig(**SPLITS[split])

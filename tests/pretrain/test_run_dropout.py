@@ -94,7 +94,6 @@ def check(forks, alone, kind, options):
 @pytest.mark.by_default(
     "micro batch of 1, recomputed blocks",
     "tensor and sequence, recomputed",
-    "tensor alone",
     "expert",
     "virtual pipeline",
 )

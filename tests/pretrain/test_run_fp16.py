@@ -214,6 +214,7 @@ def goes_on(folder, recipe, step):
     return begin, end, losses, engine.train_step(step + 3, Samples()).loss
 
 
+@pytest.mark.slow
 def test_the_scale_goes_on_at_another_split(forks, tmp_path):
     chain = [Split(data=2, distributed=True), Split(expert=2), Split(tensor=2), Split(pipeline=2), ONE_D]
     end, after, scales = None, None, set()

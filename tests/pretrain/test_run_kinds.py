@@ -81,6 +81,7 @@ def test_two_processes_equal_one(forks, alone, options):
     check(values(forks.run(2, train, recipe_of(kind, **options))), expected, options)
 
 
+@pytest.mark.by_default("{'pipeline': 2}")
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_a_bert_with_biases_and_segments_equals_one_process(forks, parallel):
     recipe = recipe_of("bert")

@@ -128,7 +128,7 @@ def alone(forks):
     return only(forks.run(1, train, replace(RECIPE, train=replace(RECIPE.train, micro_batch=8))))
 
 
-@pytest.mark.by_default("expert=2-False", "pipeline=2-True")
+@pytest.mark.by_default("pipeline=2-True")
 @pytest.mark.parametrize(
     ("parallel", "distributed"),
     [({}, False), ({"data": 2}, True), ({"expert": 2}, False), ({"tensor": 2}, False), ({"pipeline": 2}, True)],

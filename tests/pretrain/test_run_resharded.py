@@ -167,7 +167,6 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 
 
 @pytest.mark.by_default(
-    "TP 2-1-2-switch",
     "TP2 x PP2 to EP2 x DP2 distributed-switch",
     "EP 2-1-4-sigmoid",
 )

@@ -27,7 +27,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("tensor and sequence", "expert")
+@pytest.mark.by_default("tensor and sequence")
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_processes_equal_one(forks, split):
     """Losses, weights, moments and the memory itself, with queries in groups and dropout keyed by token."""
