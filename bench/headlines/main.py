@@ -1,7 +1,7 @@
 """``python -m bench headlines``: models with experts against their dense twins, at equal active FLOPs.
 
-Trains each pair of models with each seed, two runs at once, and prints a table. Finished runs are kept, and stopped
-ones resume. See docs/headlines.md.
+Trains each pair of models, and the variants of each study, with each seed, two runs at once, and prints tables.
+Finished runs are kept, and stopped ones resume. See docs/headlines.md.
 """
 
 import argparse
@@ -9,9 +9,9 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, linear_regression, median, stdev
 from typing import Any
 
 from bench.convergence import study
@@ -66,75 +66,164 @@ PAIRS = {
 }
 
 
+@dataclass(frozen=True)
+class Study:
+    """Variants of a scaled-down recipe of equal active FLOPs.
+
+    Attributes:
+        recipe: name of the pair whose recipe with experts is varied.
+        seeds: seeds of the runs, unless ``--seeds`` chooses others.
+        base: the variant that the others are compared with.
+        variants: options by name.
+        curve: numbers of experts by variant, for the exponent of the loss over them.
+    """
+
+    recipe: str
+    seeds: tuple[int, ...]
+    base: str
+    variants: dict[str, tuple[str, ...]]
+    curve: dict[str, int] = field(default_factory=dict)
+
+
+def _short(*options: str) -> tuple[str, ...]:
+    return ("--train.steps", "1000", *options)
+
+
+def _experts(count: int, width: int, *more: str) -> tuple[str, ...]:
+    """Return the options of a short run with ``count`` experts of hidden width ``width``."""
+    return _short("--model.num_experts", str(count), "--model.ffn_hidden_size", str(width), *more)
+
+
+def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
+    """Return a sweep of learning rates of both models of a pair, with a seed that the pair's runs do not have."""
+    variants = {f"dense-{rate}": (*PAIRS[name].dense, "--optimizer.lr", rate) for rate in dense}
+    variants |= {f"experts-{rate}": ("--optimizer.lr", rate) for rate in experts}
+    return Study(name, (4,), f"dense-{dense[1]}", variants)
+
+
+STUDIES = {
+    "rates-of-gpt-64-bytes": _rates("gpt-64-bytes", ["5e-3", "1e-2", "2e-2"], ["5e-3", "1e-2", "2e-2"]),
+    "rates-of-gpt-96": _rates("gpt-96", ["1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2"]),
+    # The base is the third run of the pair gpt-64-bytes. A router has as many multiplications per token as it has
+    # experts times the width: the experts are narrower by as much.
+    "variants-of-gpt-64-bytes": Study(
+        "gpt-64-bytes",
+        (1, 2, 3),
+        HALF,
+        {
+            HALF: _short(),
+            "dense-half": (*PAIRS["gpt-64-bytes"].dense, *_short()),
+            "8-experts": _experts(8, 126),
+            "16-experts": _experts(16, 124),
+            "32-experts": _experts(32, 120),
+            "128-experts": _experts(128, 96),
+            "256-experts": _experts(256, 64),
+            "128-fine-experts-top-4": _experts(128, 48, "--model.top_k", "4"),
+            "switch-top-1": _experts(64, 224, "--model.top_k", "1", "--model.gate", "switch"),
+            "sigmoid-bias": _short("--model.gate", "sigmoid", "--model.balance_loss", "0"),
+            "shared-expert": _short(
+                *("--model.top_k", "1", "--model.gate", "switch"), *("--model.num_shared_experts", "1")
+            ),
+            "no-balance-loss": _short("--model.balance_loss", "0"),
+            "balance-over-micro-batch": _short("--model.balance_scope", "data_parallel"),
+            "capacity-1.25": _short("--model.capacity_factor", "1.25"),
+        },
+        curve={"8-experts": 8, "16-experts": 16, "32-experts": 32, HALF: 64, "128-experts": 128, "256-experts": 256},
+    ),
+}
+
+
 def main(argv: Sequence[str]) -> int:
     """Return 0, or the code that ended the training early: see `study.train`."""
     parser = argparse.ArgumentParser(prog="python -m bench headlines", description=__doc__, allow_abbrev=False)
-    parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"pairs to train; by default all: {', '.join(PAIRS)}")
-    study.add_options(parser, folder="runs/headlines", seeds=[1, 2, 3])
-    parser.add_argument("--table", action="store_true", help="train nothing: the table of the runs that are finished")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"pairs and studies to train; by default all: {', '.join([*PAIRS, *STUDIES])}",
+    )
+    study.add_options(parser, folder="runs/headlines", seeds=[])
+    parser.add_argument("--table", action="store_true", help="train nothing: the tables of the runs that are finished")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
     arguments = parser.parse_args(argv)
     options = study.check_options(arguments)
-    for name in arguments.pairs:
-        if name not in PAIRS:
-            raise UserError(f"unknown pair {name!r}; {known_names(name, PAIRS)}")
-    names = list(dict.fromkeys(arguments.pairs)) or list(PAIRS)
+    known = [*PAIRS, *STUDIES]
+    for name in arguments.names:
+        if name not in known:
+            raise UserError(f"unknown pair or study {name!r}; {known_names(name, known)}")
+    names = list(dict.fromkeys(arguments.names)) or known
     jobs = plan(names, arguments.seeds, arguments.folder, options)
-    if not arguments.table and (
-        code := study.train(list(jobs.values()), at_once=arguments.at_once, threads=arguments.threads)
-    ):
+    once = list({job.folder: job for job in jobs.values()}.values())  # a study may have a run of a pair
+    if not arguments.table and (code := study.train(once, at_once=arguments.at_once, threads=arguments.threads)):
         return code
-    rows = []
-    for name in names:
-        if groups := _groups(name, jobs):
-            rows.append(_row(name, groups))
-            figure.draw(list(groups.values()), arguments.folder / f"{name}.svg")
-    if not rows:
+    groups = {name: _groups(name, jobs) for name in names}
+    rows = [_row(name, groups[name]) for name in names if name in PAIRS and groups[name]]
+    of_studies = {name: _study_rows(name, groups[name]) for name in names if name in STUDIES and groups[name]}
+    if not rows and not of_studies:
         raise UserError(f"{arguments.folder} has no finished pair of runs")
-    print(table(rows))
-    print(f"curves: {', '.join(str(arguments.folder / row['pair']) + '.svg' for row in rows)}", file=sys.stderr)
+    drawn = [row["pair"] for row in rows] + list(of_studies)
+    for name in drawn:
+        figure.draw(list(groups[name].values()), arguments.folder / f"{name}.svg")
+    if rows:
+        print(table(rows))
+    for name, variants in of_studies.items():
+        print(f"\n{name}, compared with {STUDIES[name].base}:\n\n{study_table(variants)}")
+        if exponent := _exponent(STUDIES[name].curve, variants):
+            print(f"\nloss ~ experts ** {_shown(exponent)}")
+    print(f"curves: {', '.join(str(arguments.folder / name) + '.svg' for name in drawn)}", file=sys.stderr)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")
+        every = [*rows, *(row for variants in of_studies.values() for row in variants)]
+        arguments.out.write_text(json.dumps(every, indent=1, allow_nan=False) + "\n")
     return 0
 
 
 def plan(
     names: Sequence[str], seeds: Sequence[int], folder: Path, more: Sequence[str] = ()
 ) -> dict[tuple[str, str, int], Job]:
-    """Return the runs by pair, model and seed. All pairs come with the first seed before any comes with the second.
+    """Return the runs by pair or study, model and seed: first the pairs, all with the first seed before any with the
+    second, then the studies.
+
+    Args:
+        seeds: seeds of all runs; if empty, 1 to 3 for pairs, and each study's own.
 
     Raises:
         UserError: a recipe is invalid, or differs from the recipe of the existing run.
     """
     jobs = {}
-    for seed in seeds:
+
+    def add(name: str, recipe: str, models: dict[str, tuple[str, ...]], seed: int) -> None:
+        for model, options in models.items():
+            path = str(HERE / f"{recipe}.toml")
+            job = study.make_job(path, f"{recipe}-{model}-seed{seed}", seed, folder, [*more, *options])
+            jobs[name, model, seed] = job
+
+    for seed in seeds or (1, 2, 3):
         for name in names:
-            path = HERE / f"{name}.toml"
-            steps = study.make_job(str(path), name, seed, folder, more).recipe.train.steps
-            models = {
-                DENSE: PAIRS[name].dense,
-                EXPERTS: (),
-                HALF: ("--train.steps", str(steps // 2)),
-            }
-            for model, options in models.items():
-                job = study.make_job(str(path), f"{name}-{model}-seed{seed}", seed, folder, [*more, *options])
-                jobs[name, model, seed] = job
+            if name in PAIRS:
+                steps = load_recipe(str(HERE / f"{name}.toml"), list(more)).train.steps
+                half = ("--train.steps", str(steps // 2))
+                add(name, name, {DENSE: PAIRS[name].dense, EXPERTS: (), HALF: half}, seed)
+    for name in names:
+        if name in STUDIES:
+            for seed in seeds or STUDIES[name].seeds:
+                add(name, STUDIES[name].recipe, STUDIES[name].variants, seed)
     return jobs
 
 
 def _groups(name: str, jobs: dict[tuple[str, str, int], Job]) -> dict[str, Group]:
-    """Return a pair's finished runs by model, of the seeds with which both models are finished; empty without one."""
-    runs: dict[str, dict[int, Run]] = {DENSE: {}, EXPERTS: {}, HALF: {}}
-    for (pair, model, seed), job in jobs.items():
-        if pair == name:
+    """Return the finished runs of a pair or study by model: of the seeds with which both models of a pair, or the base
+    of a study, are finished; empty without one."""
+    runs: dict[str, dict[int, Run]] = {}
+    for (of, model, seed), job in jobs.items():
+        if of == name:
             job.look()
+            runs.setdefault(model, {})
             if job.is_done:
                 runs[model][seed] = read_run(job.folder)
-    both = runs[DENSE].keys() & runs[EXPERTS].keys()
-    if not both:
-        return {}
-    found = {model: [run for seed, run in of_seed.items() if seed in both] for model, of_seed in runs.items()}
+    needed = (DENSE, EXPERTS) if name in PAIRS else (STUDIES[name].base,)
+    seeds = set.intersection(*(set(runs[model]) for model in needed))
+    found = {model: [run for seed, run in of_seed.items() if seed in seeds] for model, of_seed in runs.items()}
     return {model: group_runs(of_model)[0] for model, of_model in found.items() if of_model}
 
 
@@ -205,8 +294,71 @@ def _seconds_per_token(group: Group) -> float:
     return fmean(of_run)
 
 
+def _study_rows(name: str, groups: dict[str, Group]) -> list[dict[str, Any]]:
+    """Return the figures of a study's variants."""
+    base = groups[STUDIES[name].base]
+    return [
+        {
+            "study": name,
+            "variant": variant,
+            "seeds": list(_of_seed(group)),
+            "params": group.runs[0].params,
+            "flops_per_token": group.flops_per_token,
+            "losses": list(_of_seed(group).values()),
+            "difference": _difference(_of_seed(group), _of_seed(base)),
+            "entropy_share": _entropy_share(group),
+            "seconds_per_token_ratio": _seconds_per_token(group) / _seconds_per_token(base),
+        }
+        for variant, group in groups.items()
+    ]
+
+
+def _entropy_share(group: Group) -> float | None:
+    """Return the mean entropy of the routers over the last 100 steps, as a share of its maximum; None if dense."""
+    experts = group.runs[0].recipe.model.num_experts
+    if not experts:
+        return None
+    rows = [row for run in group.runs for row in read_metrics(run.folder / "metrics.jsonl")[-100:]]
+    return fmean(row["moe/entropy"] for row in rows if "moe/entropy" in row) / math.log(experts)
+
+
+def _exponent(curve: dict[str, int], rows: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
+    """Return the exponent of the loss as a power of the number of experts, fitted to each seed's runs by least squares
+    in logarithms: mean and Student's 95% interval over the seeds. None unless every variant of the curve is finished.
+
+    Source: with a dense model of fixed size, Clark et al. 2022 (arXiv 2202.01169), equation 4 without saturation.
+    """
+    losses = {row["variant"]: dict(zip(row["seeds"], row["losses"], strict=True)) for row in rows}
+    if not curve or not losses.keys() >= curve.keys():
+        return None
+    slopes = {}
+    for seed in set.intersection(*(set(losses[variant]) for variant in curve)):
+        x = [math.log(count) for count in curve.values()]
+        slopes[seed] = linear_regression(x, [math.log(losses[variant][seed]) for variant in curve]).slope
+    return _difference(slopes, dict.fromkeys(slopes, 0.0)) if slopes else None
+
+
+def study_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Format the variants of a study as Markdown."""
+    lines = [["variant", "parameters", "seeds", "loss", "difference", "router entropy", "time per token"]]
+    for row in rows:
+        entropy = row["entropy_share"]
+        lines.append(
+            [
+                f"`{row['variant']}`",
+                f"{row['params'] / 1e6:.2f} M",
+                ", ".join(map(str, row["seeds"])),
+                f"{fmean(row['losses']):.4f}",
+                _shown(row["difference"]),
+                "-" if entropy is None else f"{entropy:.3f} of the maximum",
+                f"{row['seconds_per_token_ratio']:.2f} times",
+            ]
+        )
+    return markdown(lines)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format rows as Markdown."""
+    """Format rows of pairs as Markdown."""
     lines = [
         [
             "pair",

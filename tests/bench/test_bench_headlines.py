@@ -6,7 +6,7 @@ import math
 import pytest
 
 from bench.headlines import main as headlines
-from bench.headlines.main import DENSE, EXPERTS, HALF, HERE, PAIRS
+from bench.headlines.main import DENSE, EXPERTS, HALF, HERE, PAIRS, STUDIES
 from fmoe.errors import UserError
 from pretrain.config import load_recipe, write_recipe
 
@@ -29,7 +29,19 @@ def test_recipes_have_twenty_times_the_parameters(name):
     assert 20 <= experts.num_params() / dense.num_params() <= 22
 
 
-def run(job, losses):
+@pytest.mark.parametrize("name", STUDIES)
+def test_all_variants_of_a_study_cost_the_same(name, tmp_path):
+    of_study = STUDIES[name]
+    jobs = headlines.plan([name], [], tmp_path)
+    assert {key[1:] for key in jobs} == {(v, seed) for v in of_study.variants for seed in of_study.seeds}
+    assert len({job.folder for job in jobs.values()}) == len(jobs)
+    assert len({job.recipe.flops_per_token() for job in jobs.values()}) == 1
+    assert len({job.recipe.train.steps for job in jobs.values()}) == 1, "an unfinished schedule would be compared"
+    for variant, count in of_study.curve.items():
+        assert jobs[name, variant, 1].recipe.model.num_experts == count
+
+
+def run(job, losses, entropy=None):
     """Write a finished run with a loss for each validation."""
     job.folder.mkdir(parents=True)
     write_recipe(job.recipe, job.folder / "config.toml")
@@ -39,6 +51,8 @@ def run(job, losses):
         {"step": n * every, "tokens": 4096 * n * every, "val/loss": loss, "tokens_per_second": 10.0}
         for n, loss in enumerate(losses)
     ]
+    if entropy is not None:
+        rows[-1]["moe/entropy"] = entropy
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -62,6 +76,26 @@ def test_table_of_finished_pairs(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "1500 of 2000" in shown and "0.750 of its steps" in shown and "-0.1900 [-0.3171, -0.0629]" in shown
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["gpt-96.svg"]
+
+
+def test_table_of_a_study(tmp_path, capsys):
+    """The base comes from the pair; the losses are an exact power of the number of experts."""
+    name = "variants-of-gpt-64-bytes"
+    jobs = headlines.plan([name], [1, 2], tmp_path)
+    assert jobs[name, HALF, 1].folder == headlines.plan(["gpt-64-bytes"], [1], tmp_path)["gpt-64-bytes", HALF, 1].folder
+    for seed, exponent in ((1, -0.03), (2, -0.05)):
+        run(jobs[name, "dense-half", seed], [5.0, 2.5])
+        for variant, count in STUDIES[name].curve.items():
+            run(jobs[name, variant, seed], [5.0, 2 * count**exponent], entropy=0.9 * math.log(count))
+    run(jobs[name, "sigmoid-bias", 2], [5.0, 2 * 64**-0.05 + 0.5], entropy=1.0)
+    out = tmp_path / "rows.json"
+    assert headlines.main([name, "--folder", str(tmp_path), "--table", "--out", str(out), "--seeds", "1", "2"]) == 0
+    rows = {row["variant"]: row for row in json.loads(out.read_text())}
+    assert set(rows) == {*STUDIES[name].curve, "dense-half", "sigmoid-bias"}, "variants without a finished run"
+    assert rows["sigmoid-bias"]["seeds"] == [2] and math.isclose(rows["sigmoid-bias"]["difference"]["mean"], 0.5)
+    assert rows[HALF]["difference"]["mean"] == 0 and rows["dense-half"]["entropy_share"] is None
+    assert math.isclose(rows["256-experts"]["entropy_share"], 0.9)
+    assert "loss ~ experts ** -0.0400 [-0.1671, +0.0871]" in capsys.readouterr().out, "12.7062 * 0.01 on both sides"
 
 
 def test_never_below_and_never_reached(tmp_path, capsys):
@@ -96,3 +130,10 @@ def test_trains_what_is_not_finished_in_the_order_of_seeds(tmp_path, monkeypatch
         f"{name}-{model}-seed1" for name in ("switch-t5", "gpt-96") for model in (DENSE, EXPERTS, HALF)
     ]
     assert len(began) == 12
+
+
+def test_trains_a_run_of_a_pair_and_a_study_once(tmp_path, monkeypatch):
+    began = []
+    monkeypatch.setattr(headlines.study, "train", lambda jobs, **_: began.extend(job.name for job in jobs) or 75)
+    assert headlines.main(["variants-of-gpt-64-bytes", "gpt-64-bytes", "--folder", str(tmp_path)]) == 75
+    assert len(set(began)) == len(began) == 6 + 3 * len(STUDIES["variants-of-gpt-64-bytes"].variants)
