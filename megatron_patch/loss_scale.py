@@ -43,7 +43,7 @@ class SharedGradScaler(MegatronGradScaler):
         """Do nothing: each optimizer calls it with its own overflow only. `settle` updates the scale."""
 
     def settle(self, found_inf: bool) -> None:
-        """Update the scale, once per step, by the overflow of all optimizers and ranks."""
+        """Update the scale, once per step; ``found_inf`` is True if any optimizer of any rank overflowed."""
         self.skipped += found_inf
         self.scaler.update(found_inf)
 

@@ -101,7 +101,7 @@ class NestedLayout(Layout):
 
 
 class NestedCall(ExpertCall):
-    """`ExpertCall` for nests, which calls a layer's ``expert_fn``.
+    """`ExpertCall` for nests, which calls a layer's ``expert_fn`` if a subclass overrides it.
 
     Args:
         layer: layer whose ``expert_fn`` and experts are called.
@@ -115,6 +115,7 @@ class NestedCall(ExpertCall):
         super().__init__(layer.experts, layer.name, tokens.x_TD, layer.training)
         self._expert_fn, self._inputs, self.nest = layer.expert_fn, tokens.nest, tokens.nest
         self._has_own_expert_fn = not is_unchanged(layer, "expert_fn", FMoE.expert_fn)
+        self.needs_keys = self.needs_keys and not self._has_own_expert_fn  # expert_fn takes no keys of dropout noise
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
         rows = pytree.tree_unflatten(rows, self._inputs)
@@ -123,6 +124,10 @@ class NestedCall(ExpertCall):
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
     ) -> list[Tensor]:
+        if self._has_own_expert_fn:
+            raise UserError(
+                f"exchange_options: shadow is not supported for {self.name}, which overrides expert_fn: use shadow=0"
+            )
         return self._flat(self.module.run_with(parameters, pytree.tree_unflatten(rows, self._inputs), counts, keys_R))
 
     def _is_plain(self) -> bool:

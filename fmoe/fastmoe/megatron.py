@@ -73,7 +73,7 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Reset the metrics of the first ``num_layers`` layers; None for the number of the last call."""
+    """Discard all metrics, and make room for those of ``num_layers`` layers; None keeps the last number."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())

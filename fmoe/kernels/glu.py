@@ -23,7 +23,7 @@ class SwiGLUOAI:
         return gates * (self.alpha * gates).sigmoid()
 
     def second(self, values: Tensor) -> Tensor:
-        """Return the factor ``v + 1`` of values."""
+        """Return the factor ``v + 1``, with values v clamped to ``[-limit, limit]``."""
         return values.clamp(-self.limit, self.limit) + 1
 
     def slopes(self, gates: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

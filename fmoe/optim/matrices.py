@@ -47,7 +47,7 @@ class Matrices:
 
     @classmethod
     def of(cls, parameter: Tensor, parts: int = 1, **split: Any) -> "Matrices | None":
-        """Return the description of a matrix or a stack of experts; None for a tensor of another kind.
+        """Return the description of a matrix or a stack of experts; None for other tensors, and empty ones.
 
         Args:
             parts: number of matrices of equal height that are fused along the rows.

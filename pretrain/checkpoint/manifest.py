@@ -73,7 +73,7 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     if overlap := first_overlap(boxes):
         first, second, offset = overlap
         raise UserError(f"tensor {name}: pieces in {first} and {second} both hold the element at {offset}")
-    raise UserError(f"tensor {name}: no rank holds {missing} of its {size} elements")
+    raise UserError(f"tensor {name}: {missing} of its {size} elements are missing")
 
 
 def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:

@@ -234,7 +234,6 @@ class Recipe:
         parallel = self.parallel
         if world_size != parallel.world_size:
             raise UserError(
-                f"world size {world_size} is not the product {parallel.world_size_name} = {parallel.world_size}: start "
-                f"{parallel.world_size} ranks (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or "
-                "change [parallel]"
+                f"world size {world_size} is not {parallel.world_size}, the product {parallel.world_size_name}: start "
+                f"{parallel.world_size} ranks on all nodes together (docs/launch.md), or change [parallel]"
             )

@@ -121,7 +121,7 @@ def _default(field: Field) -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass: the string literal after it, with None as ``"none"``.
+    """Return the string literal after each field of a dataclass, in which ``"none"`` replaces the word None.
 
     Raises:
         ValueError: a field has no docstring.

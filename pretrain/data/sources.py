@@ -112,7 +112,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
     """Yield the results of ``read`` until the end of a file, each with its offset.
 
     Raises:
-        UserError: the file is damaged, or of another encoding by its first bytes.
+        UserError: the file is damaged, or begins with the mark of UTF-16 or UTF-32.
     """
     try:
         file, offset = _open(source)

@@ -342,6 +342,6 @@ class _Part(io.RawIOBase):
 
 
 def chunks_of(folder: DcpFolder, names: Iterable[str]) -> list[tuple[str, Chunk]]:
-    """Return the chunks of tensors by file and position, so that files are read from front to back."""
+    """Return (name, chunk) pairs ordered by file and position, to read files from front to back."""
     found = [(name, chunk) for name in names for chunk in folder.tensors[name].chunks]
     return sorted(found, key=lambda item: (item[1].file, item[1].position))

@@ -47,7 +47,7 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
 
 
 def why_own(model: ModelConfig) -> str:
-    """Return why no family of transformers represents a model; empty if one does."""
+    """Return why no family in the transformers library fits a model; empty if one does."""
     family = _nearest(model)
     return _misfit(family, model, is_nearest=True) if family.misfits(model) else ""
 

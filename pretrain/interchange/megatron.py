@@ -151,7 +151,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         # Megatron-LM lacks these settings or, as for its own YaRN, has arguments for them that are not compared here.
         if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
             raise UserError(
-                f"model.{ours}={toml(value)} is not supported, because {path / COMMON} has arguments of Megatron-LM: "
+                f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({path / COMMON}): "
                 f"import with model.{ours}={toml(default)}, then set it in the recipe of the run that starts from the "
                 "imported checkpoint"
             )

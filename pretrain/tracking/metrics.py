@@ -39,7 +39,7 @@ class Metric:
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
         section: section of the report; layer metrics are always in "Routing". Metrics outside ``more`` and ``events``
-            also have a figure in "Numbers": the mean over steps in ``speed`` unless exact, else the last value.
+            also have a figure in "Numbers": the last value, but in ``speed`` the mean unless ``is_exact``.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: True if ``fmoe evaluate`` reports the layer metric.

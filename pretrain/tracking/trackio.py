@@ -64,7 +64,7 @@ class TrackioTracker:
             )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log a step. Lists become histograms with a bar per element, and the load of all layers becomes a picture."""
+        """Log a step. Lists become histograms of at most 512 bars, and the load of all layers becomes a picture."""
         self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
 
     def close(self, ok: bool = True) -> None:

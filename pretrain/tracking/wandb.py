@@ -72,7 +72,7 @@ class WandbTracker:
             logger.info("wandb run: %s", self._run.url)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log a step. Lists become histograms with a bar per element, which wandb shows as a heatmap over time. The
+        """Log a step. Lists become histograms of at most 512 bars, which wandb shows as a heatmap over time. The
         load of all layers becomes a picture. wandb merges calls with the same step."""
         self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
 

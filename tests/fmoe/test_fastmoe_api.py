@@ -270,6 +270,38 @@ def test_an_expert_function_of_ones_own():
     assert torch.allclose(doubled(x), 2 * plain(x))
 
 
+def test_an_expert_function_of_ones_own_with_dropout():
+    called = []
+
+    class Counted(FMoE):
+        def expert_fn(self, inp, fwd_expert_count):
+            called.append(len(inp))
+            return super().expert_fn(inp, fwd_expert_count)
+
+    layer = Counted(num_experts=4, d_model=D, d_hidden=H, expert_options={"dropout": 0.5})
+    x, _ = tokens()
+    layer(x)
+    assert called == [len(x) * layer.top_k]
+
+
+def test_an_expert_function_of_ones_own_and_shadowed_experts():
+    class Doubled(FMoE):
+        def expert_fn(self, inp, fwd_expert_count):
+            return 2 * super().expert_fn(inp, fwd_expert_count)
+
+    for kind, message in ((Doubled, "shadow is not supported for FMoE, which overrides expert_fn"), (FMoE, None)):
+        layer = kind(num_experts=4, d_model=D, d_hidden=H)
+        x, _ = tokens()
+        call = layer.call(layer.split(x, None, None))
+        weights = [layer.experts.shadow(0)]
+        if message:
+            with pytest.raises(fmoe.UserError, match=message):
+                call.compute_with(weights, [x], [len(x)], None)
+        else:
+            (y,) = call.compute_with(weights, [x], [len(x)], None)
+            assert torch.equal(y, layer.experts(x, torch.tensor([len(x), 0, 0, 0])))
+
+
 def test_a_list_of_modules_set_by_a_subclass():
     layer = FMoE(num_expert=3, d_model=D)
     layer.experts = nn.ModuleList(SmallExpert(D) for _ in range(3))

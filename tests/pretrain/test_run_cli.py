@@ -91,7 +91,7 @@ def test_python_m_pretrain_alone_with_a_recipe_for_two(start, recipe_file, tmp_p
     end = start(sys.executable, "-m", "pretrain", recipe)
     assert end.returncode == 2
     assert end.stdout == ""
-    assert end.stderr.startswith("pretrain: error: world size 1 is not the product parallel.expert=2 x parallel.data=1")
+    assert end.stderr.startswith("pretrain: error: world size 1 is not 2, the product parallel.expert=2 x parallel.data=1:")
     assert end.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -107,7 +107,7 @@ def test_under_torchrun_one_process_says_what_is_wrong(start, recipe_file, tmp_p
     end = start(*torchrun, "--nproc-per-node", "2", "-m", "pretrain", recipe)
     assert end.returncode != 0
     said = [line for line in end.stderr.splitlines() if "error: " in line]
-    assert said == [line for line in said if line.startswith("pretrain: error: world size 2 is not the product ")]
+    assert said == [line for line in said if line.startswith("pretrain: error: world size 2 is not 4, the product ")]
     assert len(said) == 1, end.stderr
     assert "UserError" not in end.stderr, "a traceback of ours"
     assert not (tmp_path / "run").exists()

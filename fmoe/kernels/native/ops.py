@@ -1,7 +1,7 @@
 """Feed-forward experts by the native CPU backend (`fmoe.kernels.native`): one operation forward, one backward.
 
-The operations are torch custom ops with fake kernels and a derivative, so that autocast, checkpointing and
-torch.compile support them. `fmoe.kernels.native.loader.load` must be called first.
+The operations are torch custom ops with fake kernels and a derivative, so that checkpointing and torch.compile
+support them. `fmoe.kernels.native.loader.load` must be called first.
 
 Shape letters: T tokens, K choices, M rows (kept assignments, sorted by expert), L experts, D width, H hidden width, P
 height of the first map (2 H if gated, else H).

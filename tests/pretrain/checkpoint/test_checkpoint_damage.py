@@ -136,7 +136,7 @@ def piece_of(document):
         (lambda d: d["tensors"]["w"].update(dtype="float7"), "unknown dtype"),
         (lambda d: d["tensors"]["w"].update(dtype="int32"), "w differs in shape or dtype from manifest.json"),
         (lambda d: d["tensors"]["w"].update(shape=[64, True]), "malformed"),
-        (lambda d: d["tensors"]["w"].update(shape=[64, 9]), "no rank holds 64 of its 576"),
+        (lambda d: d["tensors"]["w"].update(shape=[64, 9]), "64 of its 576 elements are missing"),
         (lambda d: d["tensors"]["w"].update(shape=[63, 8]), "tensor w: block (64, 8) at (0, 0)"),
         (lambda d: d["tensors"]["w"]["pieces"].append(piece_of(d)), "both hold the element at (0, 0)"),
         (lambda d: piece_of(d).update(start=0, stop=513), "is outside the block's 512"),
