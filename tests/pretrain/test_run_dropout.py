@@ -102,7 +102,7 @@ def test_a_split_of_a_gpt_changes_nothing(forks, alone, split):
     check(forks, alone, "gpt", {**ONE_PROCESS, **TWO_PROCESSES, **PIPELINES}[split])
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default("bert-tensor and sequence", "t5-micro batch of 1, recomputed blocks", "documents-data")
 @pytest.mark.parametrize("split", [*ONE_PROCESS, *TWO_PROCESSES])
 @pytest.mark.parametrize("kind", ["bert", "t5", "documents"])
 def test_a_split_of_other_kinds_changes_nothing(forks, alone, kind, split):

@@ -31,7 +31,7 @@ def steps(folder):
 # Of a case: half of the run's steps, and sections of the recipe.
 BF16 = {"train": {"precision": "bf16"}}
 CASES = {
-    "ep2": (20, {"parallel": {"expert": 2}}),
+    "ep2": (8, {"parallel": {"expert": 2}}),
     "ep2-distributed": (4, {"parallel": {"expert": 2}, "optimizer": {"distributed": True}}),
     "dp2-distributed-bf16": (4, {"parallel": {"data": 2}, "optimizer": {"distributed": True}} | BF16),
     "bf16, dropout and gshard": (4, {"model": {"dropout": 0.1, "gate": "gshard", "top_k": 2}} | BF16),

@@ -296,6 +296,7 @@ def test_splits_of_other_tokenizers_are_left_to_the_converter(scriptless, tokeni
     assert found == ["smollm", ""]
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_nothing(tmp_path, scriptless, tokenizer):
     run = imported(tmp_path, "mixtral", tokenizer("bpe"))
     before = sorted(tmp_path.iterdir())

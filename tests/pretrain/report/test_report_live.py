@@ -138,6 +138,7 @@ def test_a_file_that_breaks_meanwhile_is_said(tmp_path):
         assert status == 500 and b"metrics.jsonl, line 7" in body
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it(tmp_path):
     folder = write_run(tmp_path / "run", 5)
     code = "import sys; from fmoe.cli import run; from pretrain.report.cli import main\n"

@@ -121,6 +121,7 @@ def test_many_runs_share_the_room(tmp_path, monkeypatch):
     assert all(a[1] + 1 == b[0] for a, b in pairwise(frames))
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_of_24_layers_with_128_experts_have_less_than_800_kilobytes(big_run):
     size = len(page(encode([big_run])).encode())
     print(f"{size:,} bytes")

@@ -61,7 +61,7 @@ def run(parts, **environment):
     return json.loads(child.stdout)  # and so nothing else was printed
 
 
-@pytest.mark.by_default("jsonl")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sqlite", "jsonl"])  # jsonl: what trackio takes on a network file system
 def test_a_resumed_run_is_a_new_run_of_the_group(tmp_path, mode):
     folder = tmp_path / "run"

@@ -23,6 +23,7 @@ for steps, resume_step in ((range(1, 4), None), (range(3, 6), 2)):
 """
 
 
+@pytest.mark.slow
 def test_offline_run_is_silent_resumes_as_another_of_its_group_and_is_read_by_leet(tmp_path):
     pytest.importorskip("wandb")
     wandb_command = os.path.join(os.path.dirname(sys.executable), "wandb")
