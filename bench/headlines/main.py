@@ -102,7 +102,9 @@ def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
 
 
 STUDIES = {
-    "rates-of-gpt-64-bytes": _rates("gpt-64-bytes", ["5e-3", "1e-2", "2e-2"], ["5e-3", "1e-2", "2e-2"]),
+    "rates-of-gpt-64-bytes": _rates(
+        "gpt-64-bytes", ["5e-3", "1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2", "2e-2"]
+    ),
     "rates-of-gpt-96": _rates("gpt-96", ["1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2"]),
     # The base is the third run of the pair gpt-64-bytes. A router has as many multiplications per token as it has
     # experts times the width: the experts are narrower by as much.
