@@ -37,7 +37,8 @@ class Spec:
         expert_options: keywords for a named expert or a subclass of ``FFNExperts``, e.g. ``{"bias": False}``.
         shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or the hidden
             width of an FFN; None for no shared expert.
-        shared_options: keywords of that FFN (`fmoe.experts.FFNExperts`); None for those in ``expert_options``.
+        shared_options: keywords of that FFN (`fmoe.experts.FFNExperts`); None for those in ``expert_options``. It is
+            ungated with GELU by default, also beside ``expert="swiglu"``.
         shared_gate: multiply the shared expert's output by ``sigmoid(w . x)``, with a trained w (Qwen2-MoE).
         granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, so that each token gets
             ``m * K`` of ``m * E`` experts (DeepSeekMoE, arXiv 2401.06066).
