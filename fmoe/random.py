@@ -2,8 +2,8 @@
 
 Two rules (docs/layer.md explains why):
 
-* Initial weights are a function of (the layer's seed, global expert id, name). A rank draws only its own experts, and they
-  are the same at every expert parallel size.
+* Initial weights are a function of (the layer's seed, global expert id, name). A rank draws only its own experts, and
+  they are the same at every expert parallel size.
 * Noise during training (jitter, random second expert) is a counter-based hash of (seed, layer, step, routing group,
   purpose, position within the group), so that a group has the same noise on every rank, on CPU and on GPU.
 
