@@ -31,8 +31,8 @@ class Patch:
     Attributes:
         module, name: location of the name; ``module:Class`` for a method.
         make: function of the old value that returns the new one.
-        reason: what fails without the patch, with a file and line of megatron-core 0.16.1.
-        required: whether it is an error if the name is missing.
+        reason: what fails without the patch; files and lines are those of megatron-core 0.16.1.
+        required: whether it is an error if the module or class lacks the name.
     """
 
     module: str
@@ -49,10 +49,10 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch]) -> None:
-    """Apply all patches, or none if a name is missing.
+    """Apply all patches, or none if it raises.
 
     Raises:
-        UserError: the version of megatron-core is not supported, or a required name is missing.
+        UserError: the version of megatron-core is not supported; a required name, a module or a class is missing.
     """
     installed = versions.check()
     found = []
