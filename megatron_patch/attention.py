@@ -113,8 +113,8 @@ class SDPAttention(DotProductAttention):
         """Map query, key and value [s, b, heads, head width] to [s, b, heads * head width of values].
 
         Args:
-            attention_mask: True where a query must not see a key, [1 or b, 1, s of queries, s of keys]; in causal
-                attention it must hide later keys too. None for no mask but causality.
+            attention_mask: True where a query must not see a key, [1 or b, 1, s of queries, s of keys]. In causal
+                attention, None hides just the later keys, and a mask must hide them too.
             attention_bias: added to the scores, such as T5's relative positions: [1 or b, heads, s of queries, s of
                 keys].
         """

@@ -1,7 +1,8 @@
 """Patches of megatron-core: the class `Patch`, and the patches for any device (`PATCHES`).
 
-The first FMoE layer calls `install`. So does `megatron_patch.cpu.install`, which adds `megatron_patch.cpu.PATCHES` on
-machines without a GPU. Call `install` yourself before you build a sequence parallel model without Transformer Engine.
+The first FMoE layer and `megatron_patch.optimizer.build_optimizer` call `install`; `megatron_patch.cpu.install` does
+too, and adds `megatron_patch.cpu.PATCHES` on machines without a GPU. Call `install` yourself before you build a
+sequence parallel model without Transformer Engine.
 """
 
 import copy

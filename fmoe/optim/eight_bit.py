@@ -60,7 +60,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
-        """Return the moment ``name``, ``exp_avg`` or ``exp_avg_sq``, of a parameter, quantized from the given values.
+        """Return values as the moment ``exp_avg`` or ``exp_avg_sq`` of a parameter, quantized if that has 8 bits.
 
         Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """

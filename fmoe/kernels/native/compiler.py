@@ -201,7 +201,8 @@ def _ask(command: tuple[str, ...]) -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"no C++ compiler: {shlex.join(command)} --version: {error}") from error
     if done.returncode or not done.stdout.strip():
-        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version gives none (exit code {done.returncode})")
+        asked = f"{shlex.join(command)} --version"
+        raise BuildError(f"no C++ compiler: {asked} prints no version (exit code {done.returncode})")
     return Compiler(command, done.stdout.strip().splitlines()[0], "Free Software Foundation" in done.stdout)
 
 

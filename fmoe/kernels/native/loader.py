@@ -39,8 +39,7 @@ def load() -> bool:
         True if ``torch.ops.fmoe_native`` has the operations.
 
     Raises:
-        UserError: FMOE_NATIVE is invalid; so is, with the backend on, FMOE_HUGE_PAGES, FMOE_SANITIZE or
-            FMOE_NATIVE_ISA.
+        UserError: FMOE_NATIVE is invalid or, with the backend on, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA is.
     """
     global _outcome
     if _outcome is None:
