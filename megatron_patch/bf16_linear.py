@@ -4,7 +4,7 @@ On these processors, torch's bf16 products take three to six times as long as pr
 Weights, activations and gradients stay bf16; a product is rounded once, at the end.
 
 Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that
-benchmarks measure them unchanged. Layers under sequence parallelism, which gather their input, use torch's products.
+benchmarks measure them unchanged. Under sequence parallelism, layers that gather their input use torch's products.
 
 Shape letters: M rows, I input width, O output width.
 """
@@ -31,7 +31,7 @@ def is_needed() -> bool:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark bf16 weights of linear layers and embeddings, except in Megatron-core's experts, for products in float32."""
+    """Mark the bf16 weights of Megatron-core's linear layers and embeddings, except in its experts."""
     for module in model.modules():
         is_dense = isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert
         is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight the output layer may share

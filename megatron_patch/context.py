@@ -32,7 +32,7 @@ def context_group(config: TransformerConfig, collection: Any = None) -> dist.Pro
     size = 1 if group is None else group.size()
     if config.context_parallel_size != size:
         raise UserError(
-            f"context_parallel_size={config.context_parallel_size} of the config differs from the {size} ranks of the "
+            f"context_parallel_size={config.context_parallel_size} of the config differs from the size {size} of the "
             "context parallel group: initialize Megatron's groups with the config's size"
         )
     return None if size == 1 else group

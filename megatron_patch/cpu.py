@@ -120,8 +120,8 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
 
     The generator's seed also identifies the position in training (`fmoe.random`). Layers need the position inside
     `fork` too, because a sequence parallel model forks around all of its layers. If a position is set, a fork therefore
-    gets a seed derived from the seeds of the outer generator and of the tracker's state. It continues the previous fork
-    of that state if that had the same derived seed. Draws then depend on the position and the tracker's seed.
+    gets a seed derived from the seeds of the outer generator and of the tracker's state. If the previous fork of that
+    state had the same derived seed, its draws are continued. Draws then depend on the position and the tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):

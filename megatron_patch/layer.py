@@ -96,8 +96,8 @@ class MegatronMoE(MoE):
         size = tensor_group.size() if tensor_group else 1
         if config.tensor_model_parallel_size != size:
             raise UserError(
-                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the {size} "
-                "ranks of the tensor parallel group: initialize Megatron's groups with the config's size"
+                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the size "
+                f"{size} of the tensor parallel group: initialize Megatron's groups with the config's size"
             )
         slice_group, sequence_group = _token_groups(config, pg_collection, tensor_group)
         if _has_router(options.get("gate", "naive")):
@@ -267,7 +267,7 @@ class MegatronAux(AuxLosses):
 
 
 def drop_tracked_losses() -> None:
-    """Empty Megatron's aux-loss tracker, whose tensors keep the first model's number of layers; for the next model."""
+    """Empty Megatron's aux-loss tracker for the next model: its tensors keep the first model's number of layers."""
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
         moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
     else:  # from megatron-core 0.18 on
@@ -292,7 +292,7 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the groups of ranks with the same tokens, and of ranks with successive slices of the sequences."""
+    """Return the group of ranks with the same tokens, and that of ranks with successive slices of the sequences."""
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)
@@ -313,7 +313,7 @@ def _has_router(gate: Any) -> bool:
 
 
 def _megatron_loss_scale() -> float | Tensor:
-    """Return the factor that the schedule set for this micro batch: loss scale / number of micro batches."""
+    """Return the factor of auxiliary losses that the schedule set for this micro batch; 1 if it set none."""
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     return 1.0 if scale is None else scale
 

@@ -55,7 +55,7 @@ class SharedGradScaler(MegatronGradScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of this class or of Megatron's scaler.
 
-        A constant scale does not change. A dynamic scale keeps its initial value if the state has none.
+        A constant scale does not change. A dynamic scale keeps its value if the state has none.
         """
         self.skipped = state.get("skipped", 0)
         if isinstance(self.scaler, DynamicGradScaler) and "scale" in state:
@@ -64,7 +64,7 @@ class SharedGradScaler(MegatronGradScaler):
 
 
 def grad_scaler(optimizer: MegatronOptimizer) -> SharedGradScaler | None:
-    """Return the scaler of an optimizer built by Megatron-core; None if losses are not scaled."""
+    """Return the scaler that all parts of an optimizer share; None if losses are not scaled."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(scaler := getattr(part, "grad_scaler", None), SharedGradScaler):
             return scaler

@@ -48,7 +48,7 @@ def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
     """Return `stacks` of the model; raise a UserError if it is not one of `MODELS` or cannot be converted."""
     if not isinstance(model, MODELS):
         names = ", ".join(kind.__name__ for kind in MODELS)
-        raise UserError(f"{caller} takes a model of type {names}, not {type(model).__name__}")
+        raise UserError(f"{caller} takes a model of one of the types {names}, not {type(model).__name__}")
     check_model(model)
     return stacks(model)
 
@@ -111,9 +111,9 @@ def fmoefy(
         layers: numbers of the layers to change, counted from 1 over the whole model as in Megatron; the layers of a
             T5's decoder come after the encoder's, those of multi-token prediction after the decoder's. None for all
             layers.
-        upcycle: initialize every expert from the MLP of its layer, which leaves the model's output unchanged. By
-            default experts are drawn at random, as with `fmoe_layer_spec`: copies of a random MLP would only make
-            experts equal. Through `fmoe.fmoefy`, the default is True.
+        upcycle: initialize every expert from the MLP of its layer. By default experts are drawn at random, as with
+            `fmoe_layer_spec`: copies of a random MLP would only make experts equal. Through `fmoe.fmoefy`, the default
+            is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
         granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts
             these smaller experts.
@@ -122,17 +122,14 @@ def fmoefy(
 
     Raises:
         UserError: the model is wrapped, has another type, or already has FMoE layers; ``layers`` are out of range;
-            upcycling would change the output.
+            an MLP cannot be upcycled, or upcycling would change the output; an option is invalid.
     """
     if hasattr(model, "module"):
         raise UserError(f"the model is wrapped in {type(model).__name__}: convert it before you wrap it")
     parts = checked_stacks(model, "megatron_patch.fmoefy")
     total = sum(stack.num_layers for stack in parts)
-    for number in sorted(layers or ()):
-        if not 1 <= number <= total:
-            raise UserError(
-                f"layers={sorted(layers or ())} is out of range: the model's layers are numbered 1 to {total}"
-            )
+    if layers is not None and not (layers and set(layers) <= set(range(1, total + 1))):
+        raise UserError(f"layers={sorted(layers)} must be one or more layer numbers from 1 to {total}")
     chosen = [
         (layer, offset)
         for in_stack, _, offset, _ in parts
@@ -148,10 +145,16 @@ def fmoefy(
     if len(parts) > 1:
         options = {"model_layers": total, **options}
     # Build all layers before replacing the first, so that an error leaves the model unchanged.
-    made = [
-        _make(layer, granularity, block, how, {"layer_offset": offset, **options})
-        for (layer, offset), block in zip(chosen, blocks, strict=True)
-    ]
+    before = [(stack.config, stack.config.num_moe_experts) for stack in parts]
+    try:
+        made = [
+            _make(layer, granularity, block, how, {"layer_offset": offset, **options})
+            for (layer, offset), block in zip(chosen, blocks, strict=True)
+        ]
+    except Exception:
+        for config, count in before:
+            config.num_moe_experts = count
+        raise
     for (layer, _), new in zip(chosen, made, strict=True):
         layer.mlp = new.train(layer.training)
     for _, config, offset, is_mtp in parts:

@@ -25,7 +25,7 @@ _OF_LINEAR = {"linear_fc1": "in", "linear_fc2": "out"}
 
 # Config fields that FMoE supports only for some values: name, test of the value, reason.
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("moe_expert_capacity_factor", lambda v: v is None, "over capacity, FMoE drops the last tokens"),
+    ("moe_expert_capacity_factor", lambda v: v is None, "FMoE may drop other tokens than Megatron-core"),
     ("moe_router_num_groups", lambda v: v is None, "FMoE ranks groups of experts differently"),
     ("moe_input_jitter_eps", lambda v: v is None, "FMoE draws noise differently"),
     ("moe_apply_probs_on_input", lambda v: not v, "FMoE multiplies outputs by the probabilities"),
@@ -58,7 +58,8 @@ def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | Non
         A new dict, which shares unchanged tensors with ``state``.
 
     Raises:
-        UserError: a tensor of an expert is missing or has the wrong shape; a name inside an MoE layer is unknown.
+        UserError: a tensor of an expert is missing; ``weight1`` or ``weight2`` of a GroupedMLP has the wrong size; a
+            name inside an MoE layer is unknown.
     """
     prefixes = [key.removesuffix(_ROUTER) for key in state if key == _ROUTER or key.endswith(f".{_ROUTER}")]
     found: dict[str, Any] = {}
@@ -92,7 +93,7 @@ def _layer_state(state: Mapping[str, Tensor], num_local_experts: int | None) -> 
     if "shared_experts.gate_weight" in left:
         found["shared.output_gate.weight"] = left.pop("shared_experts.gate_weight")
     if left:
-        raise UserError(f"{next(iter(left))} has no counterpart in an FMoE layer")
+        raise UserError(f"{next(iter(left))} has no counterpart in an FMoE layer of {count} experts")
     return found
 
 
@@ -140,7 +141,7 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
                 if names[0] not in left:
                     continue
                 if missing := [name for name in names if name not in left]:
-                    raise UserError(f"{missing[0]} is missing: the layer has {count} experts")
+                    raise UserError(f"{missing[0]} is missing: {count} experts are expected (num_local_experts)")
                 found[f"experts.{kind}_{ours}"] = torch.stack([left.pop(name) for name in names])
     if lacking := {"experts.weight_in", "experts.weight_out"} - found.keys():
         raise UserError(
@@ -164,8 +165,8 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
             ``backend``, ``group_size``, ``loss_weights``, ``check``.
 
     Raises:
-        UserError: the model is wrapped, has another type or has no MoELayer; FMoE does not support a layer's config.
-            The model is then unchanged.
+        UserError: the model is wrapped, has another type or, without pipeline parallelism, no MoELayer; FMoE does not
+            support a layer's config. The model is then unchanged.
     """
     parts = checked_stacks(model, "convert_moe_layers")
     total = sum(stack.num_layers for stack in parts)
@@ -176,7 +177,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
         for layer in in_stack
         if isinstance(layer.mlp, MoELayer)
     ]
-    if not made:
+    if not made and parallel_state.get_pipeline_model_parallel_world_size() == 1:
         raise UserError(f"the {type(model).__name__} has no MoELayer of Megatron-core: to replace MLPs, use fmoefy")
     for layer, new in made:
         layer.mlp = new

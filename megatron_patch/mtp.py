@@ -91,7 +91,7 @@ def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
 
 
 def take_losses() -> Tensor | None:
-    """Return the losses [modules], summed over the micro batches since the last call; None on ranks without modules."""
+    """Return the losses [modules], summed over the micro batches since the last call; None if this rank has none."""
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
     losses = tracker.get("values", tracker.get("loss_values"))  # before and from megatron-core 0.19 on
     tracker.clear()

@@ -32,7 +32,9 @@ def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
     found: dict[Tensor, Matrices] = {}
     for module in modules:
         if isinstance(module, _GROUPED):
-            raise UserError("Muon does not support Megatron-core's GroupedMLP: convert it with convert_moe_layers")
+            raise UserError(
+                "Muon does not support Megatron-core's GroupedMLP: call convert_moe_layers before you wrap the model"
+            )
         if isinstance(module, TransformerLayer | MultiTokenPredictionLayer):
             found |= hidden_matrices(module)
     for module in modules:

@@ -136,7 +136,7 @@ def build_optimizer(
 
     Raises:
         UserError: the version of megatron-core is not supported, or it lacks a name to replace; an optimizer that
-            needs whole tensors would get slices of them.
+            needs whole tensors would get slices of them; Muon does not support a weight.
     """
     patches.install()
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}

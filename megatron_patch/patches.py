@@ -1,7 +1,8 @@
 """Patches of megatron-core: the class `Patch`, and the patches for any device (`PATCHES`).
 
-The first FMoE layer calls `install`. So does `megatron_patch.cpu.install`, which adds `megatron_patch.cpu.PATCHES` on
-machines without a GPU. Call `install` yourself before you build a sequence parallel model without Transformer Engine.
+The first FMoE layer and `megatron_patch.optimizer.build_optimizer` call `install`; `megatron_patch.cpu.install` does
+too, and adds `megatron_patch.cpu.PATCHES` on machines without a GPU. Call `install` yourself before you build a
+sequence parallel model without Transformer Engine.
 """
 
 import copy
@@ -31,8 +32,8 @@ class Patch:
     Attributes:
         module, name: location of the name; ``module:Class`` for a method.
         make: function of the old value that returns the new one.
-        reason: what fails without the patch, with a file and line of megatron-core 0.16.1.
-        required: whether it is an error if the name is missing.
+        reason: what fails without the patch; files and lines are those of megatron-core 0.16.1.
+        required: whether it is an error if the module or class lacks the name.
     """
 
     module: str
@@ -49,10 +50,10 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch]) -> None:
-    """Apply all patches, or none if a name is missing.
+    """Apply all patches, or none if it raises.
 
     Raises:
-        UserError: the version of megatron-core is not supported, or a required name is missing.
+        UserError: the version of megatron-core is not supported; a required name, a module or a class is missing.
     """
     installed = versions.check()
     found = []

@@ -13,12 +13,12 @@ from fmoe.experts import ModuleExperts
 def sharded_experts(
     experts: nn.Module, exchange: Exchange, group: dist.ProcessGroup | None, prefix: str, offsets: tuple
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Return each parameter of a layer's experts with its global offset or, if experts are separate modules, under its
+    """Return each tensor of a layer's experts with its global offset or, if experts are separate modules, under its
     global name.
 
     Args:
         group: expert tensor parallel group; None for one rank.
-        offsets: (axis, offset, size) of each axis that precedes the parameter's own axes, such as the layer.
+        offsets: (axis, offset, size) of each axis that precedes the tensor's own axes, such as the layer.
     """
     axis = len(offsets)
     offset = (axis, exchange.ep_rank, exchange.ep_size)

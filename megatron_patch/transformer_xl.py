@@ -143,8 +143,8 @@ class RelativeAttention(SelfAttention):
         """Map normalized hidden states [S, B, D] to the output of attention and its bias.
 
         Args:
-            attention_mask: True where a query must not see a key, [B, 1, S, S]; None for causal attention. It hides no
-                memory.
+            attention_mask: [B, 1, S, S], True where a query must not see a key of the segment. Later keys are always
+                hidden, memory never.
 
         Raises:
             UserError: keys are cached by Megatron-core, or sequences are packed.
@@ -216,8 +216,8 @@ class RecurrentLayer(TransformerLayer):
 class StreamMemory:
     """Memory of streams of text that a model reads side by side, segment after segment.
 
-    Sequences are numbered: sequence n is the next segment of stream ``n % streams``. A micro batch holds consecutive
-    sequences, and begins at the same stream in each round.
+    Sequences are numbered: sequence n is the next segment of stream ``n % streams``. Micro batches hold consecutive
+    sequences, and start at the same streams in every round.
 
     Args:
         model: model, or pipeline chunk of it, with layers of type `RecurrentLayer`.

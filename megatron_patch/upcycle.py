@@ -50,7 +50,7 @@ def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
     if hidden not in (None, config.ffn_hidden_size) and hidden * granularity != block.d_hidden:
         raise UserError(
             f"moe_ffn_hidden_size={hidden} is not supported with upcycle=True: {name}, from which experts are copied, "
-            f"has {block.d_hidden} hidden units"
+            f"has {block.d_hidden} hidden units; use None"
         )
     return Found(name, "megatron", block)
 

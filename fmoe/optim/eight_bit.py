@@ -18,11 +18,11 @@ BLOCK = 256
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with 8-bit moments: codes of a map of 256 values, and a float32 scale per 256 consecutive elements.
+    """AdamW with 8-bit moments: indices into a map of 256 values, and a float32 scale per 256 consecutive elements.
 
-    A tensor with fewer than 4,096 elements, or a number of elements that 256 does not divide, has moments in its own
-    dtype. If all parameters are on a CPU, the update runs eagerly; otherwise torchao compiles it. The state is ``step``
-    and the moments ``exp_avg`` and ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
+    A tensor has moments in its own dtype if it has fewer than 4,096 elements, or their number is not a multiple of 256.
+    If all parameters are on a CPU, the update runs eagerly; otherwise torchao compiles it. The state is ``step`` and
+    the moments ``exp_avg`` and ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
 
     Raises:
         MissingPackageError: torchao is not installed.
@@ -60,7 +60,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
-        """Return the moment ``name``, ``exp_avg`` or ``exp_avg_sq``, of a parameter, quantized from the given values.
+        """Return values as the moment ``exp_avg`` or ``exp_avg_sq`` of a parameter, quantized if that has 8 bits.
 
         Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
@@ -91,7 +91,7 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Set scale and codes of each block whose values they can represent exactly.
+    """Set scale and codes of each block that some scale represents exactly; leave the others.
 
     The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to its lowest value q < 0.
     The scale is this magnitude divided by abs(q), up to two units in the last place.

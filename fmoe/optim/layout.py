@@ -53,9 +53,9 @@ class Blocks:
     Attributes:
         numel: elements of the parameter, which may itself be a tensor parallel slice.
         count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
-        groups: groups whose ranks hold slices of every block, over which squares of norms are summed in turn: the data
-            parallel group of a distributed optimizer (ZeRO-1), the tensor parallel group of a split weight. Groups of
-            replicas are not listed.
+        groups: groups over whose ranks the blocks are divided, so that squares of norms are summed over each in turn:
+            the data parallel group of a distributed optimizer (ZeRO-1), the tensor parallel group of a split weight.
+            Groups of replicas are not listed.
     """
 
     numel: int
@@ -119,11 +119,10 @@ def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_n
         UserError: the range exceeds the parameter; the parameter does not divide into equal blocks.
     """
     numel = tensor.numel()
-    if not 0 <= start <= start + numel <= blocks.numel or (blocks.count and blocks.numel % blocks.count):
-        raise UserError(
-            f"elements {start} to {start + numel} do not fit a parameter of {blocks.numel} elements in {blocks.count} "
-            "equal blocks"
-        )
+    if not 0 <= start <= start + numel <= blocks.numel:
+        raise UserError(f"elements {start} to {start + numel} exceed a parameter of {blocks.numel} elements")
+    if blocks.count and blocks.numel % blocks.count:
+        raise UserError(f"a parameter of {blocks.numel} elements does not divide into {blocks.count} equal blocks")
     if not blocks.count or not numel:
         if numel:
             yield Part(None, 0)

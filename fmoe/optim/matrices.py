@@ -88,7 +88,7 @@ class Matrices:
         return torch.cat(repeated, 2).flatten(1, 2)
 
     def whole(self, x_BMN: Tensor) -> list[Tensor]:
-        """Return the results of `cut` for the weight over all ranks of the group, equal on all of them. Collective."""
+        """Gather the weight over the ranks of the group, and return the results of `cut`. Collective."""
         if self.group is None:
             return self.cut(x_BMN)
         slices = [torch.empty_like(x_BMN) for _ in range(self.group.size())]
@@ -163,7 +163,7 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     """Return an approximation of U V^T for matrices with singular value decomposition U S V^T.
 
     The quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), with its published coefficients: after 5 steps,
-    singular values that were above 1/500 of the matrix's norm are between 0.68 and 1.21, and zero stays zero.
+    singular values above 1/500 of the Frobenius norm have become 0.68 to 1.21, and zeros are still zero.
 
     Args:
         x: [..., M, N] in float32 or float64, the precision of the iteration.

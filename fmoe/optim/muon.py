@@ -94,7 +94,7 @@ class Muon(Optimizer):
             4); "original" for sqrt(max(1, M / N)).
         betas, eps: options of AdamW.
         matrices: the hidden matrices, from `hidden_matrices`. None takes every matrix and every stack of expert
-            matrices, and does not divide fused weights. It is wrong for embeddings, output layers and gates.
+            matrices, and does not divide fused weights; do not use it with embeddings, output layers or gates.
 
     Raises:
         UserError: a number is out of range, or ``scale`` is unknown.
@@ -223,7 +223,7 @@ class Muon(Optimizer):
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
 
     def _exchange(self, plan: _Plan) -> dict[tuple[int, int], Tensor]:
-        """Return the blocks of which this rank steps a part, from the ranks that step the other parts."""
+        """Gather the blocks of which this rank steps a part, from the ranks that step the other parts."""
         if self._shards is None or self._shards.group is None or not plan.exchanges:
             return {}
         ranks = self._shards.group.size()

@@ -287,7 +287,7 @@ def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def write_back(slots: list[Slot], weights: list[Tensor]) -> None:
-    """Copy stepped float32 copies of 16-bit weights back into their tensors, with rounding."""
+    """Round the stepped float32 copies of 16-bit weights into their tensors."""
     for slot, weight in zip(slots, weights, strict=True):
         if slot.tensor.dtype != weight.dtype:
             slot.part.of(slot.tensor).copy_(weight)

@@ -292,7 +292,7 @@ def test_wrong_decay_rates():
     optimizer = Lamb(weight)
     optimizer.set_layout(Layout([Blocks(3)], {weight[0]: (0, 0)}))
     weight[0].grad = torch.ones(2, 2)
-    with pytest.raises(UserError, match="elements 0 to 4 do not fit a parameter of 3"):
+    with pytest.raises(UserError, match="elements 0 to 4 exceed a parameter of 3"):
         optimizer.step()
 
 

@@ -179,11 +179,13 @@ def test_what_is_missing_or_unknown_is_told():
     assert fmoe_state_dict(state)["decoder.final_layernorm.weight"] is state["decoder.final_layernorm.weight"]
     one = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
     with pytest.raises(
-        UserError, match=r"decoder\.layers\.0\.mlp: experts\.local_experts\.1\..* is missing: the layer has 3 experts"
+        UserError, match=r"decoder\.layers\.0\.mlp: experts\.local_experts\.1\..* is missing: 3 experts are expected"
     ):
         fmoe_state_dict({name: value for name, value in state.items() if name != one})
     with pytest.raises(UserError, match=r"decoder\.layers\.0\.mlp: lora has no counterpart"):
         fmoe_state_dict(state | {"decoder.layers.0.mlp.lora": torch.ones(1)})
+    with pytest.raises(UserError, match=r"local_experts\.2\.\S* has no counterpart in an FMoE layer of 2 experts"):
+        fmoe_state_dict(state, num_local_experts=2)
     with pytest.raises(UserError, match=r"the state has no weights for experts\.weight_in"):
         fmoe_state_dict({"router.weight": torch.ones(2, 2)})
 
@@ -208,6 +210,10 @@ def refusal(options):
 
     start()
     gpt = tiny_gpt() if options is None else megatron_gpt(options)
+    if options is None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_world_size", lambda: 2)
+            assert convert_moe_layers(gpt) is gpt  # other pipeline stages may have MoELayers
     with pytest.raises(UserError) as first:
         convert_moe_layers(gpt)
     second = None

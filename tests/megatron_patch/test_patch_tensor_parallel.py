@@ -83,6 +83,7 @@ def refused():
             attempt()
         except UserError as error:
             said.append(str(error))
+        assert gpt.config.num_moe_experts is None
     return said
 
 

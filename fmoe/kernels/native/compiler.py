@@ -45,7 +45,7 @@ class Compiler:
     Attributes:
         command: words of its command, the program as an absolute path.
         version: first line of its ``--version``.
-        is_gnu: whether it is g++ instead of clang.
+        is_gnu: whether it is g++, not clang.
     """
 
     command: tuple[str, ...]
@@ -113,7 +113,7 @@ def isas() -> dict[str, tuple[str, ...]]:
 def current_isa() -> str:
     """Return the instruction set of `isas` that is used: FMOE_NATIVE_ISA, or else the highest that torch detects.
 
-    The environment variable ATEN_CPU_CAPABILITY lowers what torch detects, and thereby limits this backend too.
+    The environment variable ATEN_CPU_CAPABILITY lowers what torch detects.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is invalid (`isa_limit`).
@@ -176,8 +176,8 @@ def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
 def link_flags(sanitize: Sequence[str] = ()) -> list[str]:
     """Return the linker flags.
 
-    -fopenmp is omitted, because it would load the compiler's OpenMP library, with a second set of threads, if torch
-    ships its own under another name. Calls resolve to the library that torch has loaded.
+    -fopenmp is omitted: calls resolve to the OpenMP library that torch has loaded. If torch ships it under another
+    name, -fopenmp would also load the compiler's library, with a second set of threads.
     """
     return ["-shared", "-fvisibility=hidden", *_sanitize_flags(sanitize)]
 
@@ -201,7 +201,8 @@ def _ask(command: tuple[str, ...]) -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"no C++ compiler: {shlex.join(command)} --version: {error}") from error
     if done.returncode or not done.stdout.strip():
-        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version fails (exit code {done.returncode})")
+        asked = f"{shlex.join(command)} --version"
+        raise BuildError(f"no C++ compiler: {asked} prints no version (exit code {done.returncode})")
     return Compiler(command, done.stdout.strip().splitlines()[0], "Free Software Foundation" in done.stdout)
 
 

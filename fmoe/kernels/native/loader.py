@@ -39,7 +39,7 @@ def load() -> bool:
         True if ``torch.ops.fmoe_native`` has the operations.
 
     Raises:
-        UserError: FMOE_NATIVE, or with the backend on FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA, is invalid.
+        UserError: FMOE_NATIVE is invalid or, with the backend on, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA is.
     """
     global _outcome
     if _outcome is None:
@@ -55,7 +55,7 @@ def is_loaded() -> bool:
 
 
 def available() -> bool:
-    """Return whether the library is loaded or in the cache, so that `load` need not compile. Loads nothing."""
+    """Return whether `load` succeeded or, before it is called, whether the library is in the cache. Loads nothing."""
     if _outcome is not None:
         return _outcome.path is not None
     return not is_off() and _cached() is not None

@@ -44,7 +44,7 @@ def expert_ffn(
         weight_TK: weights of the assignments of the plan; without ``perm_N``, weights [M] of the rows, which only the
             backward pass uses, as in `fmoe.kernels.rows.weigh_gradient`.
         offsets: offsets of the plan, which other backends read on the device; unused here.
-        into_main_grad: add the gradients of the two matrices to their ``main_grad``, if `main_grad` returns it, and set
+        into_main_grad: add the gradient of each matrix to its ``main_grad`` if that is usable (`main_grad`), and set
             ``grad_added_to_main_grad`` as Megatron does. Gradients of the same weights from other operations are then
             lost, so the weights must not be used elsewhere.
     """
@@ -83,7 +83,7 @@ def differentiable_gradients(
 
     Args:
         inputs: x, weight, w_in, b_in, w_out, b_out of the operation.
-        needs: flag for each of the inputs.
+        needs: whether the gradient of each input is needed.
         activation: index of the activation in `ACTIVATIONS`.
     """
     plain = functools.partial(

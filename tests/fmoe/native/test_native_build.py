@@ -223,7 +223,7 @@ def test_without_a_compiler(tmp_path, monkeypatch):
     ("value", "says"),
     [
         ("no-such-program -m64", r"no program 'no-such-program' \(CXX='no-such-program -m64'\)"),
-        ("false", r"--version fails \(exit code 1\)"),
+        ("false", r"--version prints no version \(exit code 1\)"),
     ],
 )
 def test_wrong_cxx(tmp_path, monkeypatch, value, says):
