@@ -55,7 +55,7 @@ def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
     recipe.
 
     Raises:
-        UserError: the name is empty or belongs to another gate.
+        UserError: the name is not a string, is empty, or belongs to another gate.
     """
     add_name(GATES, "gate", name, gate)
 
@@ -88,7 +88,7 @@ def build_gate(
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Call ``end_step(group)`` of every gate of ``model`` that has this method (`fmoe.gates.SigmoidRouter`).
+    """Call ``end_step(group)`` of every gate of ``model`` with this method and ``record`` (`fmoe.gates.SigmoidRouter`).
 
     Call it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
     ``optimizer.step()``.

@@ -35,7 +35,7 @@ class DispatchPlan:
         kept_TK: whether each assignment is kept.
         count_E: number of rows of each expert.
         end_E, num_kept: end of each expert's rows, int32, and the last end M, int64 [1]; None unless a CUDA kernel made
-            the plan. `offsets` returns them for every plan.
+            the plan. `offsets` computes missing ones.
     """
 
     perm_N: Tensor

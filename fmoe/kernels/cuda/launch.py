@@ -47,7 +47,7 @@ _arch_of_device: dict[torch.device, str] = {}
 
 
 def architecture(device: torch.device | int | str | None) -> str:
-    """Return e.g. ``"sm_90"`` for a CUDA device (None: the current one), ``"cpu"``, or ``"none"`` without a GPU."""
+    """Return e.g. ``"sm_90"`` for a CUDA device (None: the current one), ``"none"`` without one, ``"cpu"`` for CPUs."""
     if device is not None and torch.device(device).type == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
