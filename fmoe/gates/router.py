@@ -113,7 +113,7 @@ class Router(nn.Module):
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        """Return an upper bound on the assignments of any expert; None without capacity."""
+        """Return an upper bound on the assignments of any expert; None for no better one than T * K."""
         if (factor := self._factor()) is None:
             return None
         return sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
