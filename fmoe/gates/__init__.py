@@ -55,7 +55,7 @@ def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
     recipe.
 
     Raises:
-        UserError: the name is empty or belongs to another gate.
+        UserError: the name is not a string, is empty, or belongs to another gate.
     """
     add_name(GATES, "gate", name, gate)
 
@@ -66,8 +66,8 @@ def build_gate(
     """Return a gate from its name, its class or a ready instance, which keeps its own settings.
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), options for a gate that is not a class, an
-            instance with another ``num_experts`` or ``top_k``.
+        UserError: unknown name (lists the known ones and the nearest), an object that is not callable, options for a
+            gate that is not a class, an instance with another ``num_experts`` or ``top_k``.
     """
     if isinstance(gate, str):
         if gate not in GATES:
@@ -75,6 +75,8 @@ def build_gate(
         gate = GATES[gate]
     if isinstance(gate, type):
         return gate(d_model, num_experts, top_k, **options)
+    if not callable(gate):
+        raise UserError(f"gate={gate!r} must be a name, a class, a module or a function")
     if options:
         raise UserError(
             f"gate_options={options!r} need a gate class or the name of one, but the gate has type "
@@ -88,7 +90,7 @@ def build_gate(
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Call ``end_step(group)`` of every gate of ``model`` that has this method (`fmoe.gates.SigmoidRouter`).
+    """Call ``end_step(group)`` of every gate of ``model`` with this method and ``record`` (`fmoe.gates.SigmoidRouter`).
 
     Call it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
     ``optimizer.step()``.

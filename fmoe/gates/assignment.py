@@ -18,7 +18,7 @@ _NO_MOVE = 1 << 60
 def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | None = None) -> Tensor:
     """Return one expert for every token. Loads in a group are as even as possible (they differ by at most one unless
     -inf scores or ``load_GE`` prevent it), and among such assignments the sum of the scores is maximal. Scores are
-    rounded to 2^-32 of the largest of the group.
+    rounded to multiples of 2^-32 times the group's largest absolute score.
 
     A price per expert, subtracted from its scores, nearly balances the loads. Each token starts at its best expert at
     these prices, which is optimal for the resulting loads. While the loads or the sum of scores can be improved, tokens
@@ -57,7 +57,7 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
     """Return a price for each expert at which the tokens spread roughly evenly: Sinkhorn's iteration, whose column
     scalings are the prices, at decreasing temperatures. Prices decide between solutions of equal sum. They are rounded,
-    so that a group's prices do not depend on how a matrix product over more groups rounds."""
+    so that the rounding errors of a matrix product over more groups do not change them."""
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E

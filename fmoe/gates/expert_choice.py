@@ -13,12 +13,12 @@ from fmoe.routing import RoutingGroups
 class ExpertChoiceRouter(TopKRouter):
     """Experts choose tokens (arXiv 2202.09368): in a routing group of S tokens each expert takes the
     ``C = ceil(c * S / E)`` tokens with the highest probability for it, weighted by that probability. Every expert is
-    exactly full. A token gets c experts on average, and may get none.
+    exactly full. A token gets c experts on average (more if C is rounded up), and may get none.
 
     The experts of a token depend on the later tokens of its group: a causal language model would see the future.
 
     A token's row of the result lists its experts, best first, then -1. The length of rows is the largest number of
-    experts of any token, or E while torch.compile traces.
+    experts of any token, at least 1, or E while torch.compile traces.
 
     Args:
         top_k: the default of ``capacity_factor``.

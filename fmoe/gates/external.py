@@ -49,7 +49,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
     if expert_TK.shape != weight_TK.shape or expert_TK.dim() != 2 or expert_TK.shape[0] != num_tokens:
         raise UserError(
             f"the gate of {name} returned experts of shape {tuple(expert_TK.shape)} and weights of "
-            f"{tuple(weight_TK.shape)} for {num_tokens} tokens; both must be [tokens, choices]"
+            f"{tuple(weight_TK.shape)} for {num_tokens} tokens; both must have one shape, [tokens, choices]"
         )
     # Reading values stalls a GPU, so values on a GPU are read only with `check`.
     if expert_TK.numel() and (check or expert_TK.device.type == "cpu"):
@@ -84,6 +84,6 @@ def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
     if index.numel() != num_tokens * top_k or score.numel() != index.numel():
         raise UserError(
             f"the gate of {name} returned indices of shape {tuple(index.shape)} and scores of "
-            f"{tuple(score.shape)} for {num_tokens} tokens; both must be [tokens, choices]"
+            f"{tuple(score.shape)} for {num_tokens} tokens; both must have one shape, [tokens, choices]"
         )
     return Routing(index.reshape(num_tokens, top_k).long(), score.reshape(num_tokens, top_k))

@@ -42,14 +42,14 @@ class RandomRouter(FixedRouter):
 
 
 def best_by_hash(noise_TE: Tensor, top_k: int) -> Tensor:
-    """Return the K experts of largest noise. The first of equal values, which 24 bits allow, wins on every device."""
+    """Return the K experts of largest noise. Values of 24 bits may be equal: the first then wins, on every device."""
     return noise_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 class HashRouter(FixedRouter):
     """Hash layers (Roller et al., arXiv 2106.04426): a token's experts are a fixed function of its id.
-    With K > 1 a token has K different experts, each weighted 1 / K. The paper's MultiHash instead uses K hash functions
-    to pick segments of the weights of one expert.
+    With K > 1 a token has K different experts, each weighted 1 / K. In the paper's MultiHash, K hash functions instead
+    pick one segment each of a single expert's weights.
 
     Args:
         seed: seed of the hash function ("random hash"). Layers with different seeds assign tokens differently.

@@ -103,7 +103,7 @@ def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept:
     """Raise a UserError if the settings of group-limited routing are invalid."""
     if num_groups is None:
         if num_kept != 1:
-            raise UserError(f"kept_groups={num_kept} needs expert_groups: set both or neither")
+            raise UserError(f"kept_groups={num_kept} needs expert_groups")
         return
     if num_groups < 1 or num_experts % num_groups:
         raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")

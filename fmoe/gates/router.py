@@ -50,7 +50,7 @@ class Choice:
     Attributes:
         expert_TK: expert ids, best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
-        losses: losses other than ``TopKRouter.common_losses`` by name; scalars.
+        losses: scalar losses by name, without those in ``TopKRouter.common_losses``.
     """
 
     expert_TK: Tensor
@@ -113,7 +113,7 @@ class Router(nn.Module):
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        """Return an upper bound on the assignments of any expert; None without capacity."""
+        """Return an upper bound on the assignments of any expert; None for no better one than T * K."""
         if (factor := self._factor()) is None:
             return None
         return sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
@@ -191,7 +191,7 @@ class TopKRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight again from torch's default CPU generator, and zero the bias; nothing on the meta device."""
+        """Draw the weight again from torch's default CPU generator, and zero the bias; not on the meta device."""
         if self.weight.is_meta:
             return
         value = torch.empty(self.weight.shape, device="cpu", dtype=torch.float32)
@@ -263,7 +263,7 @@ class TopKRouter(Router):
         return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
 
     def _by_one_operation(self, x_TD: Tensor, groups: RoutingGroups) -> Routing | None:
-        """Return the routing by the CUDA backend's operation; None if that does not support this gate or input."""
+        """Return the routing by the CUDA backend's operation; None if it does not support this gate or input."""
         if not vars(type_of(self)).get("is_rule_and_jitter", False) or not groups.num_tokens:
             return None
         if self.bias is not None or self.balance_group is not None or groups.shards is not None:

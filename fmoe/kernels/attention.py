@@ -1,7 +1,7 @@
 """Causal attention, optionally with a sliding window and sinks, by torch's fused `scaled_dot_product_attention`.
 
-Attention within a window of W tokens runs in blocks of W queries, each with at most 2 W keys, so that time and memory
-grow linearly with the length.
+Without a key cache, attention within a window of W tokens runs in blocks of W queries, each with at most 2 W keys, so
+that time and memory grow linearly with the length.
 
 A sink (arXiv 2309.17453; one learned number per head in GPT-OSS, arXiv 2508.10925) is a score that takes part in the
 softmax and has no value: ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``. Here the sink is an additional first key whose

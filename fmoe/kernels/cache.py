@@ -68,12 +68,12 @@ def get(
         make: called with the folder and whether the lock is held. It builds in a `workplace` and ends with `publish`,
             or with `publish_failure` and a BuildError.
         what: name of the library in messages.
-        cannot: error to raise instead of building a missing entry, if there is no compiler; None to build it.
+        cannot: error to raise instead of building, if there is no compiler; None to build.
         force: build even if the entry exists.
         instead_of: `identity` of an entry that did not load, which is not returned again.
 
     Raises:
-        BuildError: ``cannot``, a failed build, or no writable cache folder; the message has one line.
+        BuildError: ``cannot``, a failed build, or no usable cache folder; the message has one line.
     """
     if not force:
         found = find(key, suffix)
@@ -95,7 +95,7 @@ def get(
             return make(folder, is_locked)
     except OSError as error:
         reason = error.strerror or error
-        raise BuildError(f"cache folder {folder}: {reason}; set FMOE_CACHE to another folder") from error
+        raise BuildError(f"building {what} in {folder} failed: {reason}; FMOE_CACHE sets another folder") from error
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:

@@ -35,7 +35,7 @@ class DispatchPlan:
         kept_TK: whether each assignment is kept.
         count_E: number of rows of each expert.
         end_E, num_kept: end of each expert's rows, int32, and the last end M, int64 [1]; None unless a CUDA kernel made
-            the plan. `offsets` returns them for every plan.
+            the plan. `offsets` computes missing ones.
     """
 
     perm_N: Tensor
@@ -185,7 +185,7 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` over kept assignments (None: all); without weights, each is 1."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` where ``kept_TK`` (None: all); without weights, each is 1."""
     if rows_MD.shape[0] == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
     if not _is_bag(rows_MD, weight_TK):

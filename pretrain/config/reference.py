@@ -74,7 +74,8 @@ def _options() -> Iterator[str]:
     )
     for part, table, registry in tables:
         owners: dict[str, list[str]] = {}
-        shipped = {name: factory for name, factory in registry.items() if is_shipped(factory)}
+        # A recipe with the gate hash is refused (`pretrain.engine.model.check_parts`).
+        shipped = {name: factory for name, factory in registry.items() if is_shipped(factory) and name != "hash"}
         for name, factory in shipped.items():
             for option in option_names(factory) or []:
                 if option not in OF_LAYER or (option, part) == ("seed", "gate"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fmoe.errors import UserError
 from fmoe.exchange import build_exchange
-from fmoe.gates import build_gate
+from fmoe.gates import GATES, HashRouter, build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
 from pretrain.config import ModelConfig, Recipe
@@ -83,6 +83,9 @@ def check_parts(recipe: Recipe) -> None:
     if not model.num_experts:
         return
     with _refusing("model", f"gate={model.gate}"):
+        gate: Any = GATES.get(model.gate)
+        if isinstance(gate, type) and issubclass(gate, HashRouter):
+            raise UserError(f"gate={model.gate} needs token ids, which Megatron-core does not pass: use another gate")
         build_gate(model.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
         loss_weights(model)
     with _refusing("model", f"expert={model.expert}"):

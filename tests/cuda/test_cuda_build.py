@@ -196,7 +196,7 @@ def test_command(capsys, compiled):
 def test_command_tells_what_is_wrong(capsys, folder, monkeypatch, tmp_path):
     assert command("--arch", "sm_90", "sm_42") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fmoe build: error: arch='sm_42' is not known to NVRTC ") and "valid names: sm_75" in line
+    assert line.startswith("fmoe build: error: arch='sm_42' is not supported by NVRTC ") and "names: sm_75" in line
     assert not folder.exists()
     assert command("--arch", "sm_90", "--sanitize", "address") == 2
     monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src", "wrong"))
@@ -253,11 +253,14 @@ def test_kernels_that_fail_their_self_check_are_not_used(monkeypatch, compiled, 
 def test_one_warning_and_the_torch_path(monkeypatch, caplog):
     on_a_gpu(monkeypatch, (4, 2))
     assert not cuda.load() and not cuda.load()
+    monkeypatch.setattr(cuda, "architectures", lambda: ["sm_42", "sm_90"])
+    assert ", no compiler for sm_42: torch path, sm_90 is built when the first layer is made" in cuda.describe()
     monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
     on_a_gpu(monkeypatch, (9, 0))
+    assert cuda.describe().endswith("nvrtc, no compiler for sm_42: torch path, no compiler for sm_90: torch path")
     assert not cuda.load() and cuda.why() == "NVRTC is not found: pip install nvidia-cuda-nvrtc"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "arch='sm_42' is not known" in line and line.endswith("layers run on the torch path") and "\n" not in line
+    assert "'sm_42' is not supported" in line and line.endswith("layers run on the torch path") and "\n" not in line
 
 
 def test_off(monkeypatch, caplog):

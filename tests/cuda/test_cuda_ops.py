@@ -353,8 +353,8 @@ def choosing(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "fastest", fastest)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
-    def choose(asked="auto", num_rows=8, step="forward", width=16, dtype=torch.float32):
-        x = torch.zeros(num_rows, width, dtype=dtype).as_subclass(OnCuda)
+    def choose(asked="auto", num_rows=8, step="forward", width=16, dtype=torch.float32, begin=0):
+        x = torch.zeros(begin + num_rows * width, dtype=dtype)[begin:].view(num_rows, width).as_subclass(OnCuda)
         stacks = torch.zeros(2, 32, width), torch.zeros(2, width, 16)
         return gemm.choose(asked, step, x, num_rows, *stacks, measured.append)
 
@@ -373,6 +373,12 @@ def test_gemm_is_measured_once(choosing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert choosing(num_rows=4) == "grouped" and len(choosing.measured) == 4
     assert choosing("grouped", width=33) == "loop"  # rows of 132 bytes
+
+
+def test_gemm_of_rows_that_grouped_mm_takes_is_not_used_for_others(choosing, monkeypatch):
+    monkeypatch.setattr(tuning, "fastest", lambda variants, run, key: ("grouped", True))
+    assert choosing(begin=1) == "loop" and choosing() == "grouped"  # the first rows begin at 4 bytes
+    assert choosing(begin=1) == "loop" and choosing() == "grouped"
 
 
 def test_gemm_under_capture_does_not_wait_if_triton_is_right(choosing, monkeypatch):

@@ -308,6 +308,8 @@ def test_losses_of_even_and_extreme_loads():
         (lambda: build_gate("naive", 8, 4, 3, expert_groups=2, kept_groups=1), "kept_groups=1 keeps 2 experts"),
         (lambda: build_gate("sinkhorn", 8, 4, 1, iterations=0), "iterations=0 must be"),
         (lambda: build_gate("zero", 8, 4, 9), "top_k=9"),
+        (lambda: build_gate(3, 8, 4, 2), "gate=3 must be"),
+        (lambda: build_gate("naive", 8, 4, 2, kept_groups=2), "kept_groups=2 needs expert_groups"),
         (lambda: build_gate("random", 8, 4, 2, capacity_factor=-1), "capacity_factor=-1 is not positive"),
         (lambda: build_gate("base", 8, 4, 1, balance_group=object()), "BaseRouter has no balance loss"),
     ],

@@ -229,6 +229,7 @@ ERRORS = {
         "run.callback_options.router_norm",
         "run.callbacks=[]",
     ),
+    "a gate that needs token ids": (["--model.gate", "hash"], "model.gate=hash", "token ids"),
     "a global balance without the loss": (
         ["--model.gate", "random", "--model.balance-scope", "data_parallel"],
         "model.balance_scope=data_parallel",

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fmoe.errors import BuildError, UserError, known_names
+from fmoe.errors import BuildError, UserError
 from fmoe.kernels import cache
 from fmoe.kernels.cuda import nvrtc
 from fmoe.kernels.cuda.instances import KERNELS
@@ -92,7 +92,8 @@ def library(
 def check_arch(arch: str, found: Nvrtc) -> None:
     """Raise UserError if NVRTC does not support the architecture."""
     if arch not in found.architectures:
-        raise UserError(f"arch={arch!r} is not known to {found.name}; {known_names(arch, found.architectures)}")
+        valid = ", ".join(found.architectures)
+        raise UserError(f"arch={arch!r} is not supported by {found.name}; valid names: {valid}")
 
 
 def cached(arch: str, sources: Sources | None = None) -> Path | None:

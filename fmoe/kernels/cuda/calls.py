@@ -79,7 +79,7 @@ class Counted:
     Attributes:
         count_BCE: assignments by tile and expert, int32; C is K if each choice is counted separately, else 1.
         sum_BE: sums of probabilities; None without a router.
-        sum_B3: sums of logsumexp^2, entropy and 1 over the routed tokens.
+        sum_B3: sums of logsumexp^2, entropy (both 0 without a router) and 1 over the routed tokens.
         ticket: counter of the thread blocks of `queue` that have finished, int32 [1]; None without a router.
     """
 
@@ -218,11 +218,11 @@ def bias_gradients(
     second bias is added to the weight's gradient of each kept assignment.
 
     Args:
-        d_out: gradient of the outputs, [T, D]; or [M, D] without ``perm_M`` and ``inverse_TK``.
+        d_out: gradient of the outputs, [T, D]; or [M, D] without ``perm_M``.
         d_hidden_MP: gradient of the pre-activations, for ``needs_in``.
         inverse_TK: needed with ``d_rows_MD`` or ``d_weight_TK``.
         d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
-        d_weight_TK: gradients of the weights, changed in place with ``bias_out_LD``; None to leave this out.
+        d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added; None for none.
 
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.

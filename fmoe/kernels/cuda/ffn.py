@@ -1,4 +1,4 @@
-"""Feed-forward experts on a GPU, as one operation forward and one backward, without host synchronization.
+"""Feed-forward experts on a GPU, as one operation forward and one backward; the host waits only in some GEMMs (`gemm`).
 
 Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
 pre-activations are saved for the backward pass, which gathers rows again. The kernel of the activation's derivative

@@ -96,7 +96,7 @@ def requested(gemm: str) -> str:
     """Return ``gemm``, or the value of FMOE_GEMM instead of "auto".
 
     Raises:
-        UserError: the value is not one of `VARIANTS`, or it is "triton" and Triton is missing.
+        UserError: one of the two is not in `VARIANTS`, or "triton" is requested and unusable.
     """
     if gemm not in VARIANTS:
         raise UserError(f"gemm={gemm!r} is not one of {', '.join(VARIANTS)}")
@@ -140,7 +140,7 @@ def choose(
         return "loop" if requested == "loop" else first
     if x.device.type != "cuda":
         return first
-    key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}"
+    key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}{'' if first == 'grouped' else ', not grouped'}"
     found, is_capturing = _tuned.get(key), torch.cuda.is_current_stream_capturing()
     if found == "triton" and x.device not in _checked and is_capturing:
         return first  # the self-check waits for the device, which a capture forbids

@@ -47,7 +47,7 @@ _arch_of_device: dict[torch.device, str] = {}
 
 
 def architecture(device: torch.device | int | str | None) -> str:
-    """Return e.g. ``"sm_90"`` for a CUDA device (None: the current one), ``"cpu"``, or ``"none"`` without a GPU."""
+    """Return e.g. ``"sm_90"`` for a CUDA device (None: the current one), ``"none"`` without one, ``"cpu"`` for CPUs."""
     if device is not None and torch.device(device).type == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
@@ -82,12 +82,12 @@ def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Ge
 
 @lru_cache(1024)
 def num_warps(shared_of_block: int, shared_per_warp: int) -> int:
-    """Return *warps* of docs/kernels.md, 1 to 8: as many as fit into the shared memory of a block, in bytes."""
+    """Return *warps* of docs/kernels.md, 1 to 8: as many as a block's shared memory allows; arguments in bytes."""
     return next((w for w in (8, 7, 6, 5, 4, 3, 2) if shared_of_block + w * shared_per_warp <= SHARED), 1)
 
 
 def at_once(*tensors: Tensor | None) -> int:
-    """Return the number of elements per access of a thread: 16 bytes over the smallest element size."""
+    """Return the number of elements per access of a thread: 16 bytes divided by the smallest element size."""
     return 16 // min(tensor.element_size() for tensor in tensors if tensor is not None)
 
 

@@ -68,8 +68,11 @@ def describe() -> str:
     here = architectures()
     built = [arch for arch in dict.fromkeys((*here, *AHEAD)) if build.cached(arch) is not None]
     parts = [f"built for {', '.join(built)}" if built else "nothing built"]
+    supported: tuple[str, ...] = ()
     try:
-        parts.append(nvrtc.find().name)
+        found = nvrtc.find()
+        supported = found.architectures
+        parts.append(found.name)
     except BuildError as error:
         parts.append(str(error))
     if not here:
@@ -77,7 +80,9 @@ def describe() -> str:
     missing = [arch for arch in here if arch not in built]
     for arch in missing:
         failed = build.last_failure(arch)
-        if failed is not None:
+        if arch not in supported:
+            parts.append(f"no compiler for {arch}: torch path")
+        elif failed is not None:
             parts.append(f"{arch} was not built, {failed}: torch path; the next start tries again")
         else:
             parts.append(f"{arch} is built when the first layer is made, or by fmoe build --arch {arch}")

@@ -75,7 +75,7 @@ def route(
     """Return the routing of tokens by the softmax of ``x @ weight.T``, computed in float32.
 
     Args:
-        rule: its scores are a softmax.
+        rule: a rule whose scores are a softmax.
         mask_T: bool; False for tokens that are not routed.
         factor: capacity factor; None for no limit.
     """
@@ -245,7 +245,7 @@ class _Route(torch.autograd.Function):
 
 
 def _product32(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + addend`` in float32: sums of exact products, also of 16-bit factors."""
+    """Return ``a @ b + addend`` in float32; products of 16-bit factors are exact."""
     if not a.is_cuda or a.dtype != b.dtype or a.dtype == torch.float32:
         a, b = a.float(), b.float()
         return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)

@@ -216,7 +216,7 @@ class TritonGemms:
         """Compute gradients from the outputs' gradient ``grad[index // per]``.
 
         Returns:
-            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each may be None.
+            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); None if not needed.
         """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None

@@ -22,8 +22,8 @@ class Batch:
     """Rows grouped by expert, and the parameters of the experts.
 
     Attributes:
-        x: rows [M, D], with ``weight`` [M] or None for the backward pass; or tokens [T, D], with ``perm``, ``inverse``,
-            ``limit`` and ``weight`` of a plan.
+        x: rows [M, D], whose ``weight``, [M] or None, only the backward pass uses; or tokens [T, D], with ``perm``,
+            ``inverse``, ``limit`` and ``weight`` of a plan.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -127,7 +127,7 @@ class Backward:
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def rehearse(self, variant: str) -> None:
-        """Run a variant to measure it; gradients are added to temporary sums."""
+        """Run a variant to measure it; sums are replaced by temporary ones."""
         self.run(
             variant, {name: None if total is None else torch.empty_like(total) for name, total in self._sums.items()}
         )

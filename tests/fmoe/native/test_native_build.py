@@ -1,6 +1,7 @@
 """Building, caching and locking, with sources that compile in milliseconds."""
 
 import ctypes
+import errno
 import logging
 import os
 import shutil
@@ -332,6 +333,16 @@ def test_a_named_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(BuildError, match=f"^no cache folder: {tmp_path}/file/cache: Not a directory; set FMOE_CACHE"):
         build.library(sources(tmp_path / "src"))
+
+
+def test_a_disk_that_fills_up_during_a_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
+
+    def make(folder, is_locked):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(BuildError, match=f"^building a library in {tmp_path} failed: No space left .*; FMOE_CACHE "):
+        cache.get("key", make, what="a library")
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
