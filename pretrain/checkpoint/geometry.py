@@ -100,7 +100,7 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 
 
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
-    """Return the labels of two boxes that share elements and the offset of those elements, or None.
+    """Return the labels of two boxes that share elements and the offset of the first shared one; None if no two do.
 
     Sweeps along the axis with the most distinct offsets, so that a tensor cut into n pieces costs about n log n.
     """
