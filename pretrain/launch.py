@@ -167,11 +167,12 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
     if here is not None and here * nodes != size:
         of_nodes = f"--nodes={nodes} x " if options.nodes else f"{nodes} nodes x " if nodes > 1 else ""
         raise UserError(
-            f"{of_nodes}--processes-per-node={here} is {nodes * here} processes, not "
-            f"{recipe.parallel.world_size_name} = {size}"
+            f"{of_nodes}--processes-per-node={here} is {nodes * here} processes, but the recipe needs {size} "
+            f"({recipe.parallel.world_size_name})"
         )
     if size % nodes:
-        raise UserError(f"--nodes={nodes} does not divide {recipe.parallel.world_size_name} = {size} processes")
+        name = recipe.parallel.world_size_name
+        raise UserError(f"--nodes={nodes} does not divide the {size} processes that the recipe needs ({name})")
     return nodes, size // nodes
 
 

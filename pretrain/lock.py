@@ -206,7 +206,7 @@ class _Watch:
 
     Attributes:
         record: the holder's record; empty without a holder.
-        is_alive: True once a heartbeat was seen after the first look.
+        is_alive: True if it has sent a heartbeat since the first look.
     """
 
     def __init__(self) -> None:

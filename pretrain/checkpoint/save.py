@@ -96,7 +96,7 @@ class Piece:
 class Snapshot:
     """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
 
-    ``rank_state`` is None for a part that no rank wrote (`save_parts`).
+    ``rank_state`` is None for a part without a rank's state (`save_parts`).
     """
 
     pieces: tuple[Piece, ...]
