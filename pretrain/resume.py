@@ -166,7 +166,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
     Raises:
         UserError: the folder of a new run holds a run already; there is no checkpoint, or it is damaged; or the folder
-            has checkpoints and ``resume`` is not the newest of them.
+            has checkpoints, and ``resume`` does not name the newest of them.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
