@@ -11,7 +11,8 @@ def leave_working_folder() -> None:
     """Keep modules in the working folder out of a program that ``python -m`` started, and out of its child processes.
 
     ``python -m`` searches the working folder first: it would import a ``random.py`` or ``fmoe/`` there instead of the
-    real one. If the working folder contains this package, as a clone does, it stays on the search path.
+    real one. If the working folder contains this package, as a clone does, it stays on the search path. Exits with code
+    2 if ``fmoe`` or ``megatron_patch`` is missing or comes from elsewhere.
     """
     here = os.path.realpath(os.getcwd())
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == here:

@@ -30,7 +30,7 @@ _SECONDS_FOR_THE_FIRST = 30  # time for another rank to print the error and end
 def parse(
     argv: Sequence[str], program: str, usage: str = "", about: str = ""
 ) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
-    """Parse the recipe, ``--resume``, ``--fallback`` and the recipe keys set by options, in any order.
+    """Parse the recipe, ``--resume``, ``--fallback`` and the recipe keys set by options.
 
     Args:
         usage: further arguments of the program.
@@ -40,7 +40,8 @@ def parse(
         The arguments (``recipe``, ``resume``, ``fallback``), and the overridden keys with their values.
 
     Raises:
-        UserError: there is no recipe, an option is unknown, or a value is invalid.
+        UserError: there is no recipe or more than one, an option is unknown or has an invalid value, or ``--fallback``
+            comes without ``--resume``.
         SystemExit: after printing ``--help``.
     """
     shipped = ", ".join(shipped_recipes())
@@ -91,15 +92,15 @@ def parse(
     if arguments.recipe is None:
         lists = [key for key, value in overrides if isinstance(value, tuple) and any(map(is_recipe, map(str, value)))]
         greedy = f"--{lists[0].replace('_', '-')}" if lists else ""
-        after = f"; put it before {greedy}, which takes all words up to the next option" if lists else ""
-        raise UserError(f"no recipe: run {program} RECIPE, with a TOML file or one of {shipped}{after}")
+        after = f"; put RECIPE before {greedy}, which takes all words up to the next option" if lists else ""
+        raise UserError(f"no recipe: run {program} RECIPE, where RECIPE is a TOML file or one of {shipped}{after}")
     if arguments.fallback and arguments.resume is None:
         raise UserError("--fallback needs --resume: a new run has no checkpoints")
     return arguments, overrides
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of a run and return its exit code (`pretrain.process` lists them).
+    """Run one rank of a run; return its exit code, one of those that `pretrain.process` lists.
 
     Raises:
         UserError: an error that the user can fix.

@@ -31,8 +31,8 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 def main(argv: Sequence[str]) -> int:
     """Check the recipe and its inputs, then run torchrun; return the exit code.
 
-    Trains in this process if the recipe needs one rank, or if torchrun started this process. Starts nothing for
-    ``--dry-run`` or if the run is finished already.
+    Trains in this process if the recipe needs one rank and restarts are off, or if torchrun started this process as one
+    of several. Starts nothing for ``--dry-run`` or, without ``--fallback``, if the run is finished already.
     """
     given = argv
     options, argv = split_options(argv)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         return dry_run(recipe, nodes, is_json=options.json)
     _check(options, nodes, arguments.resume)
-    if process.world_size() > 1 or recipe.parallel.world_size == 1:
+    if process.world_size() > 1 or (recipe.parallel.world_size == 1 and not options.max_restarts):
         return train(argv)
     from pretrain.resume import check_exists  # imports packages that may be missing
 
@@ -67,14 +67,14 @@ def main(argv: Sequence[str]) -> int:
         log = folder / (f"torchrun-{options.node_rank}.log" if options.node_rank else "torchrun.log")
         code = torchrun.run(torchrun.command(words), environment, log)
         if code not in _SAID:
-            _print_how_to_resume(folder, given)
+            _print_how_to_resume(folder, given, arguments.recipe)
         return code
 
 
 _SAID = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the run printed what to do
 
 
-def _print_how_to_resume(folder: Path, argv: Sequence[str]) -> None:
+def _print_how_to_resume(folder: Path, argv: Sequence[str], recipe: str) -> None:
     """Print the newest checkpoint, and the command that resumes from it."""
     from pretrain.checkpoint import latest  # imports packages that may be missing
     from pretrain.tracking.folder import CHECKPOINTS
@@ -83,6 +83,8 @@ def _print_how_to_resume(folder: Path, argv: Sequence[str]) -> None:
     for word, before in zip(argv, ["", *argv], strict=False):
         if not (word.startswith("--resume=") or word == "--resume" or (before == "--resume" and word[:1] != "-")):
             words.append(word)
+    if recipe not in words:  # given as --resume RECIPE
+        words.insert(0, recipe)
     newest = latest(folder / CHECKPOINTS)
     sys.stderr.write(
         f"  newest checkpoint  {newest or 'none: the run starts over'}\n"
@@ -119,7 +121,7 @@ def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the options of the launch from the arguments that are passed on to the ranks.
 
     Raises:
-        UserError: an option has an invalid value.
+        UserError: an option has an invalid value, or ``--json`` comes without ``--dry-run``.
     """
     parser = _Parser(prog="fmoe train", allow_abbrev=False, add_help=False)
     parser.add_argument("--dry-run", action="store_true")
@@ -165,16 +167,17 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
     if here is not None and here * nodes != size:
         of_nodes = f"--nodes={nodes} x " if options.nodes else f"{nodes} nodes x " if nodes > 1 else ""
         raise UserError(
-            f"{of_nodes}--processes-per-node={here} is {nodes * here} processes, not "
-            f"{recipe.parallel.world_size_name} = {size}"
+            f"{of_nodes}--processes-per-node={here} is {nodes * here} processes, but the recipe needs {size} "
+            f"({recipe.parallel.world_size_name})"
         )
     if size % nodes:
-        raise UserError(f"--nodes={nodes} does not divide {recipe.parallel.world_size_name} = {size} processes")
+        name = recipe.parallel.world_size_name
+        raise UserError(f"--nodes={nodes} does not divide the {size} processes that the recipe needs ({name})")
     return nodes, size // nodes
 
 
 def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
-    """Raise UserError if the options contradict each other or the number of nodes."""
+    """Raise UserError if an option lacks another one that it needs, or contradicts it."""
     of_several = ("node_rank", "rendezvous")
     for name in of_several:
         value = getattr(options, name)

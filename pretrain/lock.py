@@ -164,7 +164,7 @@ def _acquire(path: Path) -> _Lock:
     """Acquire the lock, waiting if its holder is about to end or may be dead.
 
     Raises:
-        UserError: a running process holds it, or the path is not a regular file.
+        UserError: another process holds it, or the path is not a regular file.
         OSError: the folder is not writable.
     """
     begin, has_warned, watch = time.monotonic(), False, _Watch()
@@ -206,7 +206,7 @@ class _Watch:
 
     Attributes:
         record: the holder's record; empty without a holder.
-        is_alive: True once a heartbeat was seen after the first look.
+        is_alive: True if it has sent a heartbeat since the first look.
     """
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ def _in_use(path: Path, holder: dict[str, Any]) -> UserError:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Remove, after the block, the folders that did not exist before it and are empty."""
+    """Remove the folder and its parents after the block, if they did not exist before it and are empty."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         yield

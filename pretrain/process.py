@@ -25,8 +25,9 @@ EXIT_HANG = 70
 """No progress for ``guard.hang_minutes``; the stacks are in the run's folder. EX_SOFTWARE of sysexits.h."""
 
 EXIT_REQUEUE = 75
-"""A signal stopped the run between two steps and its checkpoint is written: restart it with ``--resume auto``.
-EX_TEMPFAIL of sysexits.h, on which schedulers can be configured to requeue."""
+"""A signal stopped the run after a checkpoint; without one if no rank handled signals yet, or with
+``checkpoint.every = 0``. Restart it with ``--resume auto``. EX_TEMPFAIL of sysexits.h, on which schedulers can be
+configured to requeue."""
 
 _DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
 _TIMEOUT = timedelta(minutes=10)
@@ -83,7 +84,7 @@ class Meeting:
         """Call ``action`` on rank 0 before any rank continues.
 
         Raises:
-            UserError: ``action`` raised it, on rank 0; a `RefusedElsewhere` on the others.
+            UserError: on rank 0, if ``action`` raised it; then the other ranks raise `RefusedElsewhere`.
         """
         if self.rank == 0:
             try:
@@ -136,7 +137,7 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
         if local_rank() >= torch.cuda.device_count():
             raise UserError(
                 f"local rank {local_rank()} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
-                "start fewer processes on it, with smaller sizes in [parallel]"
+                "start at most that many processes on it, with more nodes or smaller sizes in [parallel]"
             )
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
@@ -161,8 +162,8 @@ def unusable_gpu() -> str | None:
         reason = str(error).splitlines()[0].rstrip(".")
     return (
         f"this machine has a GPU that torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}) cannot use: "
-        f"{reason}. Install a torch whose CUDA the driver supports (nvidia-smi prints the newest), or set "
-        "CUDA_VISIBLE_DEVICES= to use the CPU"
+        f"{reason}. Install a torch whose CUDA the driver supports (nvidia-smi prints the newest), correct "
+        "CUDA_VISIBLE_DEVICES if it is set, or set CUDA_VISIBLE_DEVICES= to use the CPU"
     )
 
 

@@ -73,8 +73,10 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
-    """Return the changed keys that affect training, as ``train.steps=300 (was 40)``, and the changed files of
-    ``run.imports``."""
+    """Return the changed keys as ``train.steps=300 (was 40)``, and the changed files of ``run.imports``.
+
+    Excludes ``train.init_from`` and the sections ``run``, ``checkpoint`` and ``tracking``.
+    """
     now, then = asdict(recipe), checkpoint.state["recipe"]
     keys = [
         f"{section}.{name}={value} (was {then[section][name]})"
@@ -159,12 +161,12 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
     Args:
         folder: folder of the run.
         resume: None for a new run; "run" for the newest checkpoint in the folder; "auto" for the same or, if there is
-            none, a new run; else the folder of a checkpoint or of another run.
+            none, a new run; otherwise the folder of a checkpoint, of checkpoints or of another run.
         fallback: skip damaged checkpoints.
 
     Raises:
-        UserError: the folder of a new run holds a run already; there is no checkpoint, or it is damaged; or ``resume``
-            names a checkpoint other than the newest in the folder.
+        UserError: the folder of a new run holds a run already; there is no checkpoint, or it is damaged; or the folder
+            has checkpoints, and ``resume`` does not name the newest of them.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
@@ -208,7 +210,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
     ``step-N.damaged``, because their steps will be saved again.
 
     Raises:
-        UserError: on every rank, if no intact checkpoint is left; the message names a damaged file.
+        UserError: on every rank, if the checkpoint is damaged, or all are with ``fallback``; the message names a file.
     """
     candidates = _candidates(folder, resume, fallback)
     damaged: list[Path] = []
@@ -264,4 +266,4 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
 def _refused(problem: UserError | None, candidates: list[Path], fallback: bool) -> UserError:
     if not fallback:
         return UserError(f"{problem}; to use the newest intact checkpoint, add --fallback")
-    return UserError(f"{problem}; no checkpoint is intact, of {len(candidates)} tried")
+    return UserError(f"{problem}; no checkpoint is intact (tried {len(candidates)})")

@@ -64,12 +64,12 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
 
     After a failure, prints the rank that failed first and the cause, unless a rank posted the run's exit code.
 
-    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps (`EXIT_REQUEUE`). A second SIGINT goes to
-    torchrun, which ends its ranks at once.
+    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps (`EXIT_REQUEUE`) or, while no rank handles
+    signals, ends torchrun. A later SIGINT goes to torchrun, which ends its ranks at once.
 
     Args:
         command: from `command`, or a substitute for it.
-        log: receives torchrun's own messages if the run fails.
+        log: receives torchrun's own messages, and the tracebacks of ranks after the first, if torchrun fails.
 
     Raises:
         UserError: the command succeeded, but its processes did not run this package.
@@ -199,7 +199,7 @@ def join() -> None:
 
 
 def ready() -> None:
-    """Announce to the launcher that this rank handles signals from now on."""
+    """On local rank 0, announce to the launcher that this rank handles signals from now on."""
     if process.local_rank() == 0:
         _post("pid", os.getpid())
 
@@ -226,7 +226,7 @@ def keep_error(text: str) -> bool:
 
 
 def _post(name: str, value: int) -> None:
-    """Post a value to the launcher, under the number of restarts: torchrun may restart the ranks."""
+    """Post a value to the launcher; the file's name has the number of restarts by torchrun."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import contextlib
 import logging
 import resource
 import time
@@ -83,8 +84,9 @@ class Trainer:
             raise
         finally:
             self._batches.close()
-            for callback in started:
-                callback.on_end(self, error)
+            with contextlib.ExitStack() as stack:  # also calls those after one that raises
+                for callback in reversed(started):
+                    stack.callback(callback.on_end, self, error)
 
     def _step(self, peak: float) -> Metrics:
         begin = time.perf_counter()
@@ -162,8 +164,7 @@ class Trainer:
         """Resume from a checkpoint, whatever ``[parallel]`` it was saved with.
 
         Raises:
-            UserError: the recipe differs in a key that must not change, or has fewer steps than the checkpoint; the
-                data have changed; or the checkpoint's tensors do not fit the model.
+            UserError: see ``check_resumable`` and ``check_data``; or the checkpoint's tensors do not fit the model.
         """
         resume.check_resumable(self.recipe, checkpoint)
         resume.check_data(self.recipe, self.inputs, checkpoint)

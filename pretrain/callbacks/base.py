@@ -35,7 +35,8 @@ class Loop(Protocol):
 
 
 class Callback:
-    """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate.
+    """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate, except in
+    `on_end` after an error.
 
     Attributes:
         registered: the callback's name in ``run.callbacks``; empty for the trainer's own ones.
@@ -56,7 +57,8 @@ class Callback:
         """Run before every step; ``trainer.step`` steps are completed."""
 
     def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
-        """Run within a step, before the model changes; ``trainer.step`` does not count the step yet.
+        """Run within a step, before the model changes; ``trainer.step`` does not count the step yet. Not called if an
+        earlier callback or an fp16 overflow skips the step.
 
         Args:
             loss, grad_norm: bitwise equal on every rank; not finite if the value of any rank is not finite.
@@ -92,7 +94,7 @@ def register_callback(name: str, factory: Callable[..., Callback]) -> None:
             ``run.callback_options.NAME`` as keywords, once in every process that checks or runs the recipe.
 
     Raises:
-        UserError: the name belongs to another callback.
+        UserError: the name is empty or belongs to another callback.
     """
     add_name(CALLBACKS, "callback", name, factory)
 
@@ -101,7 +103,8 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
     """Return the callbacks of ``run.callbacks``, in their order.
 
     Raises:
-        UserError: a callback is unknown or refuses its options, or options are set for a callback that is not listed.
+        UserError: a callback is unknown, listed twice, fails with its options or is no ``Callback``; or options are set
+            for one that is not listed.
     """
     names, options = recipe.run.callbacks, recipe.run.callback_options
     for name in options:
@@ -125,8 +128,12 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
         try:
             built.append(CALLBACKS[name](recipe, **given))
         except (TypeError, ValueError) as error:
-            raise UserError(f"run.callbacks={name} refuses its options: {' '.join(str(error).split())}") from error
+            raise UserError(
+                f"run.callbacks={name} fails with the options {dict(given)}: {' '.join(str(error).split())}"
+            ) from error
         if not isinstance(built[-1], Callback):
-            raise UserError(f"run.callbacks={name} is a {type(built[-1]).__name__}, not a pretrain.callbacks.Callback")
+            raise UserError(
+                f"run.callbacks={name} must build a pretrain.callbacks.Callback, not {type(built[-1]).__name__}"
+            )
         built[-1].registered = name
     return built

@@ -22,7 +22,7 @@ class Checkpointing(Callback):
     Args:
         folder: parent folder of the checkpoints.
         config: the recipe's section ``[checkpoint]``.
-        on_saved: called on rank 0 with the step and folder of each checkpoint that is on disk, possibly in the thread.
+        on_saved: called on rank 0 with step and folder when a checkpoint is on disk; if asynchronous, in the thread.
     """
 
     def __init__(

@@ -15,10 +15,9 @@ class CollapseWarning(Callback):
     """Check each layer's expert load and router entropy over windows of ``guard.collapse_window`` steps.
 
     A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
-    the window, exceeds its limit; or when its router is uniform: its mean entropy is less than
-    ``guard.collapse_uniform`` nats below the maximum, the logarithm of the number of experts. Adds the metric
-    ``guard/collapsed_layers`` at the end of a window. Warns when a layer collapses, and does not repeat the warning
-    until the layer has recovered.
+    the window, exceeds its limit; or when its router is uniform: its mean entropy is within ``guard.collapse_uniform``
+    nats of the maximum, the logarithm of the number of experts. Adds the metric ``guard/collapsed_layers`` at the end
+    of a window. Warns when a layer collapses, and does not repeat the warning until the layer has recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):

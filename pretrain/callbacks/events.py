@@ -15,7 +15,8 @@ _LOGGERS = ("fmoe", "megatron_patch", "pretrain")
 
 
 class Events(Callback):
-    """Record the events of a run on rank 0 (`pretrain.tracking.events`): start and end, saves, and every warning.
+    """Record the events of a run on rank 0 (`pretrain.tracking.events`): start and end, saves, and the warnings of
+    ``fmoe``, ``megatron_patch`` and ``pretrain``.
 
     Warnings are still printed. The attribute ``event`` of a log record (``extra={"event": (step, "skip")}``) sets step
     and kind. A failed write disables the log with a warning and does not end the run.

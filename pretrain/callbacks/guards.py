@@ -35,7 +35,9 @@ def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
 
 
 class StepGuard(Callback):
-    """Skip steps or end the run according to the recipe's ``guard.*`` keys. Adds the metric ``guard/skipped``: 0 or 1.
+    """Skip steps or end the run according to the recipe's ``guard.*`` keys.
+
+    Adds the metric ``guard/skipped``: 1 if it skipped the step, else 0 (also for an fp16 overflow).
 
     Its inputs, and so its decisions, are the same on every rank. A skipped step counts as a step: it consumes its
     samples and advances the learning-rate schedule.
@@ -69,8 +71,8 @@ class StepGuard(Callback):
             # Skipped steps do not change the weights, so skipping does not leave a region of large gradients.
             remedy = ": lower optimizer.lr, or set guard.spike_sigma=0" if "is a spike" in reason else ""
             raise Diverged(
-                f"step {trainer.step + 1}: {reason}; this exceeds guard.max_skips={self.config.max_skips} skipped "
-                f"steps in a row{remedy}"
+                f"step {trainer.step + 1}: {reason}; this is skip {self._in_a_row} in a row, more than "
+                f"guard.max_skips={self.config.max_skips}{remedy}"
             )
         if trainer.processes.is_main:
             event = (trainer.step + 1, "skip")

@@ -16,11 +16,11 @@ Work = Callable[[dist.ProcessGroup | None], object]
 class BackgroundWriter:
     """Thread that runs one task at a time, the same on every rank; a task's error is raised on all ranks at once.
 
-    Threads of different ranks end at different steps. `poll` reports the end only when all have ended, so that an
-    error surfaces, and the next task begins, at the same step everywhere.
+    A task's threads may end at different steps on different ranks. `poll` reports the end only when all have ended, so
+    that an error surfaces, and the next task begins, at the same step everywhere.
 
     The constructor, `start`, `poll` and `wait` are collective. With several ranks, there are two gloo groups: one for
-    the thread, one to agree on whether the threads have ended.
+    the thread, one to agree on whether the threads have ended. With one rank, work gets None instead of a group.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class BackgroundWriter:
         return self._thread is not None
 
     def start(self, work: Work) -> None:
-        """Wait for earlier work, raising its error, then call ``work(group)`` in a thread; one rank passes None."""
+        """Wait for earlier work and raise its error, if any; then call ``work(group)`` in a thread."""
         self.wait()
         # A daemon thread: a rank that fails with another error must not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """Clear work that has ended on every rank, raising its error; costs nothing when there is no work."""
+        """If the work has ended on every rank, clear it and raise its error, if any; free when there is no work."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 

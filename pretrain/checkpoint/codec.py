@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.shard import bytes_of, dtype_named, name_of
+from pretrain.checkpoint.shard import CODES, bytes_of, dtype_named, name_of
 
 
 def dumps(value: Any, name: str) -> bytes:
@@ -21,7 +21,8 @@ def dumps(value: Any, name: str) -> bytes:
         name: name of the value in errors.
 
     Raises:
-        TypeError: another value, or a key that begins with ``$``; the message has its path, as ``state.optimizer.lr``.
+        TypeError: a value of another type, a tensor of a dtype not in ``CODES``, or a key that is no string or begins
+            with ``$``; the message has its path, as ``state.optimizer.lr``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()
 
@@ -30,7 +31,7 @@ def loads(data: bytes) -> Any:
     """Return the value that `dumps` encoded; tensors are on the CPU.
 
     Raises:
-        ValueError: ``data`` did not come from `dumps`.
+        ValueError: ``data`` is malformed.
     """
     try:
         return _decode(json.loads(data))
@@ -46,6 +47,8 @@ def _encode(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
+        if value.dtype not in CODES:
+            raise TypeError(f"{name}: dtype {value.dtype} is not supported")
         data = base64.b64encode(bytes_of(value.detach().cpu().contiguous())).decode()
         return {"$tensor": {"dtype": name_of(value.dtype), "shape": list(value.shape), "data": data}}
     if isinstance(value, list):
@@ -58,7 +61,7 @@ def _encode(value: Any, name: str) -> Any:
                 raise TypeError(f"{name}: key {key!r} is not supported: keys must be strings that do not begin with $")
         return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
     kind = type(value)
-    raise TypeError(f"{name}: a {kind.__module__}.{kind.__qualname__} is not supported in JSON")
+    raise TypeError(f"{name}: type {kind.__module__}.{kind.__qualname__} is not supported in JSON")
 
 
 def _decode(value: Any) -> Any:

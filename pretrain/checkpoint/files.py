@@ -97,7 +97,7 @@ def sync_folder(path: Path) -> None:
 
 
 def size_problem(path: Path, record: FileRecord) -> str | None:
-    """Return why the file is missing, unreadable, not regular (as a link) or of another size than recorded, or None."""
+    """Return the problem if the file is missing, unreadable, not regular (a link) or of another size; else None."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -56,7 +56,7 @@ def step_folders(folder: Path) -> list[Path]:
     """Return all folders with the name of a step, newest first, including those without a manifest.
 
     A folder without a manifest is damaged, not unfinished: folders get their name when they are complete. Links are
-    included, so that one without a target is reported as damaged. Files with such a name are not.
+    included, so that one without a target is reported as damaged. Files are not included.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -110,14 +110,14 @@ def set_aside(path: Path) -> Path:
 
 
 def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
-    """Remove all complete checkpoints but the newest ``n``; call it on one rank.
+    """Remove all complete checkpoints but the newest ``n`` and those of ``keep_every``; call it on one rank.
 
     Each is first renamed to ``step-N.trash``, so that a crash never leaves a partial checkpoint under its final name.
     The trash that an earlier crash left is removed too.
 
     Args:
         n: at least 1.
-        keep_every: also keep steps divisible by it.
+        keep_every: keep all steps that it divides; None for no others.
 
     Returns:
         The removed steps, ascending.

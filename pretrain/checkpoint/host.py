@@ -18,7 +18,7 @@ class HostBuffers:
         self._devices: set[torch.device] = set()
 
     def reserve(self, tensors: Iterable[tuple[tuple, Tensor]]) -> None:
-        """Allocate buffers for (key, data) in advance and touch their pages. May run in a thread during training."""
+        """Allocate buffers for (key, tensor) pairs and touch their pages. May run in a thread during training."""
         for key, data in tensors:
             self._buffers[key] = _memory(data).zero_()
 

@@ -23,13 +23,13 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Open a step folder, or the newest one, even if damaged, of a checkpoints folder or of a run folder.
+    """Open a step folder, or the newest one in a checkpoints folder or a run folder.
 
     Args:
         verify: compare the SHA-256 of each file with the manifest's before its first use.
 
     Raises:
-        UserError: the path has no checkpoint, or its newest one has a damaged manifest or state, or a file that is
+        UserError: the path has no checkpoint; or the manifest or state of the newest is damaged, or a file of it is
             missing or of another size than recorded. The shards are not read.
     """
     path = Path(path)
@@ -50,7 +50,7 @@ class Checkpoint:
         path: the step folder.
         step: the training step it was saved at.
         state: state of the run, as saved.
-        num_ranks: number of ranks that wrote it, each with a `rank_state`.
+        num_ranks: number of ranks with a `rank_state`.
         manifest: the files and the index of tensors.
     """
 
@@ -71,13 +71,13 @@ class Checkpoint:
         self.state: dict[str, Any] = self._json(STATE)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """Return the state of one of the ranks that wrote the checkpoint.
+        """Return the state of a rank of the run that the checkpoint comes from.
 
         Raises:
-            UserError: no such rank wrote it, or the rank's file is damaged.
+            UserError: it has no state of this rank, or the rank's file is damaged.
         """
         if not 0 <= rank < self.num_ranks:
-            raise UserError(f"{self.path} has no state of rank {rank}: {self.num_ranks} ranks wrote it")
+            raise UserError(f"{self.path} has no state of rank {rank}, only those of {self.num_ranks} ranks")
         return self._json(rank_name(rank))
 
     def names(self) -> list[str]:
@@ -103,7 +103,7 @@ class Checkpoint:
     ) -> Tensor:
         """Return a block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
 
-        Only the bytes of that region are copied, box by box, for any split at which the tensor was saved.
+        Apart from verification, reads only pieces that overlap the region, at whatever split the tensor was saved.
 
         Args:
             offset: offset of the block in the tensor; default zeros.
@@ -160,11 +160,11 @@ class Checkpoint:
         """Compare all files with the manifest, content included, and check that every tensor is complete.
 
         Args:
-            share, of: check every ``of``-th file from number ``share`` on and count the rest as verified, for ranks
-                that verify together.
+            share, of: check every ``of``-th file, beginning with number ``share``, and count the rest as verified, for
+                ranks that verify together.
 
         Raises:
-            UserError: a file is bad (the message names all such files), or a tensor is incomplete.
+            UserError: a checked file is bad (the message names all such files), or a tensor is incomplete.
         """
         records = self.manifest.files.items()
         mine = [item for number, item in enumerate(sorted(records, key=lambda item: item[0])) if number % of == share]

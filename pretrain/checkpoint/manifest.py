@@ -48,7 +48,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parsed manifest. ``num_ranks`` is the number of ranks that wrote the checkpoint."""
+    """The parsed manifest. ``num_ranks`` is the number of ranks whose states the checkpoint has."""
 
     step: int
     num_ranks: int
@@ -153,7 +153,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check manifest.json of a step folder; no other file is read.
 
     Raises:
-        UserError: it is unreadable, not JSON, of another format version, damaged, or names files outside the folder.
+        UserError: it is unreadable, not JSON, of another format version, damaged or malformed, or names files outside
+            the folder.
     """
     path = folder / MANIFEST
     try:
@@ -174,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _manifest_from_json(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is malformed: {type(error).__name__}: {error}: use another checkpoint") from error
+        raise UserError(f"{path} is malformed ({type(error).__name__}: {error}): use another checkpoint") from error
     return manifest
 
 

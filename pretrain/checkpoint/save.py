@@ -75,7 +75,7 @@ class Piece:
         """Check that name and dtype are allowed, and that region and data fit the tensor.
 
         Raises:
-            UserError: they are not, or do not; the message names the tensor and the problem.
+            UserError: one of these does not hold; the message names the tensor and the problem.
         """
         region, problem = self.region, None
         if not self.name or self.name == RESERVED_KEY:
@@ -96,7 +96,7 @@ class Piece:
 class Snapshot:
     """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
 
-    ``rank_state`` is None for a part that no rank wrote (`save_parts`).
+    ``rank_state`` is None for a part without a rank's state (`save_parts`).
     """
 
     pieces: tuple[Piece, ...]
@@ -127,7 +127,7 @@ def collect(
         buffers: destination of the copies; implies ``copy``. The previous snapshot must have been written by now.
 
     Raises:
-        UserError: a piece does not fit its tensor.
+        UserError: a piece is invalid (see ``Piece.check``).
         TypeError: a value in a state is not supported in JSON (see `codec.dumps`).
     """
     host = []
@@ -166,7 +166,7 @@ def save(
     Raises:
         UserError: on every rank, when any rank had an invalid argument; the others' messages name that rank.
         SaveError: on every rank, when the system refused to write. Any other exception on a rank becomes RuntimeError
-            on the others. After any exception, no new folder is left.
+            on the others. After any exception, no new step folder is left.
     """
     with Ranks(group).together():
         snapshot = collect(pieces, state, rank_state)
@@ -183,13 +183,13 @@ def save_parts(
     part_bytes: int = 1 << 30,
     rank_states: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Save a checkpoint that no run made, such as imported weights, from one process and in bounded memory.
+    """Save a checkpoint, such as imported weights, from one process and in bounded memory.
 
     Args:
         folder, step, state: as for `save`.
         pieces: consumed one by one; together they hold each element of each tensor exactly once.
         nbytes: bytes of all pieces, to detect a full disk before anything is written.
-        part_bytes: bytes of pieces to hold in memory and write together, like those of one rank.
+        part_bytes: maximum bytes of pieces to hold in memory and write as one part; a larger piece is a part by itself.
         rank_states: states of the ranks of the run that the checkpoint comes from; None for one empty state per part.
 
     Returns, raises: as for `save`.
@@ -206,7 +206,7 @@ def save_parts(
         _write_rank(tmp, number, Snapshot(tuple(held), encoded, own))
 
     with Ranks().together(lambda: shutil.rmtree(tmp, ignore_errors=True)):
-        _prepare(final, tmp, space)
+        _prepare(step, final, tmp, space)
         with space.disk_full_as_save_error():
             parts, size = 0, 0
             held: list[Any] = []
@@ -239,10 +239,8 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
 
     space = _Space(final.parent, ranks.total(snapshot.nbytes))
     with ranks.together(undo):
-        if step < 0:
-            raise UserError(f"step={step} must be at least 0")
         if ranks.rank == 0:
-            _prepare(final, tmp, space)
+            _prepare(step, final, tmp, space)
     with ranks.together(undo):
         if not tmp.is_dir():
             raise UserError(f"{tmp} is missing on this rank: checkpoints need a filesystem that all ranks share")
@@ -288,7 +286,9 @@ class _Space:
             ) from error
 
 
-def _prepare(final: Path, tmp: Path, space: _Space) -> None:
+def _prepare(step: int, final: Path, tmp: Path, space: _Space) -> None:
+    if step < 0:
+        raise UserError(f"step={step} must be at least 0")
     if os.path.lexists(final):
         raise UserError(f"{final} already exists: checkpoints are never overwritten")
     if not final.parent.is_dir():

@@ -52,10 +52,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed.
+    """Runs with equal `Run.keys` and different seeds.
 
     Attributes:
-        name: the common part of their folder names; the first run's folder if that is empty or not unique.
+        name: the common part of their folder names; if it is empty or not unique, the first run's folder.
         runs: ordered by seed.
     """
 
@@ -64,7 +64,7 @@ class Group:
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
-        """Validations that all runs have made; for unfinished runs, up to the slowest run's last."""
+        """Points at the steps at which all runs have validated."""
         of_run = [{validation.step: validation for validation in run.validations} for run in self.runs]
         common = sorted(set.intersection(*map(set, of_run)))
         return tuple(
@@ -94,8 +94,8 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ only in their seed, in the order of their first runs. A second run of the same recipe and
-    seed begins another group: it repeats the first one's losses, which would understate the spread over seeds.
+    """Group runs with equal `Run.keys` and different seeds, in the order of their first runs. A second run with equal
+    keys and seed begins another group: it repeats the first one's losses, which would understate the spread.
 
     Raises:
         UserError: the runs of a group have no validated step in common.
@@ -118,7 +118,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         if not joined.curve:
             folders = ", ".join(str(run.folder) for run in joined.runs)
             raise UserError(
-                f"{folders} differ only in train.seed, but have no validated step in common: compare them separately"
+                f"{folders} are runs of one recipe with different train.seed, but have no validated step in common: "
+                "compare them separately"
             )
     return groups
 
@@ -147,7 +148,7 @@ def differing_keys(groups: Sequence[Group]) -> list[str]:
 
 
 def common_name(folders: Sequence[str]) -> str:
-    """Return the common part of a group's folder names, without the seed."""
+    """Return the common part of a group's folder names, without the seed; a single name unchanged."""
     if len(folders) == 1:
         return folders[0]
     common = folders[0]

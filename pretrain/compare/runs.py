@@ -23,6 +23,8 @@ OF_NO_EFFECT = (
     "train.micro_batch",
 )
 
+_BY = "by SHA-256 or, if one is unknown, by path"
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -80,7 +82,8 @@ class Run:
         return self.step >= self.recipe.train.steps
 
     def keys(self) -> dict[str, Any]:
-        """Return the recipe keys and values that define the experiment, with tokenizer and corpora by content."""
+        """Return the recipe keys and values that define the experiment, except the seed. The values of files are their
+        SHA-256 or, if it is unknown, their path."""
         values = {key: value for key, value in flatten(self.recipe).items() if not key.startswith(OF_NO_EFFECT)}
         for key, files in (("tokenizer", (self.tokenizer,)), ("train", self.train), ("validation", self.validation)):
             values[f"data.{key}"] = tuple(file.sha256 or file.path for file in files)
@@ -142,11 +145,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 )
         if not first.tokenizer.is_same(run.tokenizer):
             paths = f"{first.tokenizer.path} and {run.tokenizer.path}"
-            raise _incomparable(first, run, f"their tokenizers differ (data.tokenizer is {paths})")
+            raise _incomparable(first, run, f"their tokenizers differ, {_BY} (data.tokenizer is {paths})")
         pairs = list(zip(first.validation, run.validation, strict=False))
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
             paths = f"{list(first.recipe.data.validation)} and {list(run.recipe.data.validation)}"
-            raise _incomparable(first, run, f"their validation texts differ (data.validation is {paths})")
+            raise _incomparable(first, run, f"their validation texts differ, {_BY} (data.validation is {paths})")
 
 
 def _meaning(recipe: Recipe) -> list[str]:

@@ -44,14 +44,14 @@ class Holding:
 
     Attributes:
         layers: numbers of the layers, from 1.
-        experts: number of experts per layer with experts.
+        experts: number of the rank's experts in each layer with experts; 0 without such layers.
         parameters: number of parameters in the rank's modules, replicated ones included.
         weights, gradients, masters, moments: bytes; masters are the optimizer's fp32 copies of the weights.
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
-        distinct: number of parameters of all ranks with these layers together, each counted once, without the copy of
-            the embedding on a pipeline's last stage.
-        saved: bytes that the weights, masters and moments of these distinct parameters, and the memory of all streams
-            in these layers, take in a checkpoint.
+        distinct: number of distinct parameters on all ranks with these layers, without the copy of the embedding on a
+            pipeline's last stage.
+        saved: bytes in a checkpoint of the weights, masters and moments of the distinct parameters, and of the memories
+            of all streams in these layers.
     """
 
     layers: tuple[int, ...]
@@ -123,7 +123,7 @@ def _layers(engine: Engine) -> Iterator[tuple[Any, int]]:
 
 
 def _parts(parameter: Tensor) -> int:
-    """Return the number of ranks of a pipeline stage that hold different parts of a layer's parameters of this kind."""
+    """Return the number of parts into which parameters like this one are split over the ranks of a pipeline stage."""
     if is_expert(parameter):
         cut = parallel_state.get_expert_tensor_parallel_world_size()
         return parallel_state.get_expert_model_parallel_world_size() * cut
@@ -132,7 +132,7 @@ def _parts(parameter: Tensor) -> int:
 
 
 def _state_bytes(part: Any) -> int:
-    """Return the bytes of the state of one of `optimizers`; with a sharded Muon, on the rank that holds the most.
+    """Return the bytes of an optimizer's state on this rank; with a sharded Muon, on the rank that holds the most.
 
     Muon keeps one value per element of a hidden matrix and two per element of other parameters, so the ranks' states
     differ in size.

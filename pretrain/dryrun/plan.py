@@ -19,7 +19,7 @@ class Grid:
         world_size: number of ranks.
         nodes, processes_per_node: machines, and ranks on each.
         groups: sizes of the process groups.
-        micro_batches: number of micro batches per step and data parallel rank.
+        micro_batches: number of micro batches per step and data parallel rank, at the final batch size.
     """
 
     world_size: int
@@ -31,14 +31,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class RankKind:
-    """Ranks with equal memory.
+    """Ranks with equal memory, apart from the alignment and padding of optimizer shards, and Muon's state.
 
     Attributes:
         stages: pipeline stages of this kind, from 0.
-        rank: the first rank of this kind. The optimizer shards of other data parallel ranks differ only by the
-            alignment of parameters and by padding at the end; with Muon, the state of the largest shards is counted.
+        rank: the first rank of this kind.
         count: number of ranks.
-        holding: memory of `rank`.
+        holding: memory of `rank`; with a sharded Muon, the optimizer state of the rank that holds the most.
     """
 
     stages: tuple[int, ...]
@@ -81,7 +80,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
         nodes: number of machines that the ranks are spread over.
 
     Raises:
-        UserError: the model cannot be built with this recipe.
+        UserError: the model or a callback cannot be built with this recipe.
         RuntimeError: torch sees a GPU, or this process is in a process group.
     """
     cpu.install()

@@ -235,7 +235,10 @@ def test_what_cannot_be_is_the_same_line_as_in_training(forks, recipe_file, tmp_
         (["--nodes"], "argument --nodes: expected one argument"),
         (["--nodes", "2", "--node-rank", "0", "--rendezvous", "host"], "--rendezvous=host must be HOST:PORT"),
         (["--node-rank", "1"], "--node-rank=1 needs --nodes of at least 2"),
-        (["--processes-per-node", "3"], "--processes-per-node=3 is 3 processes, not parallel.expert=2"),
+        (
+            ["--processes-per-node", "3"],
+            "--processes-per-node=3 is 3 processes, but the recipe needs 2 (parallel.expert=2",
+        ),
         (["--max-restarts", "1"], "--max-restarts=1 needs --resume auto"),
     ],
 )

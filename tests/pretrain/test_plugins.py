@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -454,6 +455,34 @@ def test_balance_over_data_parallel_ranks_equals_one_process(forks, expert):
         for name in expected:
             if name.startswith(("loss", "balance", "gradient norm", "validation")):
                 assert rank[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_callbacks_end_also_after_one_that_fails(monkeypatch):
+    from pretrain.callbacks import Callback
+    from pretrain.trainer import Trainer
+
+    monkeypatch.setattr("pretrain.trainer.peak_flops", lambda device, precision: 1.0)
+    ended = []
+
+    class Ends(Callback):
+        def on_end(self, trainer, error):
+            ended.append(self)
+            if self is failing:
+                raise RuntimeError("callback 1")
+
+    first, failing, last = callbacks = [Ends(), Ends(), Ends()]
+    trainer = SimpleNamespace(
+        callbacks=callbacks,
+        inputs=SimpleNamespace(unigram_entropy=0.0),
+        is_last=True,
+        processes=SimpleNamespace(device=torch.device("cpu"), is_main=False),
+        recipe=Recipe(),
+        step=0,
+        _batches=SimpleNamespace(close=lambda: None),
+    )
+    with pytest.raises(RuntimeError, match="callback 1"):
+        Trainer.run(trainer)
+    assert ended == [first, failing, last]
 
 
 def test_each_home_of_an_option_is_a_key():

@@ -245,7 +245,9 @@ def test_gradients_that_stay_large_end_the_run_with_a_remedy():
         assert guard.check_step(trainer_of(), loss, norm) is None
     for _ in range(3):
         assert "is a spike" in guard.check_step(trainer_of(), loss, 1000 * norm)
-    with pytest.raises(Diverged, match=r"guard.max_skips=3 .* optimizer.lr, or set guard.spike_sigma=0"):
+    with pytest.raises(
+        Diverged, match=r"skip 4 in a row, .*guard.max_skips=3: lower optimizer.lr, or set guard.spike_sigma=0"
+    ):
         guard.check_step(trainer_of(), loss, 1000 * norm)
 
 

@@ -158,10 +158,22 @@ def test_the_command_that_goes_on(tmp_path, capsys):
         ["my.toml", "--resume", "--run.folder", "a b"],
         ["--resume", "run", "my.toml", "--run.folder", "a b"],
         ["my.toml", "--resume=auto", "--run.folder", "a b"],
+        ["--resume", "my.toml", "--run.folder", "a b"],
+        ["--run.folder", "a b", "--resume=my.toml"],
     ):
-        launch._print_how_to_resume(tmp_path, given)
+        launch._print_how_to_resume(tmp_path, given, "my.toml")
         said = capsys.readouterr().err
         assert "fmoe train my.toml --run.folder 'a b' --resume auto\n" in said and "none" in said
+
+
+def test_one_process_that_may_restart_needs_torchrun(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(launch, "check", lambda *inputs: False)
+    monkeypatch.setattr(launch.torchrun, "run", lambda command, *rest: started.append(command) or 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    options = ["--run.folder", str(tmp_path / "run"), "--resume", "auto", "--max-restarts", "2"]
+    assert launch.main(["quickstart", "--parallel.expert", "1", *options]) == 0
+    assert " --nproc-per-node 1 --max-restarts 2 -m pretrain quickstart " in " ".join(started[0])
 
 
 def test_workers_import_nothing_from_the_working_folder(tmp_path):

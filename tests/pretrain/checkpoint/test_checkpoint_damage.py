@@ -109,7 +109,7 @@ def reseal(path, change):
 def test_file_names_outside_the_folder_are_refused(path, name):
     (path.parent / "secret").write_bytes(b"{}")
     reseal(path, lambda document: document["files"].update({name: {"size": 2, "sha256": "0"}}))
-    assert "malformed: ValueError: file '" in raised(open_checkpoint, path)
+    assert "malformed (ValueError: file '" in raised(open_checkpoint, path)
 
 
 def test_a_link_is_refused(path):

@@ -84,7 +84,7 @@ def test_nothing_intact_is_refused_also_with_fallback(intact, tmp_path):
     for path in step_folders(run / "checkpoints"):
         (path / "state.json").write_bytes(b"")
     for find in (find_checkpoint, agree_on_intact):
-        with pytest.raises(UserError, match=r"step-00000004/state\.json .*no checkpoint is intact, of 2 tried"):
+        with pytest.raises(UserError, match=r"step-00000004/state\.json .*no checkpoint is intact \(tried 2\)"):
             find(run, "run", fallback=True)
 
 

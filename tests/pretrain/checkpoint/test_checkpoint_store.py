@@ -1,5 +1,6 @@
 """Saving and loading in one process: dtypes, layouts, splits, coverage, states."""
 
+import functools
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, collect, open_checkpoint, save, write
+from pretrain.checkpoint import Piece, collect, open_checkpoint, save, save_parts, write
 
 
 def whole(name, tensor):
@@ -206,6 +207,13 @@ def test_pieces_that_do_not_make_the_tensor_are_refused_and_leave_nothing(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("saved", [save, functools.partial(save_parts, nbytes=0)])
+def test_a_negative_step_is_refused(tmp_path, saved):
+    with pytest.raises(UserError, match="step=-1 must be at least 0"):
+        saved(tmp_path, -1, [], {}, **({"rank_state": {}} if saved is save else {}))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_reading_what_is_not_there(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, 1, [whole("w", torch.zeros(4, 4))], {}, {}))
     for wrong, message in [
@@ -245,7 +253,16 @@ def test_states_come_back_exactly(tmp_path):
     json.loads((checkpoint.path / "state.json").read_text(), parse_constant=pytest.fail)  # strict JSON
 
 
-@pytest.mark.parametrize("value", [{1: 2}, {"$float": "1"}, {1, 2}, object()], ids=["int key", "tag", "set", "object"])
+VALUES = {
+    "int key": {1: 2},
+    "tag": {"$float": "1"},
+    "set": {1, 2},
+    "object": object(),
+    "complex tensor": torch.zeros(1, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_a_state_that_json_cannot_hold_is_refused_by_its_place(tmp_path, value):
     with pytest.raises(TypeError, match=r"state\.a\[0\]"):
         save(tmp_path, 1, [], {"a": [value]}, {})
