@@ -209,8 +209,8 @@ class FMoE(MoE):
                 num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k, gate, expert, gate_bias
             )
         else:
-            foreign = {"num_expert": num_expert, "mp_group": mp_group, "gate_hook": gate_hook, "mask": mask}
-            foreign |= {"mask_dict": mask_dict, "world_size": world_size, "gate_bias": gate_bias}
+            foreign: dict[str, Any] = {"num_expert": num_expert, "world_size": world_size, "mp_group": mp_group}
+            foreign |= {"gate_hook": gate_hook, "mask": mask, "mask_dict": mask_dict, "gate_bias": gate_bias}
             for key, value in foreign.items():
                 if value is not None:
                     raise UserError(
