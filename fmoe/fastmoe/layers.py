@@ -43,10 +43,7 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Layout of nests of tensors that agree in every dimension but the last.
-
-    The gate sees the first tensor; the experts get rows of all tensors.
-    """
+    """Layout of nests of tensors that agree in every dimension but the last; experts get rows of all tensors."""
 
     def split(
         self,
@@ -275,8 +272,8 @@ class FMoE(MoE):
         """Route tokens and combine the outputs of their experts, as `MoE.forward` does.
 
         Args:
-            x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. The gate sees the
-                first tensor; the experts get all tensors.
+            x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. Experts get
+                all tensors. So do gates of one argument in FastMoE's signature; other gates get the first tensor.
 
         Returns:
             A tensor of the shape of ``x``; for nests, a nest with the structure of the experts' outputs.
