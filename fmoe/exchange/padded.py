@@ -56,7 +56,7 @@ class PaddedExchange(GroupExchange):
         if max_load > self.slots:
             raise UserError(
                 f"an expert may get {max_load} rows of this batch, more than slots={self.slots} of the padded "
-                f"exchange (default: of the first batch): set exchange_options={{'slots': {max_load}}} or more, or "
+                f"exchange (by default from the first batch): set exchange_options={{'slots': {max_load}}} or more, or "
                 "a smaller capacity_factor if the gate has one"
             )
         slots = -(-self.slots // self.chunks) * self.chunks

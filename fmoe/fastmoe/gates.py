@@ -101,7 +101,7 @@ class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
     Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise,
-    and the load of an expert is its number of tokens, as it is if K = E.
+    and the load of an expert is its number of tokens; so is the load in training if K = E.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):

@@ -165,8 +165,8 @@ class FMoE(MoE):
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
         mask: FastMoE's signature only; integers, one per token: tokens are routed if theirs is 0. Ignored without
             ``mask_dict``.
-        mask_dict: FastMoE's signature only; from mask values to outputs. A token's output is multiplied by the sum of
-            its gate weights.
+        mask_dict: FastMoE's signature only; maps mask values to outputs, which are multiplied by the sum of the
+            token's gate weights.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`.
 
     Raises:

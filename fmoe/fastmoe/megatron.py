@@ -80,7 +80,7 @@ def reset_gate_hook(num_layers: int | None = None) -> None:
 
 
 def get_balance_profile() -> dict[str, list]:
-    """Return, by the name of each metric, a list of its latest value in each layer, or None."""
+    """Return, for each metric by name, a list of its latest values by layer; None for a layer that has not run."""
     return _profile
 
 

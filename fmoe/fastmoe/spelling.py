@@ -62,8 +62,8 @@ def translate(
     for key, value in (("gate", gate), ("expert", expert)):
         if isinstance(value, str):
             raise UserError(
-                f"{key}={value!r} is not supported in FastMoE's signature: pass a class, or num_experts= (over all ranks) "
-                "instead of num_expert="
+                f"{key}={value!r} is not supported in FastMoE's signature: pass a class, or num_experts= (over all "
+                "ranks) instead of num_expert="
             )
     if top_k is None and not isinstance(gate, nn.Module):
         top_k = getattr(gate, "default_top_k", 2)
