@@ -122,5 +122,5 @@ def _build_cuda_here(force: bool, verbose: bool) -> None:
         return
     try:
         build_cuda(cuda.architectures(), force, verbose)
-    except BuildError as error:
+    except (BuildError, UserError) as error:  # UserError: a GPU that NVRTC does not support
         print(f"the CUDA kernels were not built: {error}")

@@ -8,6 +8,7 @@ tokens and experts. Ranks report through the store of torch.distributed, which w
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import time
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         Exit code, the same on all ranks: 0 if everything agrees, else 1.
 
     Raises:
-        UserError: ``--timeout`` is not positive, or ``--ep`` or ``--device`` does not suit these ranks.
+        UserError: ``--timeout`` is not positive and finite, or ``--ep`` or ``--device`` does not suit these ranks.
     """
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="number of expert-parallel ranks, default all ranks")
@@ -71,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help=sizes)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, written by rank 0")
     arguments = parser.parse_args(argv)
-    if arguments.timeout <= 0:
-        raise UserError(f"--timeout={arguments.timeout:g} must be more than 0 seconds")
+    if not 0 < arguments.timeout < math.inf:
+        raise UserError(f"--timeout={arguments.timeout:g} must be more than 0 seconds, and finite")
     ep = arguments.ep or int(os.environ.get("WORLD_SIZE", 1))
     groups = parallel.init(ep, device_type=arguments.device, timeout=timedelta(seconds=arguments.timeout))
     results, table = _test(groups, arguments)

@@ -47,14 +47,16 @@ def build_exchange(
     """Return the exchange named ``exchange`` for an expert parallel group; `LocalExchange` for one rank or no group.
 
     Raises:
-        UserError: an unknown name or option; the group's size does not divide ``num_experts``.
+        UserError: the name or an option is unknown; with several ranks, an option is invalid, or their number does not
+            divide ``num_experts``.
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")
     known = option_names(EXCHANGES[exchange])
+    if known is not None:
+        known = sorted(set(known) - {"group", "num_experts"})
     for name in options or {}:
         if known is not None and name not in known:
-            known = sorted(set(known) - {"group", "num_experts"})
             raise UserError(f"exchange_options: {exchange} has no {name!r}; {known_names(name, known)}")
     if group is None or group.size() == 1:
         return LocalExchange(num_experts)

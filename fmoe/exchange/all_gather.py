@@ -25,7 +25,7 @@ class AllGatherExchange(GroupExchange):
     """Exchange that gathers all tokens on every rank and sums the ranks' shares, for small groups and large K.
 
     Args:
-        group, num_experts, wire_dtype: see `GroupExchange`. Shares are summed at least in float32 for every wire
+        group, num_experts, wire_dtype: see `GroupExchange`. Shares are summed in float32 or wider, whatever the wire
             dtype.
     """
 
@@ -96,7 +96,7 @@ def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype
 
 
 def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-    """Send part w of [W * T', ...] to rank w, and return the sum of the received parts, added in the order of ranks."""
+    """Send part w of [W * T', ...] to rank w; return the sum of the received parts [length, ...], without padding."""
     received = all_to_all(group, x if wire is None else x.to(wire), what="scattering of sums").wait()
     parts = received.view(group.size(), -1, *x.shape[1:])[:, :length]
     return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)

@@ -49,9 +49,9 @@ class AllToAllExchange(base.GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.
         chunks: number of parts in which rows are sent, computed and returned, so that parts overlap; 1 for no overlap.
-        max_rows: maximum number of rows that a rank receives at a time. If the gate's choices need more on any rank,
-            all ranks exchange the rows in more chunks, and recompute the experts' activations in the backward pass: a
-            hot expert costs time, not memory. At least 2 * E; None for no maximum.
+        max_rows: maximum number of rows that a rank receives at a time. If any rank would receive more, all ranks
+            exchange the rows in more chunks, one after the other, and recompute the experts' activations in the
+            backward pass: a hot expert costs time, not memory. At least 2 * E; None for no maximum.
         shadow: maximum number of experts per forward pass whose weights are sent to all ranks, where this is faster
             than sending their rows (`fmoe.exchange.shadow`); 0 for none.
         cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
@@ -70,7 +70,7 @@ class AllToAllExchange(base.GroupExchange):
     ):
         super().__init__(group, num_experts, wire_dtype=wire_dtype)
         if not isinstance(shadow, int) or not 0 <= shadow <= num_experts:
-            raise UserError(f"exchange_options: shadow={shadow!r} is not between 0 and num_experts={num_experts}")
+            raise UserError(f"exchange_options: shadow={shadow!r} is not a whole number from 0 to {num_experts=}")
         if not isinstance(chunks, int) or chunks < 1:
             raise UserError(f"exchange_options: chunks={chunks!r} is not a positive whole number")
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 2 * num_experts):
@@ -163,8 +163,8 @@ class AllToAllExchange(base.GroupExchange):
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
     def _choose_shadows(self, count_E: Tensor, cost: Cost) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return the experts to send to all ranks, with the number of this rank's rows for each, and the counts without
-        them."""
+        """Return the experts to send to all ranks, with the number of this rank's rows for each; and the counts, with
+        zeros for these experts."""
         gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
         loads_WE = gathered.view(self.ep_size, -1).tolist()
         chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
@@ -180,7 +180,7 @@ class AllToAllExchange(base.GroupExchange):
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors [P, X + 1] to copy to the host, and the counts of rows received in each hop. The last column
-        of the last tensor holds flags of ranks, including the largest flag of all ranks."""
+        of the last tensor holds flags, among them the largest of all ranks."""
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
@@ -218,7 +218,7 @@ class RowDispatch:
     Attributes:
         plan: plan of all rows.
         num_rows: M.
-        depth: largest backward depth of any rank (`base.GroupExchange.open`).
+        depth: agreed backward depth (`base.GroupExchange.open`).
     """
 
     plan: DispatchPlan | PaddedPlan

@@ -157,13 +157,14 @@ class GroupExchange:
 
         Args:
             plan: from `plan`.
-            depth: how far this rank's backward pass goes: `WEIGHTS` for tokens and combine weights, `TOKENS` for
-                tokens, 1 for its experts, 0 for none of them, or `NO_GRAD`. All ranks then use the largest depth of any
-                rank (in `PaddedExchange`, whose ranks exchange nothing beforehand, `WEIGHTS` or 0).
+            depth: what requires gradients on this rank: `WEIGHTS` if its combine weights do, else `TOKENS` if its
+                tokens do, else 1 if its experts do, else 0; `NO_GRAD` under ``torch.no_grad()``. All ranks then use the
+                largest depth of any rank, but 0 with `NO_GRAD`. In `PaddedExchange`, whose ranks exchange nothing
+                beforehand, each uses `WEIGHTS` or 0.
 
         Raises:
             PeerError: another rank failed before this exchange.
-            UserError: this rank trains while another one runs without gradients.
+            UserError: this rank trains while another one runs without gradients; not in `PaddedExchange`.
         """
         raise NotImplementedError
 
@@ -192,7 +193,7 @@ class GroupExchange:
         self.post_failure(error)
 
     def exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return the ``head`` of every rank, as numbers on the host; raise on all ranks if one starts with 1."""
+        """Return every rank's ``head`` as numbers on the host; raise on all ranks if one starts with 1 (failed)."""
         gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
         heads = gathered.view(self.ep_size, -1).tolist()  # synchronizes with the device
         failed = [rank for rank, row in enumerate(heads) if row[0]]
@@ -201,7 +202,7 @@ class GroupExchange:
         return heads
 
     def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return ``outputs``; errors in their backward pass name this forward pass, not another layer's later one."""
+        """Return ``outputs``; errors in their backward pass will name this forward pass, not the latest one."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -342,7 +343,7 @@ def _refuse_ddp(experts: nn.Module, group: dist.ProcessGroup, name: str, wrapper
     replicas = set(dist.get_process_group_ranks(wrapper.process_group))
     if others & replicas and any(expert is p for p in wrapper._module_parameters):
         raise UserError(
-            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks by the first rank's: "
+            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks with the first rank's: "
             "rebuild the model and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
         )
 

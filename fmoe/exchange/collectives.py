@@ -42,7 +42,7 @@ class PeerError(RuntimeError):
     it is known.
 
     Attributes:
-        is_agreed: whether all ranks raise it in the same forward pass.
+        is_agreed: whether all ranks of the group raise in the same forward pass.
     """
 
     is_agreed = False
@@ -218,15 +218,15 @@ class GroupMonitor:
         absent = self._absent(number)
         if absent is None:
             return (
-                "a rank did not answer, and neither did the store, which would name it (without torchrun, the store is "
-                "in rank 0)"
+                "an unknown rank did not answer (nor did the store that would name it, which is in rank 0 without "
+                "torchrun)"
             )
         if not absent:
             return "every rank answered, but the collective did not complete"
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """Return the store's answer; None if the store is gone."""
+        """Return the store's answer; None if it does not answer in time, and from then on."""
         store = self._store
         if store is None:
             return None

@@ -193,7 +193,7 @@ class _Sent:
             return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
 
     def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return, for each token, the sum of its rows over ranks, and the sum of its weights."""
+        """Return, for each token, the sum of its rows over ranks, and of its weights if given."""
         fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
         weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
         with self._call("combination of tokens", self._received, y_RD, *weights):

@@ -53,7 +53,7 @@ class HierarchicalExchange(AllToAllExchange):
         group, num_experts, options: see `AllToAllExchange`.
         node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE, or the group's size if the
             variable is unset or larger.
-        groups: existing groups, as `node_groups` returns them; None to make them.
+        groups: existing groups, as `node_groups` returns them, which then set I; None to make them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HierarchicalExchange(AllToAllExchange):
         ranks, first = dist.get_process_group_ranks(group), self.ep_rank // node_size * node_size
         for key, part, expected in (
             ("this node", self.node, ranks[first : first + node_size]),
-            ("the ranks of this index", self.peers, ranks[self.ep_rank % node_size :: node_size]),
+            ("this rank's index", self.peers, ranks[self.ep_rank % node_size :: node_size]),
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
                 raise UserError(f"exchange_options: groups must have the ranks {expected} for {key}, not {found}")

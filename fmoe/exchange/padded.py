@@ -1,7 +1,7 @@
 """Every rank sends every expert the same number of rows, padded with zeros, so that the host reads no counts.
 
 This is GShard's form of the exchange (arXiv 2006.16668 section 3.2), for gates with a capacity. Counts stay on the
-device and are not exchanged before the rows, and shapes are the same in every step.
+device and are not exchanged, and shapes do not depend on them.
 
 Shape letters: S slots that an expert has for one rank's rows, P = E * S slots of all experts; others as in
 `fmoe.exchange.base`.
@@ -25,8 +25,8 @@ class PaddedExchange(GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
-        slots: S, upper bound on the rows of one rank for one expert; None for the largest ``Routing.max_load`` of any
-            rank in the first forward pass, which later batches must not exceed.
+        slots: S, upper bound on the rows of one rank for one expert; None for that of the first batch: the largest
+            ``Routing.max_load`` of any rank. Later batches must not exceed it.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class PaddedExchange(GroupExchange):
         if max_load > self.slots:
             raise UserError(
                 f"an expert may get {max_load} rows of this batch, more than slots={self.slots} of the padded "
-                f"exchange: set exchange_options={{'slots': {max_load}}} or more, or a smaller capacity_factor"
+                f"exchange (by default from the first batch): set exchange_options={{'slots': {max_load}}} or more, or "
+                "a smaller capacity_factor if the gate has one"
             )
         slots = -(-self.slots // self.chunks) * self.chunks
         return PaddedPlan(super().plan(routing), slots, self.chunks)

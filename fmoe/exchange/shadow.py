@@ -39,8 +39,9 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Return the time of the slowest rank, in seconds. Rows are sent 4 times (there and back, and their gradients)
-        and are processed by the GEMMs; each shadowed expert is sent twice (parameters, gradients)."""
+        """Estimate the seconds of a pass. It takes the GEMMs of the largest number of rows that a rank computes, 4
+        transfers of the largest number that a rank sends or receives (there and back, and their gradients), and 2 of
+        each shadowed expert (parameters, gradients)."""
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)

@@ -130,8 +130,8 @@ class _Workspace:
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Return ``num_out`` rows of all ranks, in the order that experts need; with ``back``, the outputs of the rows
-        that this rank sent, in their order."""
+        """Return the ``num_out`` rows for this rank's experts, in the order that they need; with ``back``, the outputs
+        of the rows that this rank sent, in their order."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())

@@ -8,8 +8,8 @@ from torch import nn
 
 from fmoe.errors import UserError
 from fmoe.fastmoe.functions import get_rank_0_in_comm, get_torch_default_comm
-from fmoe.fastmoe.layers import FMoE
 from fmoe.fastmoe.spelling import tag_missing
+from fmoe.moe import MoE
 from fmoe.parallel.buckets import copy_back
 from fmoe.runtime import collectives, ownership
 
@@ -18,8 +18,8 @@ class DistributedGroupedDataParallel(nn.Module):
     """Wrapper whose `allreduce_params` averages gradients; call it after the backward pass.
 
     A parameter's ``dp_comm`` names the group over which its gradient is averaged: "dp", "gate", "moe", "world", or any
-    NAME with an argument ``NAME_group``. Gradients of parameters that name another group, such as "none", are
-    not averaged. A parameter without ``dp_comm`` counts as "none" if it belongs to experts that a layer divides among
+    NAME with an argument ``NAME_group``. Parameters that name another group, such as "none", and their gradients stay
+    as they are. A parameter without ``dp_comm`` counts as "none" if it belongs to experts that a layer divides among
     ranks, and otherwise as "dp".
 
     Args:
@@ -99,7 +99,7 @@ class DistributedGroupedDataParallel(nn.Module):
         alone = {
             parameter
             for layer in self.module.modules()
-            if isinstance(layer, FMoE) and layer.world_size > 1
+            if isinstance(layer, MoE) and layer.exchange.ep_size > 1
             for parameter in layer.experts.parameters()
         }
         parts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}

@@ -1,8 +1,8 @@
 """FasterMoE's topology-aware gate (PPoPP'22), for clusters with a slow network between nodes.
 
 Two environment variables, which are read when a gate is built, describe the cluster: FMOE_TOPO_GPUS_PER_NODE, the
-number of ranks per node (default 8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node
-(default 0.14).
+number of ranks per node (default 8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens whose
+best expert may be on another node (default 0.14).
 """
 
 import math
@@ -17,12 +17,12 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):
-    """Top-2 gate that limits how many of a rank's T tokens may leave their node: ``limit = int(fraction * T)``.
+    """Top-2 gate that keeps choices within the node if more than ``limit = int(fraction * T)`` of a rank's T tokens
+    have their best expert on another node.
 
-    If the best expert of at most ``limit`` tokens is on another node, every token gets its two best experts of all
-    nodes. Otherwise every token first gets the best expert of its node. As second choice, the ``limit`` tokens with the
-    largest logits for an expert on another node get that expert; all others get the second best expert of their node,
-    or -1 if it has only one.
+    Otherwise every token gets its two best experts of all nodes. With more than ``limit`` such tokens, the first choice
+    of every token is the best expert of its own node. The ``limit`` such tokens with the largest logits have their best
+    expert as second choice; all other tokens have the second best expert of their own node, or -1 if it has only one.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.
@@ -76,7 +76,7 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a function that builds the `FasterGate` of a rank of ``moe_group``; pass it as ``gate`` to layers."""
+    """Return a function that builds the `FasterGate` of this ``rank`` of ``moe_group``: a layer's ``gate``."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:

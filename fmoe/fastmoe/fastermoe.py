@@ -90,7 +90,7 @@ def _fmoe_general_global_forward(
         inp: [T, D].
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
         expert_fn: called with an expert's rows [R, D], a tensor [1] that holds R, and the expert's index on its rank:
-            once per expert of this rank, and once per shadowed expert, whose parameters ``experts`` then hold.
+            once per expert of this rank, and once per shadowed expert, whose parameters ``experts[index]`` then has.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
         stored_models: bool [W * L], True for experts to shadow, ignored on a single rank; None for the policy of
             `get_shadow_policy`.

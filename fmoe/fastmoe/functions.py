@@ -107,7 +107,7 @@ def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: 
 
 
 class MOEScatter:
-    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; the rows of each expert arrive one after the other."""
+    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; rows arrive sorted by the rank's experts."""
 
     @staticmethod
     def apply(
@@ -118,7 +118,7 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [T, D] to [R, D]; ``pos`` [M] is the token index of each choice. ``fwd_batch_size`` is ignored."""
+        """Map [T, D] to [R, D]; ``pos`` [M] is each choice's token, sorted by expert. ``fwd_batch_size`` is ignored."""
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD

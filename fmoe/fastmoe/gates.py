@@ -100,8 +100,8 @@ class NaiveGate(BaseGate):
 class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
-    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise.
-    There, and if K = E, the load of an expert is its number of tokens.
+    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise,
+    and the load of an expert is its number of tokens; so is the load in training if K = E.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -183,7 +183,7 @@ class SwitchGate(NaiveGate):
 
     In training, noise in [1 - eps, 1 + eps] is added to the logits. The paper multiplies the input by the noise, as the
     router "switch" of `fmoe.gates` does. Every expert accepts at most ``ceil(factor * T * K / num_expert)`` choices of
-    all ranks together.
+    all ranks together, with T of the expert's rank.
 
     Args:
         topk: K; 1 in layers that are built without ``top_k``.
@@ -283,7 +283,7 @@ class SwipeGate(NaiveGate):
 
 
 class DCGate(GShardGate):
-    """`GShardGate` with one capacity over all ranks: ``ceil(factor * T)`` choices per expert, in order of ranks."""
+    """`GShardGate` whose experts accept ``ceil(factor * T)`` choices of all ranks together, in order of ranks."""
 
     runs_collectives = True
 
@@ -315,7 +315,7 @@ def limit_by_capacity(
 
     Args:
         topk_idx: int64 [T] or [T, K]; -1 for no choice.
-        capacity: one number for every expert, or one for each of this rank's experts [L].
+        capacity: one number for each of this rank's experts [L], or one for all of them.
 
     Returns:
         ``new_lec`` [W * L], number of this rank's choices that each expert accepts; ``new_gec`` [W * L], number of each

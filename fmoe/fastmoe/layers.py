@@ -43,10 +43,7 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Layout of nests of tensors that agree in every dimension but the last.
-
-    The gate sees the first tensor; the experts get rows of all tensors.
-    """
+    """Layout of nests of tensors that agree in every dimension but the last; experts get rows of all tensors."""
 
     def split(
         self,
@@ -166,13 +163,14 @@ class FMoE(MoE):
     Args:
         num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
-        mask: FastMoE's signature only; integers, one per token. With ``mask_dict``, only tokens of value 0 are routed.
-        mask_dict: FastMoE's signature only; by mask value, the output of its tokens, times their summed gate weights.
-        d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`; inputs may
-            also be nests of tensors that agree in every dimension but the last.
+        mask: FastMoE's signature only; integers, one per token: tokens are routed if theirs is 0. Ignored without
+            ``mask_dict``.
+        mask_dict: FastMoE's signature only; maps mask values to outputs, which are multiplied by the sum of the
+            token's gate weights.
+        d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`.
 
     Raises:
-        UserError: an invalid argument; names it, its value and its limit.
+        UserError: an argument is invalid.
     """
 
     _expert_dp_comm: str | None = None
@@ -197,7 +195,7 @@ class FMoE(MoE):
         gate_hook: Callable | None = None,
         mask: Tensor | None = None,
         mask_dict: Mapping[int, Tensor] | None = None,
-        gate_bias: bool = True,
+        gate_bias: bool | None = None,
         *,
         num_experts: int | None = None,
         **options: Any,
@@ -208,8 +206,9 @@ class FMoE(MoE):
                 num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k, gate, expert, gate_bias
             )
         else:
-            foreign = {"num_expert": num_expert, "mp_group": mp_group, "gate_hook": gate_hook, "mask": mask}
-            for key, value in {**foreign, "mask_dict": mask_dict, "world_size": world_size}.items():
+            foreign: dict[str, Any] = {"num_expert": num_expert, "world_size": world_size, "mp_group": mp_group}
+            foreign |= {"gate_hook": gate_hook, "mask": mask, "mask_dict": mask_dict, "gate_bias": gate_bias}
+            for key, value in foreign.items():
                 if value is not None:
                     raise UserError(
                         f"{key} is an argument of FastMoE's signature (num_expert=): omit it with num_experts="
@@ -264,17 +263,17 @@ class FMoE(MoE):
         return self.experts(inp, fwd_expert_count)
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Tag parameters for `DistributedGroupedDataParallel`: experts by ``expert_dp_comm``, the gate by "gate"."""
+        """Tag parameters for `DistributedGroupedDataParallel`: experts with ``expert_dp_comm``, gate with "gate"."""
         mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
         self._expert_dp_comm = expert_dp_comm
 
     def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
-        """Route every token and combine the outputs of its experts, as `MoE.forward` does.
+        """Route tokens and combine the outputs of their experts, as `MoE.forward` does.
 
         Args:
-            x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. The gate sees the
-                first tensor; the experts get all tensors.
+            x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. Experts get
+                all tensors. So do gates of one argument in FastMoE's signature; other gates get the first tensor.
 
         Returns:
             A tensor of the shape of ``x``; for nests, a nest with the structure of the experts' outputs.

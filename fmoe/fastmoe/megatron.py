@@ -80,7 +80,7 @@ def reset_gate_hook(num_layers: int | None = None) -> None:
 
 
 def get_balance_profile() -> dict[str, list]:
-    """Return the latest metrics of each layer, by name."""
+    """Return, for each metric by name, a list of its latest values by layer; None for a layer that has not run."""
     return _profile
 
 
@@ -178,7 +178,7 @@ class MegatronMLP(FMoETransformerMLP):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw experts as Megatron's MLP: standard deviations sigma and sigma / sqrt(2 * layers), biases zero."""
+        """Draw experts as Megatron draws an MLP: standard deviation sigma and sigma / sqrt(2 * layers), biases zero."""
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
                 for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
@@ -215,7 +215,7 @@ def fmoefy(
         fmoe_num_experts: number of experts per rank.
         distributed_experts: whether experts are split over ranks: those of the data parallel group; in megatron-core,
             those of the expert parallel group; without Megatron, all ranks.
-        hidden_hidden_size: hidden width of an expert; None for the hidden width of the MLP.
+        hidden_hidden_size: hidden width of an expert, by default that of the MLP.
         gate: a gate class of FastMoE, by default that of ``balance_strategy``; in megatron-core and other models a
             class of `STRATEGIES`, or any router by name or class, by default `fmoe.fmoefy`'s.
         megatron_version: ignored; the model's layout determines the version.
@@ -232,6 +232,8 @@ def fmoefy(
         "top_k": top_k,
     }
     vars(settings).update({name: value for name, value in given.items() if value is not None})
+    if hasattr(settings, "fmoefy") and not hasattr(settings, "fmoe_num_experts"):  # see `add_fmoe_args`
+        settings.fmoe_num_experts = getattr(settings, "num_experts", None)
     if getattr(settings, "fmoe_num_experts", None) is None:
         raise UserError("fmoe_num_experts is missing: pass fmoefy(model, fmoe_num_experts=number of experts per rank)")
     layers = _old_layers(model)

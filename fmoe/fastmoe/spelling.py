@@ -21,22 +21,23 @@ def translate(
     top_k: int | None,
     gate: Any,
     expert: Any,
-    gate_bias: bool,
+    gate_bias: bool | None,
 ) -> dict[str, Any]:
     """Translate FastMoE's arguments to options of `fmoe.build.Spec`, and build the gate with FastMoE's arguments.
 
-    Defaults are FastMoE's: 32 experts per rank, width 1024, one rank, `NaiveGate`, top 2 (1 for `SwitchGate`).
+    Defaults are FastMoE's: 32 experts per rank, width 1024, one rank, `NaiveGate` with a bias, top 2 (1 for
+    `SwitchGate`).
 
     Args:
         world_size: number of expert-parallel ranks, which hold different experts.
         mp_group: old name of ``slice_group``.
         moe_group: expert-parallel group; ignored if ``world_size`` is 1, otherwise None for all processes.
-        expert: class called with ``d_model``, or a list of classes, one per expert of this rank. None if a subclass
-            sets ``self.experts``, which is called as ``experts(rows, counts)``.
+        expert: class or function called with ``d_model``, or a list of them, one per expert of this rank. None if a
+            subclass sets ``self.experts``, which is called as ``experts(rows, counts)``.
 
     Raises:
         UserError: ``moe_group`` does not have ``world_size`` ranks; torch.distributed is not initialized, which
-            ``world_size`` above 1 needs; ``gate`` is a name.
+            ``world_size`` above 1 needs; ``gate`` or ``expert`` is a name.
     """
     d_model = 1024 if d_model is None else d_model
     world_size = 1 if world_size is None else world_size
@@ -58,14 +59,15 @@ def translate(
     if slice_group is not None and slice_group.size() == 1:
         slice_group = None
     gate = NaiveGate if gate is None else gate
-    if isinstance(gate, str):
-        raise UserError(
-            f"gate={gate!r} needs num_experts=, the number of experts over all ranks: with num_expert=, gate must be a "
-            "class or a module"
-        )
+    for key, value in (("gate", gate), ("expert", expert)):
+        if isinstance(value, str):
+            raise UserError(
+                f"{key}={value!r} is not supported in FastMoE's signature: pass a class, or num_experts= (over all "
+                "ranks) instead of num_expert="
+            )
     if top_k is None and not isinstance(gate, nn.Module):
         top_k = getattr(gate, "default_top_k", 2)
-    own = {"gate_bias": gate_bias} if isinstance(gate, type) and issubclass(gate, NaiveGate) else {}
+    own = {"gate_bias": gate_bias is not False} if isinstance(gate, type) and issubclass(gate, NaiveGate) else {}
     built: Any = gate if isinstance(gate, nn.Module) else gate(d_model, num_expert, world_size, top_k, **own)
     experts = None
     if expert is not None:

@@ -42,7 +42,7 @@ class FMoETransformerMLP(FMoE):
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
         activation: function or module, with ``num_experts=`` also a name of `fmoe.experts.ffn.ACTIVATIONS`; None for
-            GELU.
+            GELU, or for that of another ``expert``.
         options: all other arguments of `FMoE`.
     """
 
@@ -60,7 +60,7 @@ class FMoETransformerMLP(FMoE):
         **options,
     ):
         if num_experts is not None:
-            expert_options = {"activation": activation or "gelu", **(expert_options or {})}
+            expert_options = ({} if activation is None else {"activation": activation}) | dict(expert_options or {})
             super().__init__(
                 num_expert,
                 d_model,

@@ -28,7 +28,7 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
 
 
 class Reduction:
-    """A running sum of gradients over a group; a missing gradient counts as zeros.
+    """Asynchronous sum of gradients over a group; missing gradients become zeros.
 
     Every rank of the group constructs it for the same parameters, in the same order, even if an expert got no token on
     that rank.

@@ -76,8 +76,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, so their gradients are not "
-                    "reduced: it raised an error, or an output of the forward pass is neither a tensor nor a list, "
-                    "tuple, dict or dataclass of tensors"
+                    "reduced: it raised an error, or the loss depends on no tensor found in the output of the forward "
+                    "pass (also in lists, tuples, dicts and dataclasses)"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()
@@ -145,7 +145,7 @@ class DenseAverager:
 
     @property
     def step(self) -> int:
-        """Number of calls, which ``PostLocalSGDOptimizer`` saves."""
+        """The averager's number of steps, which ``PostLocalSGDOptimizer`` saves."""
         return self.averager.step
 
     @step.setter
@@ -153,7 +153,7 @@ class DenseAverager:
         self.averager.step = value
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Average the dense parameters of a model or of an optimizer's groups."""
+        """Average the dense parameters of a model or of an optimizer's groups, if the averager's step requires it."""
         flat = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
         ownership.refresh()
         self.averager.average_parameters(p for p in flat if not has_mark(p))
@@ -166,7 +166,8 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield buffers that differ between ranks: experts' buffers, and None for non-persistent ones, set from the rank.
+    """Yield names and values of buffers that differ between ranks: those of experts, and other non-persistent ones,
+    which depend on the rank and are not broadcast, with None as value.
 
     torch's wrapper would overwrite them with rank 0's values before every forward pass.
     """

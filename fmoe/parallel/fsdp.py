@@ -33,7 +33,8 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             ``offload_policy``, ...
 
     Returns:
-        ``module``, whose parameters are now DTensors over two meshes.
+        ``module``, whose parameters are now DTensors: experts over ``groups.expert_data_mesh``, others over
+            ``groups.data_mesh``.
 
     Raises:
         UserError: a layer uses other ranks.
@@ -70,7 +71,7 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication in this context, with any wrapper of the model.
+    """Accumulate gradients without reducing them in this context, with any wrapper of the model or none.
 
     Use it for all micro batches of a step but the last.
     """
@@ -96,7 +97,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a function that shards the second dimension if ``ranks`` divides it, but not the first (experts)."""
+    """Return a function that shards the second dimension if ``ranks`` divides it, and does not divide the first."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

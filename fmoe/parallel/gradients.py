@@ -38,7 +38,7 @@ def average_gradients(
     *,
     groups: ParallelGroups | None = None,
 ) -> None:
-    """Average gradients over ranks: from the mean over each rank's tokens to the mean over the tokens of all ranks.
+    """Replace each gradient by its mean over the data parallel ranks.
 
     Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
     gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros if other ranks
@@ -79,7 +79,7 @@ def grad_norm(
 ) -> Tensor:
     """Return the 2-norm of the gradients of the whole model, in which each parameter counts once.
 
-    Call it on every rank, with the same parameters, after gradients are reduced. Squares of DTensors
+    Call it on every rank, with the parameters in the same order, after gradients are reduced. Squares of DTensors
     (`fmoe.parallel.fully_shard`) are summed over the ranks that hold their shards.
 
     Args:

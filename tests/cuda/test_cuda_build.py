@@ -356,3 +356,11 @@ def test_what_the_driver_says_is_one_line(monkeypatch):
     says = r"^the driver refuses the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
     with pytest.raises(BuildError, match=says):
         DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
+
+
+def test_a_gpu_that_nvrtc_does_not_support_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cli.cuda, "architectures", lambda: ["sm_10"])
+    monkeypatch.setattr(nvrtc, "find", lambda: SimpleNamespace(name="NVRTC 13.0", architectures=["sm_80"]))
+    cli._build_cuda_here(False, False)
+    assert "the CUDA kernels were not built: arch='sm_10'" in capsys.readouterr().out

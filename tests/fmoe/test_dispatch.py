@@ -27,6 +27,8 @@ def test_an_unknown_exchange_or_option_lists_those_there_are():
         fmoe.FMoE(d_model=8, num_experts=4, exchange="alltoall")
     with pytest.raises(fmoe.UserError, match=r"all_gather has no 'chunks'; valid names: wire_dtype"):
         fmoe.FMoE(d_model=8, num_experts=4, exchange="all_gather", exchange_options={"chunks": 2})
+    with pytest.raises(fmoe.UserError, match=r"all_gather has no 'group'; valid names: wire_dtype"):
+        build_exchange(None, 4, "all_gather", {"group": None})
     with pytest.raises(fmoe.UserError, match=r"hierarchical has no 'nodesize'.* did you mean 'node_size'"):
         build_exchange(None, 4, "hierarchical", {"nodesize": 2})
 
@@ -37,7 +39,7 @@ def test_an_unknown_exchange_or_option_lists_those_there_are():
         ("all_to_all", {"chunks": 0}, "chunks=0 is not a positive whole number"),
         ("all_to_all", {"max_rows": 7}, "max_rows=7 must be a whole number of at least 8"),
         ("all_to_all", {"wire_dtype": torch.int8}, "wire_dtype=torch.int8 is not a floating point dtype"),
-        ("all_to_all", {"shadow": 5}, "shadow=5 is not between 0 and num_experts=4"),
+        ("all_to_all", {"shadow": 5}, "shadow=5 is not a whole number from 0 to num_experts=4"),
         ("padded", {"slots": -1}, "slots=-1 is not a positive whole number"),
         ("hierarchical", {"node_size": 3}, "node_size=3 does not divide the 2 ranks"),
     ],

@@ -357,7 +357,9 @@ def test_torchs_data_parallel_wrapper_takes_it():
     [
         (lambda: FMoE(num_expert=2, d_model=D, top_k=3), "top_k=3 is not between 1 and num_expert=2"),
         (lambda: FMoE(num_expert=2, d_model=D, world_size=2), "world_size=2 needs torch.distributed"),
-        (lambda: FMoE(num_expert=4, d_model=D, gate="switch"), "gate='switch' needs num_experts"),
+        (lambda: FMoE(num_expert=4, d_model=D, gate="switch"), "gate='switch' is not supported in FastMoE's"),
+        (lambda: FMoE(num_expert=4, d_model=D, expert="ffn"), "expert='ffn' is not supported in FastMoE's"),
+        (lambda: FMoE(num_experts=4, d_model=D, gate_bias=False), "gate_bias is an argument of FastMoE's signature"),
         (lambda: FMoE(num_expert=4, d_model=D, num_experts=8), "num_expert is an argument of FastMoE's signature"),
         (lambda: fmoe.DistributedGroupedDataParallel(nn.Linear(2, 2)), "not initialized"),
         (lambda: fmoe.DistributedGroupedDataParallel(nn.Linear(2, 2), auto_allreduce=True), "auto_allreduce"),

@@ -149,9 +149,11 @@ def test_initialisers_take_numpys_generator():
         assert 0.9 * bound < value.abs().max() <= bound
 
 
-def test_arguments_and_names_that_are_gone():
+def test_arguments_and_names_that_are_gone(monkeypatch):
     parsed = add_fmoe_args(argparse.ArgumentParser()).parse_args(["--num-experts", "8", "--balance-strategy", "swipe"])
     assert (parsed.num_experts, parsed.top_k, parsed.balance_strategy, parsed.fmoefy) == (8, 2, "swipe", False)
+    monkeypatch.setattr("fmoe.fastmoe.megatron.megatron_args", lambda: parsed)
+    assert fmoefy(OldModel({"encoder": 1})).layers()[0].mlp.num_expert == 8
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-experts", type=int)
     assert add_fmoe_args(parser).parse_args(["--fmoe-num-experts", "3"]).fmoe_num_experts == 3

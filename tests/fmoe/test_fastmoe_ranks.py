@@ -211,12 +211,13 @@ def test_gradients_are_averaged_over_the_group_of_their_tag(two_ranks, options, 
 
 
 def grouped_layers(expert_dp_comm):
-    """Tags of a layer's parameters, and what is done to those of a plain FMoE that nobody tagged."""
+    """Tags of a layer's parameters, and what is done to those of a plain FMoE and MoE that nobody tagged."""
     torch.manual_seed(dist.get_rank())
     mlp = FMoETransformerMLP(L, D, 16, expert_dp_comm=expert_dp_comm, world_size=1 if expert_dp_comm == "dp" else W)
     plain = FMoE(L, D, world_size=W, expert=SmallExpert)
     mine = plain.experts[0].linear.weight.detach().clone()
-    wrapped = DistributedGroupedDataParallel(torch.nn.Sequential(mlp, plain))
+    modern = fmoe.MoE.build(d_model=D, num_experts=L * W, moe_group=dist.group.WORLD)
+    wrapped = DistributedGroupedDataParallel(torch.nn.Sequential(mlp, plain, modern))
     same = {}
     for name, parameter in wrapped.module.named_parameters():
         first = parameter.detach().clone()
@@ -237,7 +238,7 @@ def test_experts_are_synchronised_only_where_ranks_hold_the_same(two_ranks, expe
         for name, equal in same.items():
             if "gate" in name:
                 assert equal, name
-            elif name.startswith("1.") or expert_dp_comm == "none":
+            elif name.startswith(("1.", "2.")) or expert_dp_comm == "none":
                 assert not equal or name.endswith("bias"), name
             else:
                 assert equal, name

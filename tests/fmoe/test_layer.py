@@ -236,6 +236,8 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
     mlp = fmoe.FMoETransformerMLP(d_model=8, d_hidden=16, num_experts=4, activation="relu", seed=1)
     layer, x = layer_and_input(4, expert_options={"activation": "relu"})
     assert torch.equal(mlp(x), layer(x))
+    other = fmoe.FMoETransformerMLP(d_model=8, d_hidden=16, num_experts=4, expert="swiglu", seed=1)
+    assert torch.equal(other(x), layer_and_input(4, expert="swiglu")[0](x))
 
 
 @pytest.mark.parametrize(

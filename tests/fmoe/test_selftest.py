@@ -75,7 +75,7 @@ def test_a_rank_that_raises_is_named(forks):
     assert "FAILED: all_to_all, naive, ffn: rank 1: ArithmeticError: one place short" in first.out
 
 
-@pytest.mark.parametrize("option", [("--ep", 2), ("--timeout", 0)])
+@pytest.mark.parametrize("option", [("--ep", 2), ("--timeout", 0), ("--timeout", "nan"), ("--timeout", "inf")])
 def test_what_cannot_be_is_one_line(forks, option):
     (ended,) = run(forks, 1, *option)
     assert ended.code == 2 and ended.err.count("\n") == 1
