@@ -42,7 +42,8 @@ def open_source(
     max_sequences: int | None,
     format: str = "auto",
 ) -> Source:
-    """Open ``data``, or by default the sequences of the run's own validation data that the trainer uses.
+    """Open ``data``, or by default the run's own validation data: the sequences that the trainer uses, or the first
+    ``max_sequences``.
 
     Raises:
         UserError: see `pretrain.inference.windows.Text`; or the run has no validation data, they have changed, or the

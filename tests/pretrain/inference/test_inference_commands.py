@@ -199,7 +199,7 @@ WRONG = {
     "no run": (["evaluate", "."], "is not a checkpoint"),
     "no step": (
         ["generate", "RUN", "--prompt", "x", "--step", "3"],
-        "--step 3 is not in RUN/checkpoints: its steps are 2, 4",
+        "--step 3 has no complete checkpoint in RUN/checkpoints: the complete steps are 2, 4",
     ),
     "other step": (["evaluate", "RUN/checkpoints/step-00000002", "--step", "4"], "is the checkpoint of step 2"),
     "empty prompt": (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
@@ -297,6 +297,13 @@ class Input:
         sys.stdin = io.TextIOWrapper(io.BytesIO(self.text))
 
 
+def test_a_prompt_without_tokens(runs, monkeypatch):
+    trained = open_run(runs("one"))
+    monkeypatch.setattr(trained.tokenizer, "encode", lambda text: [])  # as a model that drops white space does
+    with pytest.raises(UserError, match=r"the prompt has no tokens with the tokenizer .*\.model"):
+        cli._prompt_ids(" ", trained)
+
+
 def test_a_prompt_on_standard_input(runs, values, monkeypatch):
     expected = values("generate", runs("one"), "--prompt", PROMPT, "--max-tokens", "5")
     found = values("generate", runs("one"), "--max-tokens", "5", before=Input(f"{PROMPT}\n".encode()))
@@ -306,6 +313,7 @@ def test_a_prompt_on_standard_input(runs, values, monkeypatch):
     for text, says in (
         utf16,
         (b"a\xff", "not UTF-8 at byte 1"),
+        (b"\xef\xbb\xbfa\xff", "not UTF-8 at byte 4"),
         (b"\n", "the prompt is empty"),
         (b"", "the prompt is empty"),
     ):
