@@ -156,7 +156,7 @@ class Segments:
     A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 for the first segment of a stream.
 
     Args:
-        blocks: samples with ``streams`` of more than 0, whose blocks are the segments.
+        blocks: samples with ``streams`` above 0; their blocks are the segments.
     """
 
     def __init__(self, blocks: GPTSamples):
