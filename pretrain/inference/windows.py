@@ -39,8 +39,8 @@ class Text:
         num_tokens: total number of tokens; None if there is text, which is tokenized only while it is read.
 
     Raises:
-        UserError: data are missing, or a corpus was prepared with another tokenizer; in `tokens`, text is unreadable or
-            a token id of a corpus is outside ``0 <= id < vocab_size``.
+        UserError: data are missing, or a corpus was prepared with another tokenizer; in ``tokens``, text is
+            unreadable or a token id of a corpus is outside ``0 <= id < vocab_size``.
     """
 
     def __init__(

@@ -12,9 +12,11 @@ from test_run_training import steps, train
 
 from fmoe import UserError
 from fmoe.cli import run as cli_run
+from fmoe.metrics import LayerReport
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
-from pretrain.inference import cli
+from pretrain.inference import cli, report
+from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import open_run
 from pretrain.inference.report import open_source
 
@@ -295,6 +297,15 @@ class Input:
 
     def __call__(self):
         sys.stdin = io.TextIOWrapper(io.BytesIO(self.text))
+
+
+def test_values_of_a_router_that_are_not_finite(runs):
+    layer = LayerReport(load=[math.nan, 0.5], drop_rate=0.0, entropy=math.inf, losses={}, tokens=1)
+    source = report.Source((), None, iter(()))
+    found = report.values([report.Result(open_run(runs("one")), source, Evaluation(layers={2: layer}))])
+    json.dumps(found, allow_nan=False)
+    (values,) = found["runs"][0]["layers"]
+    assert (values["load"], values["entropy"], values["drop_rate"]) == ([None, 0.5], None, 0.0)
 
 
 def test_a_prompt_without_tokens(runs, monkeypatch):
