@@ -90,7 +90,7 @@ class Stream:
         return list(self._files)
 
     def documents(self) -> Iterator[tuple[str, str | None, str]]:
-        """Yield (location, text, error) of each row; if a value is no string, the text is None and ``error`` says so.
+        """Yield (location, text, error) of each row: text is None, and ``error`` says why, if a value is not a string.
 
         Raises:
             UserError: the data can no longer be reached, or are damaged.

@@ -1,7 +1,7 @@
 """YaRN (`pretrain.config.yarn`) in Megatron-core's GPT.
 
 Megatron-core has YaRN too, but without ``rope_truncate`` in multi-latent attention, and without ``rotary_fraction`` in
-standard attention. So it computes only the factors of standard attention and of multi-latent attention scores.
+standard attention. So it only computes the factors that `prepare_yarn` names; the rest is computed here.
 """
 
 from typing import Any

@@ -99,8 +99,8 @@ class Tokenizer(ABC):
             UserError: the tokenizer is not one of single bytes.
         """
         raise UserError(
-            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs: one made by "
-            "fmoe data tokenizer --model-type bytes does"
+            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs and "
+            "fmoe data tokenizer --model-type bytes gives"
         )
 
     def special(self, piece: str) -> int:
