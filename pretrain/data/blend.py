@@ -19,12 +19,12 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     Weights are taken as decimals: 0.1 is exactly a tenth.
 
     Raises:
-        UserError: a weight is not a positive number, or the integers add up to more than a million, the longest
+        UserError: a weight is not a finite positive number, or the integers add up to more than a million, the longest
             supported period of the sample order.
     """
     for weight in weights:
         if not 0 < weight < math.inf:
-            raise UserError(f"weights={list(weights)}: {weight} is not a positive number")
+            raise UserError(f"weights={list(weights)}: {weight} is not a finite positive number")
     exact = [Fraction(repr(weight)) for weight in weights]
     unit = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * unit) for weight in exact]
@@ -33,7 +33,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     if sum(whole) > _LONGEST_PERIOD:
         raise UserError(
             f"weights={list(weights)} are {':'.join(map(str, whole))} in integers, whose sum exceeds "
-            f"{_LONGEST_PERIOD:,}: round them"
+            f"{_LONGEST_PERIOD:,}: round the weights"
         )
     return tuple(whole)
 

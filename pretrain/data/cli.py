@@ -251,8 +251,8 @@ def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
             continue
         if len(values) not in (1, len(names)):
             raise UserError(
-                f"{_option(option)} is given {len(values)} times: give it once, or {len(names)} times, once for each "
-                "--dataset"
+                f"{_option(option)} is given {len(values)} times for {len(names)} --dataset: give it once, or once for "
+                "each"
             )
         values = values * len(names) if len(values) == 1 else values
         each[option] = [{option: value if option == "split" else tuple(value)} for value in values]

@@ -38,7 +38,7 @@ class CorpusSplit:
         path: the JSON-lines file.
         documents: number of lines.
         text_bytes: UTF-8 bytes of text.
-        skipped: files of this split that are not UTF-8.
+        skipped: documents of this split that are not UTF-8.
     """
 
     path: Path
@@ -62,8 +62,8 @@ class _Document:
 def write_python_library(out: Path, library: Path | None = None) -> dict[str, CorpusSplit]:
     """Write ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``; return the splits by name.
 
-    Each source file is one line with the keys ``text`` and ``path``. A file's split depends only on a hash of its path
-    below ``library`` (90 / 5 / 5 percent of the files). Existing outputs are replaced once all three are complete.
+    Each source file in UTF-8 becomes one line with the keys ``text`` and ``path``. A file's split depends only on a
+    hash of its path below ``library`` (90 / 5 / 5 percent). Existing outputs are replaced once all three are complete.
 
     Args:
         out: folder for the three files; created if missing.

@@ -1,7 +1,7 @@
 """Token counts of a corpus by id, counted once and stored next to the corpus.
 
-``PREFIX.json`` holds the counts of a corpus written by `pretrain.data.indexed.IndexedWriter`. For any other corpus,
-``PREFIX.counts`` holds them, with the size and modification time of the ``.bin`` that was counted.
+``PREFIX.json`` holds the counts of a corpus written by `pretrain.data.indexed.IndexedWriter`. For any other corpus, or
+a ``.bin`` newer than this file, ``PREFIX.counts`` holds them, with the size and modification time of the ``.bin``.
 """
 
 import json
@@ -47,17 +47,17 @@ class TokenCounts:
 
     @classmethod
     def from_json(cls, values: Any, num_tokens: int) -> "TokenCounts | None":
-        """Return the counts of a corpus of ``num_tokens`` tokens; None if their version is unknown.
+        """Return the counts of a corpus of ``num_tokens`` tokens; None without a known version.
 
         Raises:
-            ValueError: the counts contradict each other or ``num_tokens``.
+            ValueError: the counts are incomplete, or contradict each other or ``num_tokens``.
         """
         if not isinstance(values, dict) or values.get("version") != _VERSION:
             return None
         try:
             least, largest, unigrams = values["least"], values["largest"], values["unigrams"]
         except LookupError as error:
-            raise ValueError(f"token counts without {error}") from error
+            raise ValueError(f"the token counts have no key {error}") from error
         is_countable = unigrams is not None
         # sum() of Python integers: int64 would wrap.
         if (
@@ -67,12 +67,12 @@ class TokenCounts:
             or (is_countable and (len(unigrams) != largest + 1 or min(unigrams, default=0) < 0))
             or (is_countable and sum(unigrams) != num_tokens)
         ):
-            raise ValueError(f"token counts do not match a corpus of {num_tokens} tokens")
+            raise ValueError(f"the token counts do not match a corpus of {num_tokens} tokens")
         return cls(least, largest, np.array(unigrams, dtype=np.int64) if is_countable else None)
 
 
 class TokenCounter:
-    """Incremental counter of tokens; holds a count per id and up to about a million tokens in memory."""
+    """Incremental counter of tokens; holds a count per id, and added arrays until they have a million tokens."""
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
@@ -110,8 +110,8 @@ class TokenCounter:
 def outside_vocabulary(prefix: Path, token: int, vocab_size: int) -> UserError:
     """Return the error for a token id without a row in the model's embedding."""
     return UserError(
-        f"{prefix} has the token id {token}, outside model.vocab_size={vocab_size}: prepare the corpus with "
-        "the model's tokenizer"
+        f"{prefix} has the token id {token}, outside model.vocab_size={vocab_size}: prepare the corpus again, "
+        "with the model's tokenizer"
     )
 
 
@@ -122,13 +122,13 @@ def chunks(tokens: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def counts_path(prefix: Path) -> Path:
-    """Return ``PREFIX.counts``, the file with the counts of a corpus written elsewhere."""
+    """Return ``PREFIX.counts``, the file that `keep` writes."""
     return with_ending(prefix, ".counts")
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
-    """Write the counts next to the corpus; return the reason if that fails, or None. An existing file that does not
-    hold counts is not replaced."""
+    """Write the counts next to the corpus; return the reason if that fails, or None. An existing file that is
+    not a JSON object is not replaced."""
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
     is_other = f"{counts_path(prefix)} exists and is not a file of counts"
     try:
@@ -144,7 +144,7 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
 
 
 def kept(prefix: Path, bin_path: Path, num_tokens: int) -> TokenCounts | None:
-    """Return the counts that `keep` wrote; None if they are missing, unreadable, or of tokens that were replaced."""
+    """Return the counts that `keep` wrote; None if they are missing, unreadable, or of another ``.bin``."""
     try:
         values = json.loads(counts_path(prefix).read_bytes())
         if values["bin"] != _identity(bin_path):

@@ -1,8 +1,8 @@
 """Documents from text, JSON lines, Parquet and Hugging Face datasets, in pieces that fit in memory.
 
-A document is one or more pieces, whose last one is marked, so that a text file of any size is read in bounded memory.
-Pieces end at line ends, except inside a line that is longer than a piece. Tokenizers trained by this package keep
-newlines as separate tokens, so that cutting at line ends does not change the tokens of a document.
+A document is one or more pieces, the last of them marked, so that a text file of any size is read in bounded memory.
+Pieces of text end at line ends, except inside a line that is longer than a piece. Tokenizers trained by this package
+keep newlines as separate tokens, so that cutting at line ends does not change the tokens of a document.
 """
 
 import logging
@@ -69,16 +69,18 @@ def open_sources(
 def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
     """Find the files behind ``paths``, in the given order; a folder's files are sorted by their path in it.
 
-    Hidden files, links to folders and files of other formats in a folder are skipped with a warning.
+    Hidden files and folders, links to folders, and files of other formats in a folder are skipped with a warning.
 
     Args:
         paths: files and folders.
-        text_key: key or column with the text. A ``.json`` file in a folder is used only if its first row has this key.
-        format: format of all files, one of `FORMATS`; "auto" chooses it by the suffix, ignoring case.
+        text_key: key or column with the text.
+        format: format of all files, one of `FORMATS`; "auto" chooses it by the suffix, ignoring case, and uses a
+            ``.json`` file in a folder only if its first row has ``text_key``.
 
     Raises:
         UserError: ``format`` is unknown; there is no path; or a path is missing or unreadable, is neither a file nor a
-            folder, has an unknown suffix, or is a folder without documents or of a dataset's splits.
+            folder, has an unknown suffix, is a compressed Parquet file, a folder without documents, or the folder of a
+            dataset with splits.
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")
@@ -126,13 +128,13 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
 
     Args:
         source: the file, folder or stream.
-        text_key: key or column with the text; not used for text files and streams.
+        text_key: key or column with the text; not used for text, bytes and streams.
         on_error: called with the error of an unreadable document. If it returns, the document is skipped; so is the
-            rest of a file that is damaged from there on. An error of a stream as a whole is always raised.
+            rest of a file that is damaged from there on. Errors of a table or stream as a whole, e.g. a missing column,
+            are always raised.
 
     Raises:
-        UserError: the content does not fit the format (the message names file, position and key), or the file changed
-            while it was read.
+        UserError: the content does not fit the format, or the source is unreadable or changed while it was read.
     """
     if isinstance(source, Stream):
         yield from _read_stream(source, on_error)
@@ -242,12 +244,12 @@ def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]
     left_out = [f"{hidden} hidden files or folders"] if hidden else []
     if others:
         of = f" (suffixes {', '.join(map(printable, sorted(suffixes)[:10]))})" if suffixes else ""
-        left_out.append(f"{others} files or links that are not text{of}")
+        left_out.append(f"{others} other files or links{of}")
     if not_documents:
         left_out.append(f"{len(not_documents)} .json files without {text_key!r}: {shorten(sorted(not_documents))}")
     shown = printable(str(folder))
     if not found:
-        wanted = ", ".join("*" + suffix for suffix in _FORMAT_OF)
+        wanted = ", ".join("*" + suffix for suffix in _FORMAT_OF) if format == "auto" else "files"
         without = f"; skipped: {'; '.join(left_out)}" if left_out else ""
         raise UserError(f"no {wanted} in the folder {shown}{without}")
     if left_out:

@@ -62,8 +62,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise a `UserError` for the first path that is one of ``inputs``, that exists unless ``overwrite``, or that is
-    not a file."""
+    """Raise a `UserError` if a path is one of ``inputs``, exists without ``overwrite``, or exists and is not a file."""
     paths = list(paths)
     refuse_inputs(paths, inputs)
     for path in paths:
@@ -81,7 +80,7 @@ def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
     read = {identity for path in inputs if (identity := _identity(path)) is not None}
     for path in existing:
         if _identity(path) in read:
-            raise UserError(f"{path} is an input and would be overwritten; choose another --out")
+            raise UserError(f"{path} is an input and would be overwritten; choose another output")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -96,7 +95,7 @@ def with_ending(prefix: Path, suffix: str) -> Path:
     """Append ``suffix`` to ``prefix``; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``.
 
     Raises:
-        UserError: the prefix has no file name: ``.``, ``..`` or ``/``.
+        UserError: the prefix has no file name, such as ``.``, ``..`` or ``/``.
     """
     if prefix.name in ("", ".."):
         raise UserError(f"the prefix {str(prefix)!r} has no file name: add one, e.g. {prefix / 'train'}")

@@ -2,8 +2,8 @@
 
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
-[D + 1] counted in sequences. A document is a range of sequences: fmoe writes one, or several for a document of more
-than 2^31 - 1 tokens.
+[D + 1] counted in sequences. A document is a range of sequences: fmoe writes one sequence, or several for a document of
+more than 2^31 - 1 tokens.
 
 ``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
 id, so that a run opens a corpus without reading its tokens.
@@ -38,7 +38,7 @@ _CHUNK = 1 << 20  # entries checked or written at a time, to bound memory
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
-    """Return the smallest token type for ids below ``vocab_size``: uint16 up to 65,536, else int32."""
+    """Return the token type for ids below ``vocab_size``: uint16 up to 65,536, else int32."""
     return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
 
@@ -49,7 +49,7 @@ def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
 
 
 class IndexedWriter:
-    """Incremental writer of a corpus, with 12 bytes of memory per document.
+    """Incremental writer of a corpus, which holds 12 bytes per document and the token counts in memory.
 
     As a context manager, it puts the three files in place together at the end, or keeps the old files after an error.
 
@@ -186,7 +186,7 @@ class IndexedCorpus:
         tokenizer_fingerprint: SHA-256 of the tokenizer's file from the description, or None.
 
     Raises:
-        UserError: a file is missing or inconsistent.
+        UserError: a file is missing, unreadable or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -228,7 +228,7 @@ class IndexedCorpus:
         """
         first, last = self._span(i)
         if not 0 <= start <= stop <= last - first:
-            raise IndexError(f"tokens {start} to {stop} of document {i} are out of range: it has {last - first}")
+            raise IndexError(f"tokens[{start}:{stop}] of document {i} are out of range: it has {last - first} tokens")
         return self.flat[first + start : first + stop]
 
     def verify(self) -> None:
@@ -240,9 +240,12 @@ class IndexedCorpus:
         bin_path, json_path, _ = corpus_paths(self.prefix)
         expected = self.description.get("sha256", {}).get("bin")
         if expected is None:
-            raise UserError(f"{json_path} has no checksum to verify {bin_path} with: prepare the corpus again")
+            raise UserError(f"{json_path} is missing or has no checksum of {bin_path}: prepare the corpus again")
         if _sha256(bin_path) != expected:
-            raise UserError(f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged, prepare it again")
+            raise UserError(
+                f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged or of another corpus: copy or "
+                "prepare it again"
+            )
 
     def _read_counts(self, bin_path: Path, json_path: Path) -> TokenCounts | None:
         values = self.description.pop("counts", None)
@@ -270,7 +273,7 @@ class IndexedCorpus:
         return int(start), int(stop)
 
     def _starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the offset in tokens of each of these sequences; for the one past the last, the total."""
+        """Return the offset in tokens of each of these sequences; past the last one, the number of tokens."""
         starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
         inside = sequences < len(self._pointers)
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
@@ -339,7 +342,7 @@ class IndexedCorpus:
     def _check_boundaries(self, path: Path) -> None:
         boundaries, num_sequences = self.document_boundaries, len(self.sequence_lengths)
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
-            raise UserError(f"{path} is damaged: the document boundaries do not go from 0 to {num_sequences} sequences")
+            raise UserError(f"{path} is damaged: the document boundaries do not go from 0 to {num_sequences}")
         for start in range(0, len(boundaries), _CHUNK):
             part = boundaries[start : start + _CHUNK + 1]
             if (part[1:] < part[:-1]).any():  # a difference of damaged values may overflow
@@ -359,7 +362,9 @@ def _read_description(json_path: Path, idx_path: Path) -> dict[str, Any]:
         expected = description["sha256"]["idx"]
         description.get("tokenizer", {}).get("sha256")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{json_path} is damaged or describes no corpus: prepare the corpus again") from error
+        raise UserError(
+            f"{json_path} is damaged, or not the description of a corpus: move it away or prepare the corpus again"
+        ) from error
     if _sha256(idx_path) != expected:
         raise UserError(
             f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged or of another "

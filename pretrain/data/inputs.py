@@ -63,7 +63,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
     Raises:
         UserError: a file is missing or damaged; a corpus is shorter than a sequence or was prepared with another
             tokenizer; the tokenizer's vocabulary or a token id exceeds the model's vocabulary (`with_counts` checks the
-            ids of a large corpus without counts); or a special piece, package or GPU that the recipe needs is missing.
+            ids of a large training corpus without counts); or a special piece, package or GPU that the recipe needs is
+            missing.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -196,7 +197,7 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
 
 
 def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tuple[str | None, ...]]:
-    """Return the samples that a run is validated on, and the SHA-256 of each corpus.
+    """Return the samples that a run is validated on, and the SHA-256 of each corpus's tokens, if known.
 
     Raises:
         UserError: as for `open_inputs`; the message begins with the key.

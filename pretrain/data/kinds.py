@@ -52,7 +52,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the share of an epoch of each corpus that a sample of the blend uses on average; empty without a blend."""
+    """Return for each corpus the average share of its epoch that a sample of the blend uses; empty without a blend."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)

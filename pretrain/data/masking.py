@@ -1,8 +1,8 @@
 """Masked language modelling, the objective of BERT (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
 A sequence is CLS, text, SEP; the text crosses ends of documents, and there is no second segment and no next sentence
-prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of its tokens is chosen; of these, 8 in 10
-become MASK, 1 in 10 become a random token of text, and 1 in 10 stay. The choice differs each time that a block is used.
+prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of its tokens is chosen; of these, on average,
+80% become MASK, 10% become a random token of text, and 10% stay. The choice differs each time that a block is used.
 """
 
 import numpy as np

@@ -41,7 +41,7 @@ class Prepared:
         documents: documents in the corpus.
         tokens: tokens in the corpus, including the end of each document.
         text_bytes: UTF-8 bytes of the documents' text.
-        empty_documents: number of documents skipped because they have no text.
+        empty_documents: number of documents skipped because they have no tokens.
         skipped: number of unreadable documents skipped.
         first_skipped: error messages of the first unreadable documents.
     """
@@ -84,7 +84,7 @@ def prepare(
     """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, provenance).
 
     Each document's tokens end with the tokenizer's end of document. The files are the same for any ``num_workers``;
-    existing ones are replaced once the new ones are complete. Memory is bounded for text of any size.
+    existing ones are replaced once the new ones are complete. Memory grows only by 12 bytes per document.
 
     Args:
         inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets.
@@ -101,7 +101,8 @@ def prepare(
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
             `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of single bytes,
-            an output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
+            an output is an input or not writable, no document has text, ``num_workers`` is less than 1, or a worker
+            process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
@@ -141,7 +142,7 @@ def prepare(
             report(counts.bytes_done, writer.num_documents, writer.num_tokens)
         if not writer.num_documents:
             names = shorten(source.name for source in sources)
-            skipped = f"; {skips.count} are unreadable, the first: {skips.first[0]}" if skips.count else ""
+            skipped = f"; {skips.count} unreadable documents, the first: {skips.first[0]}" if skips.count else ""
             raise UserError(f"no document with text in {names} ({counts.empty_documents} empty documents){skipped}")
         writer.describe(
             fmoe=__version__,
@@ -300,5 +301,5 @@ def _encode_in_worker(texts: list[str | bytes]) -> _Encoded:
 
 
 def _available_processors() -> int:
-    """Return the number of processors that this process may run on, if the system reports it."""
+    """Return the number of processors that this process may run on; of all, if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

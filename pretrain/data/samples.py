@@ -26,7 +26,7 @@ class Samples(Protocol):
     A sample is an array of tokens [L + 1], or arrays by name (`pretrain.models.batch`).
 
     Attributes:
-        samples_per_epoch: samples before the order repeats or is redrawn.
+        samples_per_epoch: samples in an epoch of all corpora.
     """
 
     samples_per_epoch: int
@@ -69,7 +69,7 @@ class GPTSamples:
             down to a multiple of ``streams`` if there are any.
 
     Raises:
-        UserError: no corpus, a value out of range, or fewer than L + 1 tokens in total or L per stream.
+        UserError: no corpus, a value out of range, or too few tokens for a sample (with ``streams``, for one of each).
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class GPTSamples:
             raise UserError("no corpus: pass at least one")
         if num_tokens <= sequence_length:
             raise UserError(
-                f"a sample has {sequence_length + 1} tokens, but there are only {num_tokens} in {names}: use more text "
-                "or a smaller model.sequence_length"
+                f"a sample takes {sequence_length + 1} tokens, but there are only {num_tokens} in {names}: use more "
+                "text or a smaller model.sequence_length"
             )
         self.sequence_length = sequence_length
         self.seed = seed
@@ -103,7 +103,7 @@ class GPTSamples:
             if self.samples_per_epoch < streams:
                 raise UserError(
                     f"{streams} streams of sequence_length={sequence_length} need {streams * sequence_length + 1} "
-                    f"tokens; there are {num_tokens} in {names}"
+                    f"tokens, but there are only {num_tokens} in {names}: use more text or a smaller train.global_batch"
                 )
             self.samples_per_epoch -= self.samples_per_epoch % streams
         self._flats = [corpus.flat for corpus in corpora]
@@ -156,7 +156,7 @@ class Segments:
     A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 for the first segment of a stream.
 
     Args:
-        blocks: samples with ``streams`` of more than 0, whose blocks are the segments.
+        blocks: samples with ``streams`` above 0; their blocks are the segments.
     """
 
     def __init__(self, blocks: GPTSamples):

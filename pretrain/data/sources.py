@@ -81,7 +81,7 @@ class Skips:
     """The `OnError` that skips and counts unreadable documents.
 
     Attributes:
-        count: skipped documents; the rest of a damaged archive counts as one.
+        count: skipped documents; the rest of a damaged file counts as one.
         first: error messages of the first skipped documents.
     """
 
@@ -154,7 +154,7 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
 
 
 def decode(data: bytes, source: Source, offset: int) -> str:
-    """Decode UTF-8; the UserError names the byte, counted from ``offset``."""
+    """Decode UTF-8 that begins at byte ``offset`` of a source; the UserError names the position of the invalid byte."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -52,7 +52,7 @@ class Spans:
         more token in the block, the inputs grow by one token or none, so some block gives exactly ``sequence_length``.
 
         Raises:
-            UserError: the sequence is too short to remove a span and keep a token before each.
+            UserError: the sequence is too short, or the density too high, to keep a token before each removed span.
         """
         above = 3  # a block whose inputs are too long
         while cls.of_block(above, density, mean_span).inputs <= sequence_length:

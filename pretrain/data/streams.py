@@ -25,7 +25,7 @@ class Dataset:
 
     Attributes:
         name: Hub id (``owner/name``), folder, or builder (``json``, ``parquet``, ``csv``, ``text``, ``arrow``, ...).
-        config: configuration (subset) of the dataset; None if it has only one.
+        config: configuration (subset) of the dataset; None for its default.
         revision: branch, tag or commit of a Hub dataset; None for its newest commit.
         split: name of the split; with ``data_files``, the name given to these files.
         columns: columns with text. The texts of several are joined by `Mixture.separator`; empty ones are left out.
@@ -90,7 +90,7 @@ class Stream:
         return list(self._files)
 
     def documents(self) -> Iterator[tuple[str, str | None, str]]:
-        """Yield (location, text, error) of each row; if a column has no text, the text is None and ``error`` says why.
+        """Yield (location, text, error) of each row: text is None, and ``error`` says why, if a value is not a string.
 
         Raises:
             UserError: the data can no longer be reached, or are damaged.
@@ -174,7 +174,7 @@ def _check(mixture: Mixture) -> None:
         if len(weights) != len(datasets):
             raise UserError(f"weights={weights} must have {len(datasets)} numbers, one for each dataset")
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise UserError(f"weights={weights} must all be greater than 0: to exclude a dataset, leave it out")
+            raise UserError(f"weights={weights} must all be positive and finite: to exclude a dataset, leave it out")
         if abs(sum(weights) - 1) > _TOLERANCE:
             raise UserError(f"weights={weights} must sum to 1, not {sum(weights):g}")
     if mixture.stopping_strategy not in STOPPING_STRATEGIES:
@@ -216,6 +216,9 @@ def _open(datasets, dataset: Dataset) -> _Opened:
         )
     is_saved = not is_builder and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if is_saved:
+        for key in ("config", "data_files"):
+            if value := getattr(dataset, key):
+                raise UserError(f"{key}={value!r} of {_quoted(dataset)} has no effect: save_to_disk wrote this folder")
         with _one_line_errors(_quoted(dataset)):
             found = datasets.load_from_disk(str(path))
         splits = found if isinstance(found, dict) else {dataset.split: found}

@@ -1,7 +1,6 @@
 """``fmoe generate`` and ``fmoe evaluate``."""
 
 import argparse
-import codecs
 import contextlib
 import json
 import os
@@ -207,7 +206,7 @@ def _prompt(text: str | None) -> str:
         try:
             data = sys.stdin.buffer.read()
             refuse_other_encoding(data, "the prompt on standard input")
-            text = data.removeprefix(codecs.BOM_UTF8).decode().removesuffix("\n")
+            text = data.decode().removeprefix("\ufeff").removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UserError(f"the prompt on standard input is not UTF-8 at byte {error.start}") from error
     try:
@@ -225,6 +224,8 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     if kind == "bert":
         raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a run of a gpt or t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
+    if not ids:
+        raise UserError(f"the prompt has no tokens with the tokenizer {tokenizer.path}: use another prompt")
     if len(ids) > length:
         raise UserError(f"the prompt takes {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
     return ids
@@ -355,7 +356,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
-    """Return the UTF-8 bytes of every token's text; None for a model that does not predict whole texts."""
+    """Return the number of UTF-8 bytes of every token's text; None for a model that does not predict whole texts."""
     if trained.recipe.model.objective != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths

@@ -31,7 +31,7 @@ class GPTDecoder:
 
     Args:
         model: a GPT without expert capacity limits (``load_model(..., drops=False)``).
-        length: tokens of the window.
+        length: maximum number of tokens of the window.
         keeps: cache keys and values; False recomputes the whole window for every token.
     """
 
@@ -132,7 +132,7 @@ def generate(
     num_samples: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each sample, None for samples that have ended, until all have ended.
+    """Yield the next token of each sample, None for samples that have ended, until all have, or ``max_tokens`` times.
 
     Args:
         prompt: ids that all samples begin with, at least one.

@@ -39,7 +39,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy in nats per predicted token."""
+        """Mean cross-entropy in nats per predicted token; NaN without any."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the predicted tokens that the model ranked first."""
+        """Share of the predicted tokens that the model ranked first; NaN without any."""
         return self.correct / self.tokens if self.tokens else math.nan
 
     @property

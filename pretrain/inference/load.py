@@ -78,7 +78,8 @@ def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> 
     try:
         import_stored(recipe, path.parent.parent if path.parent.name == CHECKPOINTS else path)
     except UserError as error:
-        raise UserError(f"{error}; if it has moved, pass its new path with --imports") from error
+        hint = "" if "--imports" in str(error) else "; if it has moved, pass its new path with --imports"
+        raise UserError(f"{error}{hint}") from error
     return recipe
 
 
@@ -99,7 +100,8 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         # If no checkpoint is complete, report the damage of the newest.
         return open_checkpoint(folder / step_name(there[-1]) if there else folder)
     if step not in there:
-        raise UserError(f"--step {step} is not in {folder}: its steps are {', '.join(map(str, there)) or 'none'}")
+        complete = ", ".join(map(str, there)) or "none"
+        raise UserError(f"--step {step} has no complete checkpoint in {folder}: the complete steps are {complete}")
     return open_checkpoint(folder / step_name(step))
 
 

@@ -42,7 +42,8 @@ def open_source(
     max_sequences: int | None,
     format: str = "auto",
 ) -> Source:
-    """Open ``data``, or by default the sequences of the run's own validation data that the trainer uses.
+    """Open ``data``, or by default the run's own validation data: the sequences that the trainer uses, or the first
+    ``max_sequences``.
 
     Raises:
         UserError: see `pretrain.inference.windows.Text`; or the run has no validation data, they have changed, or the
@@ -168,7 +169,7 @@ def _values(result: Result) -> dict[str, Any]:
         "accuracy": _finite(found.accuracy),
         "bits_per_byte": _finite(found.bits_per_byte),
         "layers": [
-            {"layer": number} | {metric.name: value for metric, value in _layer_values(layer).items()}
+            {"layer": number} | {metric.name: _finite(value) for metric, value in _layer_values(layer).items()}
             for number, layer in found.layers.items()
         ],
     }
@@ -178,5 +179,7 @@ def _layer_values(layer: LayerReport) -> dict[Metric, float | list[float]]:
     return {metric: metric.reduce(layer) for metric in DECLARED if metric.reduce and metric.is_evaluated}
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: float | list[float] | None) -> float | list | None:
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
     return value if value is not None and math.isfinite(value) else None

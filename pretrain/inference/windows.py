@@ -1,7 +1,8 @@
 """Samples for an evaluation, from all of a text or corpus in order.
 
 A stream is the documents in order, each followed by its end token. Samples have the form of training samples
-(`pretrain.data.kinds`); the last one is shorter, not padded. A GPT predicts each token once.
+(`pretrain.data.kinds`); the last one may be shorter, and is not padded. A GPT predicts each token once, except the
+first token of a document with ``data.document_mask``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,8 +39,8 @@ class Text:
         num_tokens: total number of tokens; None if there is text, which is tokenized only while it is read.
 
     Raises:
-        UserError: data are missing, a corpus was prepared with another tokenizer, or a token id is outside
-            ``0 <= id < vocab_size``.
+        UserError: data are missing, or a corpus was prepared with another tokenizer; in ``tokens``, text is
+            unreadable or a token id of a corpus is outside ``0 <= id < vocab_size``.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
         stride: tokens from one window of a GPT to the next; None for the window's length.
 
     Raises:
-        UserError: no text.
+        UserError: there are no tokens to predict.
     """
     samples = _gpt_samples if recipe.model.objective == "gpt" else _corrupted_samples
     is_empty = True

@@ -5,8 +5,8 @@
     per pipeline chunk of a rank.
 ``forward(model, batch) -> Tensor``
     Run a chunk on a micro batch from `pretrain.models.batch.collate`: b sequences of s tokens. The last chunk returns
-    losses [b, s], or logits [b, s, vocabulary] if the batch has no ``labels``; other chunks return activations.
-    ``model`` may be wrapped for the schedule, or bare.
+    losses [b, s], or logits [b, s, vocabulary] if the batch has no ``labels`` (of a T5, for the decoder's s tokens);
+    other chunks return activations. ``model`` may be wrapped for the schedule, or bare.
 
 `pretrain.engine.model.build_model` inserts the experts. `pretrain.data.inputs` opens the samples for a kind of model.
 `register_model` adds a kind.
@@ -41,11 +41,11 @@ MODELS: dict[str, Kind] = {}
 def register_model(name: str, kind: Kind) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    It gets the samples of a GPT, and accepts the same keys of the recipe. Its model must be one of
+    It gets the samples of a GPT, and accepts the same keys of the recipe as a GPT. Its model must be one of
     Megatron-core's that `megatron_patch.fmoefy` takes, or derive from one.
 
     Raises:
-        UserError: the name belongs to another kind.
+        UserError: the name is empty or belongs to another kind.
     """
     if name in SHIPPED:
         raise UserError(f"model.kind={name!r} is registered already, as pretrain.models.{name}")

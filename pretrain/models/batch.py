@@ -43,7 +43,7 @@ def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: i
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
-    """Copy a batch to a device; to a GPU in a single asynchronous transfer from pinned memory."""
+    """Move a batch to a device; to a GPU in a single asynchronous transfer from pinned memory."""
     device = torch.device(device)
     return batch if device.type == "cpu" else _packed(batch, device, pin_memory=device.type == "cuda")
 
@@ -68,7 +68,7 @@ def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
     if least < 0 or largest >= vocab_size:
         raise UserError(
             f"a sample has the token id {least if least < 0 else largest}, outside model.vocab_size={vocab_size}: its "
-            "corpus has changed; find it with fmoe data show PREFIX --verify"
+            "corpus has changed, which fmoe data show PREFIX --verify finds, or was prepared with another tokenizer"
         )
 
 

@@ -23,7 +23,8 @@ _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
-    """Return Megatron-core's configuration of the model without its experts; ``options`` are additional fields."""
+    """Return Megatron-core's configuration of the model without its experts; ``options`` are further fields or
+    another ``num_layers``."""
     model = recipe.model
     dtype = DTYPES[recipe.train.precision]
     with warnings.catch_warnings():
@@ -68,7 +69,7 @@ def set_rope_theta(module: Any, recipe: Recipe) -> None:
 
 
 def _split(recipe: Recipe) -> dict:
-    """Return the fields set by ``[parallel]``, except for experts: `megatron_patch` reads their process groups."""
+    """Return the fields set by ``[parallel]``, except those of experts, whose process groups `megatron_patch` reads."""
     parallel = recipe.parallel
     recompute: dict[str, dict[str, Any]] = {
         "none": {},

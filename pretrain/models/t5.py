@@ -68,7 +68,7 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def _key_relative_positions(module: T5Model, seed: int) -> None:
-    """Draw the biases by relative position, [buckets, heads] of each stack, like embeddings."""
+    """Draw each stack's biases by relative position, [buckets, heads], as embeddings are initialized."""
     for part in ("encoder", "decoder"):
         weight = getattr(module, f"{part}_relative_pos_emb").relative_attention_bias.weight
         if not weight.is_meta:

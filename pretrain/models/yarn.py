@@ -1,7 +1,7 @@
 """YaRN (`pretrain.config.yarn`) in Megatron-core's GPT.
 
-Megatron-core has YaRN too, but multi-latent attention cannot set its ``rope_truncate``, and standard attention with it
-cannot have a ``rotary_fraction``. So frequencies are computed here, and only the factors by Megatron-core.
+Megatron-core has YaRN too, but without ``rope_truncate`` in multi-latent attention, and without ``rotary_fraction`` in
+standard attention. So it only computes the factors that `prepare_yarn` names; the rest is computed here.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width
 
 
 def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
-    """Set the attributes from which Megatron-core computes YaRN's factors of rotary embeddings and attention scores."""
+    """Set the attributes from which Megatron-core computes YaRN's factor: of rotated elements in standard attention, of
+    scores in multi-latent attention."""
     values: dict[str, Any]
     if model.kv_lora_rank is None:  # the config has no such fields: Megatron-core looks for attributes
         values = {"yarn_rotary_scaling_factor": model.rope_factor, "yarn_mscale": model.rope_mscale}

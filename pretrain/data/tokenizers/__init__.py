@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def default_sentinels(vocab_size: int) -> int:
-    """Return 1/64 of the vocabulary, at most T5's 100. A vocabulary of 2,048 gives 32, enough for 512 tokens."""
+    """Return 1/64 of ``vocab_size``, at most T5's 100. 2,048 pieces give 32 sentinels, enough for 512 tokens."""
     return min(100, vocab_size // 64)
 
 
@@ -81,7 +81,7 @@ def train_tokenizer(
             Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
             and ``character_coverage`` has no effect.
         vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and, with
-            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE`.
+            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE`, or with "bytes" the exact number.
         model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs no
             text and an ``output`` that ends in ``.json``; it has 7 special pieces, the sentinels (none by default) and
             256 bytes.
@@ -106,10 +106,10 @@ def train_tokenizer(
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     sentinels = default_sentinels(vocab_size) if sentinels is None else sentinels
     if not inputs:
-        raise UserError(f"model_type={model_type!r} needs text to train on: pass at least one file or folder")
+        raise UserError(f"model_type={model_type!r} needs text to train on: pass at least one file, folder or dataset")
     if is_json and model_type != "bpe":
         raise UserError(
-            f"model_type={model_type!r} needs sentencepiece, but {output.name} ends in .json: use model_type='bpe'"
+            f"model_type={model_type!r} is not supported for {output.name}: use model_type='bpe' or another suffix"
         )
     for name, value, least in (("max_bytes", max_bytes, 1), ("sentinels", sentinels, 0)):
         if value < least:
@@ -163,7 +163,7 @@ def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
     """Return every s-th line of the text, with s the smallest power of two whose sample is within ``max_bytes``.
 
     One pass in bounded memory: when the lines held exceed the limit, s doubles and every second line is dropped. Lines
-    have no newline; empty lines are skipped, long lines are cut.
+    have no newline; empty lines are skipped, long lines are split.
     """
     lines: list[str] = []
     seen, stride, size = 0, 1, 0

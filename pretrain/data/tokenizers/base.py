@@ -99,8 +99,8 @@ class Tokenizer(ABC):
             UserError: the tokenizer is not one of single bytes.
         """
         raise UserError(
-            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs: make one with "
-            "fmoe data tokenizer --model-type bytes"
+            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs and "
+            "fmoe data tokenizer --model-type bytes gives"
         )
 
     def special(self, piece: str) -> int:

@@ -23,9 +23,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """A loaded ``tokenizer.json``.
 
     A text is encoded without added tokens, truncation or padding, and a special piece spelled in it is encoded as text.
-    Decoding is exact for byte-level models, but not for models that lower-case text. A document of more than a megabyte
-    is encoded in pieces. Tokens may differ at the borders of the pieces, unless the model keeps newlines as separate
-    tokens, as models trained here do.
+    Decoding is exact for byte-level models that do not change the text first, e.g. to lower case. A document of more
+    than a megabyte is encoded in pieces. Tokens may differ at the borders of the pieces, unless the model keeps
+    newlines as separate tokens, as models trained here do.
     """
 
     def __init__(self, data: bytes, path: Path):
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def splits_digits_and_words(self) -> bool:
-        """True if the model splits texts before merging as models of `train_bytes` do."""
+        """True if the model prepares a text for merging as models of `train_bytes` do."""
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
         splits = self._model.pre_tokenizer
         ours = _splits(tokenizers)

@@ -86,11 +86,11 @@ def test_weights_in_whole_numbers(weights, whole):
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ((0.7, 0.0), r"weights=\[0.7, 0.0\]: 0.0 is not a positive number"),
-        ((0.7, -0.3), "-0.3 is not a positive number"),
-        ((float("nan"), 1.0), "nan is not a positive number"),
-        ((float("inf"), 1.0), "inf is not a positive number"),
-        ((1 / 3, 0.67), "whose sum exceeds 1,000,000: round them"),
+        ((0.7, 0.0), r"weights=\[0.7, 0.0\]: 0.0 is not a finite positive number"),
+        ((0.7, -0.3), "-0.3 is not a finite positive number"),
+        ((float("nan"), 1.0), "nan is not a finite positive number"),
+        ((float("inf"), 1.0), "inf is not a finite positive number"),
+        ((1 / 3, 0.67), "whose sum exceeds 1,000,000: round the weights"),
         ((1, 1_000_000), "1:1000000 in integers, whose sum exceeds"),
     ],
     ids=str,

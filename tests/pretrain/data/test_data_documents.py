@@ -288,7 +288,7 @@ def test_hidden_files_and_what_is_no_text_are_left_out_and_counted(tmp_path: Pat
     os.mkfifo(folder / "fifo.txt")
     assert [source.name for source in find_sources([folder])] == [".books/a.txt"]
     (said,) = caplog.messages
-    assert "skipped 3 hidden files or folders; 6 files or links that are not text (suffixes .md, .png); 3 .json" in said
+    assert "skipped 3 hidden files or folders; 6 other files or links (suffixes .md, .png); 3 .json" in said
     assert whole([folder / ".hidden.txt"]) == ["no"]  # named by the user
 
 

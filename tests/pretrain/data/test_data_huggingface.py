@@ -124,7 +124,7 @@ def test_what_is_none_is_one_line(content: bytes, says: str, tmp_path: Path) -> 
     [
         ({"vocab_size": 100_000}, "vocab_size=100000 exceeds what this text can fill: use at most"),
         ({"vocab_size": 262, "sentinels": 0}, "vocab_size=262 must be at least 263: "),
-        ({"model_type": "unigram"}, "model_type='unigram' needs sentencepiece"),
+        ({"model_type": "unigram"}, "model_type='unigram' is not supported for"),
         ({"model_type": "word"}, "model_type='word' must be one of bpe, unigram, bytes"),
     ],
     ids=str,

@@ -156,7 +156,7 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tokenizer: Tokeni
         ]
         assert str(tmp_path) not in json.dumps(corpus.description)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(UserError, match=r"no document with text.*; 1 are unreadable, the first: .*b\.txt is not"):
+    with pytest.raises(UserError, match=r"no document with text.*; 1 unreadable documents, the first: .*b\.txt is not"):
         prepare([tmp_path / "b.txt"], tokenizer.path, tmp_path / "out" / "none", num_workers=1, skip_errors=True)
 
 

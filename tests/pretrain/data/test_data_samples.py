@@ -122,7 +122,7 @@ def test_the_ends_of_the_seeds(seed: int, corpora: list[IndexedCorpus]) -> None:
 def test_wrong_values_are_named(tmp_path: Path) -> None:
     corpora = corpora_of(tmp_path, [[3, 4], [1]])
     assert GPTSamples(corpora, 7, seed=0).samples_per_epoch == 1
-    with pytest.raises(UserError, match=r"a sample has 9 tokens, but there are only 8 in .*0, .*1: .*sequence_length"):
+    with pytest.raises(UserError, match=r"a sample takes 9 tokens, but there are only 8 in .*0, .*1: .*_length"):
         GPTSamples(corpora, 8, seed=0)
     with pytest.raises(UserError, match="sequence_length=0 must be at least 1"):
         GPTSamples(corpora, 0, seed=0)

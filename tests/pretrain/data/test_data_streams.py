@@ -235,6 +235,8 @@ def wrong(name: str, says: str, **options):
         wrong("none", "dataset='.*none' does not exist: pass a Hub id"),
         wrong("scripted", "dataset='.*scripted' has a loading script"),
         wrong("saved", "split='dev' is not in .*its splits are 'train', 'test'", split="dev"),
+        wrong("saved", r"data_files=\('x',\) of .*saved' has no effect", data_files=("x",)),
+        wrong("saved", "config='x' of .*saved' has no effect", config="x"),
     ],
 )
 def test_what_cannot_be_opened(name: str, options: dict, says: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -255,9 +257,9 @@ def test_what_cannot_be_opened(name: str, options: dict, says: str, tokenizer: T
     [
         ({"weights": (1.0,)}, r"weights=\(1.0,\) must have 2 numbers"),
         ({"weights": (0.5, 0.6)}, r"weights=\(0.5, 0.6\) must sum to 1, not 1.1"),
-        ({"weights": (1.5, -0.5)}, r"weights=\(1.5, -0.5\) must all be greater than 0"),
-        ({"weights": (1.0, 0.0)}, "must all be greater than 0"),
-        ({"weights": (float("nan"), 1.0)}, "must all be greater than 0"),
+        ({"weights": (1.5, -0.5)}, r"weights=\(1.5, -0.5\) must all be positive and finite"),
+        ({"weights": (1.0, 0.0)}, "must all be positive and finite"),
+        ({"weights": (float("nan"), 1.0)}, "must all be positive and finite"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"stopping_strategy": "never"}, "stopping_strategy='never' must be one of first_exhausted, all_exhausted"),
         ({"max_documents": 0}, "max_documents=0 must be at least 1"),
@@ -332,7 +334,7 @@ def test_the_command_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
         (["x.txt", *one_part], "mutually exclusive"),
         ([*one_part, "--text-key", "body"], "--text-key body applies only to INPUT"),
         ([*one_part, "--format", "json"], "--format json applies only to INPUT"),
-        ([*names, "--split", "a", "--split", "b"], "--split is given 2 times: give it once, or 3 times"),
+        ([*names, "--split", "a", "--split", "b"], "--split is given 2 times for 3 --dataset: give it once"),
     ):
         with pytest.raises(UserError, match=says):
             main([*prepare_, out, *arguments])

@@ -12,9 +12,11 @@ from test_run_training import steps, train
 
 from fmoe import UserError
 from fmoe.cli import run as cli_run
+from fmoe.metrics import LayerReport
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
-from pretrain.inference import cli
+from pretrain.inference import cli, report
+from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import open_run
 from pretrain.inference.report import open_source
 
@@ -199,7 +201,7 @@ WRONG = {
     "no run": (["evaluate", "."], "is not a checkpoint"),
     "no step": (
         ["generate", "RUN", "--prompt", "x", "--step", "3"],
-        "--step 3 is not in RUN/checkpoints: its steps are 2, 4",
+        "--step 3 has no complete checkpoint in RUN/checkpoints: the complete steps are 2, 4",
     ),
     "other step": (["evaluate", "RUN/checkpoints/step-00000002", "--step", "4"], "is the checkpoint of step 2"),
     "empty prompt": (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
@@ -297,6 +299,22 @@ class Input:
         sys.stdin = io.TextIOWrapper(io.BytesIO(self.text))
 
 
+def test_values_of_a_router_that_are_not_finite(runs):
+    layer = LayerReport(load=[math.nan, 0.5], drop_rate=0.0, entropy=math.inf, losses={}, tokens=1)
+    source = report.Source((), None, iter(()))
+    found = report.values([report.Result(open_run(runs("one")), source, Evaluation(layers={2: layer}))])
+    json.dumps(found, allow_nan=False)
+    (values,) = found["runs"][0]["layers"]
+    assert (values["load"], values["entropy"], values["drop_rate"]) == ([None, 0.5], None, 0.0)
+
+
+def test_a_prompt_without_tokens(runs, monkeypatch):
+    trained = open_run(runs("one"))
+    monkeypatch.setattr(trained.tokenizer, "encode", lambda text: [])  # as a model that drops white space does
+    with pytest.raises(UserError, match=r"the prompt has no tokens with the tokenizer .*\.model"):
+        cli._prompt_ids(" ", trained)
+
+
 def test_a_prompt_on_standard_input(runs, values, monkeypatch):
     expected = values("generate", runs("one"), "--prompt", PROMPT, "--max-tokens", "5")
     found = values("generate", runs("one"), "--max-tokens", "5", before=Input(f"{PROMPT}\n".encode()))
@@ -306,6 +324,7 @@ def test_a_prompt_on_standard_input(runs, values, monkeypatch):
     for text, says in (
         utf16,
         (b"a\xff", "not UTF-8 at byte 1"),
+        (b"\xef\xbb\xbfa\xff", "not UTF-8 at byte 4"),
         (b"\n", "the prompt is empty"),
         (b"", "the prompt is empty"),
     ):
