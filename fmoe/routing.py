@@ -86,9 +86,9 @@ class Routing:
             ignored.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
         stats: statistics of the decision; None if the gate collects none.
-        max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
-            is T * K.
-        counted: ``expert_TK``, and the counts of its assignments from the gate's kernel; None if
+        max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
+            T * K.
+        counted: ``expert_TK``, and its assignments to each expert as the gate's kernel counted them; None if
             `fmoe.kernels.cuda.rows.place` has to count them.
         is_fused: whether one operation computed weights and losses, whose names are then in ``DEFAULT_LOSS_WEIGHTS``.
         passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the
@@ -120,7 +120,7 @@ class RoutingGroups:
 
     Attributes:
         num_sequences, sequence_length: shape of the token stream; T is their product.
-        size: tokens of a group; None for one sequence.
+        size: tokens of a group; None for ``sequence_length``.
         sequence_first: the memory layout is [sequence_length, num_sequences] (Megatron's), not the reverse.
         mask_T: bool, True for tokens to route (padding is False); None for all.
         token_ids_T: vocabulary ids of the tokens, for gates that route by them; None if they were not given.

@@ -37,7 +37,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
             [n, D]. It is called once per expert, each time under another random seed.
 
     Raises:
-        UserError: the name is empty or belongs to other experts.
+        UserError: the name is not a string, is empty, or belongs to other experts.
     """
     add_name(EXPERTS, "expert", name, factory if stacked else _Singles(factory))
 
@@ -131,7 +131,7 @@ def build_experts(
     if isinstance(expert, type) and issubclass(expert, FFNExperts):
         return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if options:
-        raise UserError(f"expert_options={dict(options)!r} need a named expert or FFNExperts: set them on your expert")
+        raise UserError(f"expert_options={dict(options)!r} needs a named expert or FFNExperts: set them on your expert")
     if isinstance(expert, nn.Module):
         raise UserError(
             f"expert is one module, {type(expert).__name__}: pass a function of d_model that returns one, or "
