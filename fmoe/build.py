@@ -68,6 +68,7 @@ class Spec:
     Raises:
         UserError: an invalid option; names it, its value and its limit. Options of a part (gate, experts, exchange) are
             checked when `arguments` builds it.
+        TypeError: an unknown keyword in ``gate_options``, ``expert_options`` or ``shared_options``; from `arguments`.
     """
 
     d_model: int = _UNSET
@@ -106,6 +107,9 @@ class Spec:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{key}={value!r} is not a positive whole number")
+        shared = self.shared_expert
+        if not isinstance(shared, nn.Module | None) and (type(shared) is not int or shared < 1):
+            raise UserError(f"shared_expert={shared!r} is neither a module nor a positive whole number")
         if self.aux_loss not in ("auto", "manual"):
             raise UserError(f"aux_loss={self.aux_loss!r} must be 'auto' or 'manual'")
         self.d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden

@@ -153,7 +153,7 @@ def _nothing_found(model: nn.Module, converters: list[str], refused: dict[str, s
 
 
 def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
-    there = f"the model has {count} feed-forward blocks, counted from 0 to {count - 1}"
+    there = f"feed-forward blocks of the model: {count}, counted from 0"
     if isinstance(layers, str):
         if layers != "all":
             raise UserError(f"layers={layers!r} is neither 'all', nor indices, nor n for every n-th block; {there}")

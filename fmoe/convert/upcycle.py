@@ -94,7 +94,7 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """Return the plan that leaves the model's output unchanged but for ``noise``, found by trials of ``build``'s layers.
+    """Return the plan that leaves the model's output unchanged but for ``noise``, found by trials on small layers.
 
     Args:
         build: returns an MoE for a block, with all options of the final layers.
@@ -114,6 +114,11 @@ def plan_upcycling(
     if granularity > 1:
         _check_granularity(layer.gate, granularity, _router(layer), gate)
     share_T = _shares(layer, trial, Upcycling(granularity=granularity))
+    if layer.shared is not None and share_T.isnan().all():
+        raise UserError(
+            "shared_expert is not supported with upcycle=True: its output would be added to that of the dense block; "
+            "omit it, or pass upcycle=False"
+        )
     if not exact:
         share = share_T.nanmedian().item()
         if not abs(share) > 1e-6:

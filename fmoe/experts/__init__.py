@@ -131,7 +131,7 @@ def build_experts(
     if isinstance(expert, type) and issubclass(expert, FFNExperts):
         return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if options:
-        raise UserError(f"expert_options={dict(options)!r} needs a named expert or FFNExperts: set them on your expert")
+        raise UserError(f"expert_options={dict(options)!r} need a named expert or FFNExperts: set them on your expert")
     if isinstance(expert, nn.Module):
         raise UserError(
             f"expert is one module, {type(expert).__name__}: pass a function of d_model that returns one, or "
@@ -139,9 +139,7 @@ def build_experts(
         )
     sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:
-        raise UserError(
-            f"expert has {len(sources)} entries, not num_experts={num_experts}: pass one module for each expert"
-        )
+        raise UserError(f"expert has {len(sources)} entries for {num_experts} experts: pass one for each expert")
     ready = [isinstance(source, nn.Module) for source in sources]
     return _keyed(lambda i: sources[i] if ready[i] else sources[i](d_model), local.start, count, seed)
 

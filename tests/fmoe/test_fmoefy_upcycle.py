@@ -191,6 +191,15 @@ def test_slices_of_the_block_add_up(granularity, top_k, bias):
     assert not torch.equal(first[0], second)
 
 
+def test_a_shared_expert_would_change_the_output():
+    model, x = net_and_input()
+    dense = copy.deepcopy(model)
+    for exact in (True, False):
+        with pytest.raises(fmoe.UserError, match=r"shared_expert .*upcycle=True"):
+            fmoe.fmoefy(model, 4, shared_expert=8, exact=exact)
+    assert_unchanged(model, dense, x)
+
+
 class Larger(nn.Module):
     """Replaces both values of a pair by the larger one."""
 
