@@ -62,8 +62,8 @@ class Spec:
             "auto"), "torch", or "auto" for the fastest available.
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
-        seed: seed of the layer's weights and noise; None draws one from torch's default generator on the first rank of
-            ``moe_group``, for all its ranks.
+        seed: seed of the layer's weights and noise, which must be equal on all ranks; None draws one from torch's
+            default generator, on the first rank of ``moe_group`` for the ranks of that group.
 
     Raises:
         UserError: an invalid option; names it, its value and its limit. Options of a part (gate, experts, exchange) are

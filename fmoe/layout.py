@@ -161,7 +161,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Return ``routing``; its ``passed`` tokens replace the experts' input if that was the gate's input too."""
+        """Return ``routing``; the output in its ``passed`` replaces the experts' input if the gate had the same one."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -222,7 +222,6 @@ class TokenShards:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.lengths)
 
     @property

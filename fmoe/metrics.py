@@ -130,7 +130,9 @@ class LayerMetrics:
         return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`, additive over ranks with other tokens.
+        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`.
+
+        They are additive over ranks whose gates see different tokens.
 
         Args:
             device: device of the zeros to return if nothing has been counted.

@@ -20,22 +20,14 @@ class Shards(Protocol):
     (`fmoe.layout.TokenShards`)."""
 
     @property
-    def length(self) -> int:
-        """Number of entries on all ranks."""
-        ...
+    def length(self) -> int: ...
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """First entry of this rank, and one past its last."""
-        ...
+    def bounds(self) -> tuple[int, int]: ...
 
-    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """Return the entries of all ranks (see `fmoe.layout.TokenShards.gather`)."""
-        ...
+    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor: ...
 
-    def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Return this rank's entries of ``x``, which has ``rows`` rows per entry."""
-        ...
+    def local(self, x: Tensor, rows: int = 1) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)

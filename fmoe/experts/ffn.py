@@ -393,7 +393,6 @@ class ExpertCall:
         return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
-        """Call the module."""
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
@@ -437,7 +436,6 @@ class ExpertCall:
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
     ) -> list[Tensor]:
-        """Call the module with other parameters."""
         return [self.module.run_with(parameters, rows[0], counts, keys_R)]
 
     def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:
