@@ -22,7 +22,7 @@ _UNSET: Any = None  # default of required options, and of options that `Spec.__p
 
 @dataclass(kw_only=True)
 class Spec:
-    """Options of a layer; the constructor checks them.
+    """Options of a layer.
 
     Attributes:
         d_model: D, the width of tokens.
@@ -49,8 +49,8 @@ class Spec:
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
         sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
             dimension of the input. With either group, the gate decides about the tokens of the whole group, so that
-            routing groups are not cut. The gradients of gate and shared expert are then partial sums: sum them over
-            the group.
+            routing groups are not cut. The gradients of gate, shared expert and experts that several of its ranks hold
+            are then partial sums: sum them over the group.
         expert_tensor_group: ranks over which the hidden units of every expert are spread; for ffn, swiglu and geglu.
         aux_loss: "auto" adds the losses to the backward pass; for "manual", add `fmoe.collect_losses` to your loss.
         loss_weights: factor of each auxiliary loss by name; missing names keep their defaults
@@ -59,15 +59,17 @@ class Spec:
             for the value of `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: backend of `fmoe.experts.FFNExperts`: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
-            fastest available.
+        backend: backend of `fmoe.experts.FFNExperts`: "native", "cuda", "te", "sonicmoe" (a shared FFN then has
+            "auto"), "torch", or "auto" for the fastest available.
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
-        seed: seed of the layer's weights and noise; None draws one from torch's default generator on the first rank of
-            ``moe_group``, for all its ranks.
+        seed: seed of the layer's weights and noise, which must be equal on all ranks; None draws one from torch's
+            default generator, on the first rank of ``moe_group`` for the ranks of that group.
 
     Raises:
-        UserError: an invalid option; names it, its value and its limit.
+        UserError: an invalid option; names it, its value and its limit. Options of a part (gate, experts, exchange) are
+            checked when `arguments` builds it.
+        TypeError: an unknown keyword in ``gate_options``, ``expert_options`` or ``shared_options``; from `arguments`.
     """
 
     d_model: int = _UNSET
@@ -106,6 +108,9 @@ class Spec:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{key}={value!r} is not a positive whole number")
+        shared = self.shared_expert
+        if not isinstance(shared, nn.Module | None) and (type(shared) is not int or shared < 1):
+            raise UserError(f"shared_expert={shared!r} is neither a module nor a positive whole number")
         if self.aux_loss not in ("auto", "manual"):
             raise UserError(f"aux_loss={self.aux_loss!r} must be 'auto' or 'manual'")
         self.d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
@@ -152,7 +157,7 @@ class Spec:
         """Draw ``seed`` if it is None, and return the arguments of `fmoe.MoE`.
 
         Args:
-            layout, aux: classes or functions that build the arguments of the same names.
+            layout, aux: classes or functions that build the arguments ``layout`` and ``aux``.
         """
         exchange = build_exchange(self.moe_group, self.num_experts, self.exchange, self.exchange_options)
         if self.seed is None:
@@ -192,7 +197,8 @@ class Spec:
             )
         if self.shared_expert is not None:
             given = self.expert_options if self.shared_options is None else self.shared_options
-            options = {**given, "backend": self.backend}
+            # SonicMoE takes a multiple of 4 experts.
+            options = {**given, "backend": "auto" if self.backend == "sonicmoe" else self.backend}
             with random.keyed("shared expert", seed):
                 shared = SharedExpert(self.d_model, self.shared_expert, gated_output=self.shared_gate, options=options)
         return {"gate": gate, "experts": experts, "shared": shared}

@@ -29,7 +29,7 @@ class Layout:
 
     Args:
         d_model: D.
-        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
+        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
         slice_group: ranks that hold the same tokens, each of which routes a slice; None without such ranks.
         sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without.
@@ -49,12 +49,13 @@ class Layout:
         Args:
             x, mask, token_ids: input of the layer (`fmoe.MoE.forward`); [T, D] is one sequence.
             seed: the layer's seed, from which its noise is drawn.
-            by_logits: leave the gate's input as it is, because the gate gathers its logits over ranks.
+            by_logits: give the gate only this rank's tokens, because it gathers its logits over ranks.
 
         Raises:
             UserError: ``x`` is not [..., T, D] or not floating point; ``mask`` or ``token_ids`` does not have one value
                 per token; ``mask`` is not bool.
         """
+        self._check(x, mask, token_ids)
         local, seen, shards = x, x, None
         if self.slice_group is not None:
             local = take_slice(x, self.slice_group)
@@ -82,23 +83,26 @@ class Layout:
         Raises:
             UserError: see `split`.
         """
+        self._check(x, mask, token_ids)
         return self._tokens(x, mask, token_ids, seed, None)
 
-    def _tokens(
-        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
-    ) -> tuple[Tensor, RoutingGroups]:
-        """Like `tokens`. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is this rank's
-        part of them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
+    def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> None:
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise UserError(f"the input has shape {tuple(x.shape)}; it must be [..., tokens, d_model={self.d_model}]")
         if not x.is_floating_point():
             raise UserError(f"the input has dtype {x.dtype}; it must be floating point")
-        leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         for name, value in (("mask", mask), ("token_ids", token_ids)):
-            if value is not None and value.shape != leading:
-                raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have shape {tuple(leading)}")
+            if value is not None and value.shape != x.shape[:-1]:
+                raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have shape {tuple(x.shape[:-1])}")
         if mask is not None and mask.dtype != torch.bool:
             raise UserError(f"mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
+
+    def _tokens(
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
+    ) -> tuple[Tensor, RoutingGroups]:
+        """Like `tokens`, without checks. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is
+        this rank's part of them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
+        leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         sequence_first = self.sequence_first and x.dim() == 3
         length = leading[0] if sequence_first else leading[-1]
         groups = RoutingGroups(
@@ -145,7 +149,7 @@ class LocalTokens:
         return self.inputs[0]
 
     def local(self, x_AX: Tensor) -> Tensor:
-        """Return the values of this rank's tokens, [T, ...]."""
+        """Return the values of this rank's tokens, [T, ...], given those of all A tokens."""
         return x_AX if self.shards is None else self.shards.local(x_AX, self.rows_per_entry)
 
     def local_routing(self, routing: Routing) -> Routing:
@@ -157,7 +161,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Give the experts the tokens of ``Routing.passed``, if the gate's input was this rank's tokens."""
+        """Return ``routing``; the output in its ``passed`` replaces the experts' input if the gate had the same one."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -218,7 +222,6 @@ class TokenShards:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.lengths)
 
     @property
@@ -348,10 +351,10 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
-    """Cut each tensor of a pytree to this rank's slice along the first dimension. All ranks hold the same tensors."""
+    """Return this rank's slice, along the first dimension, of each tensor of a pytree that all ranks hold."""
     return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 
 def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the slices of all ranks into a tensor of ``length`` rows; the inverse of `take_slice`."""
+    """Return the tensor of ``length`` rows whose slices the ranks hold: the inverse of `take_slice`."""
     return _GatherSlices.apply(x, length, group)

@@ -157,8 +157,8 @@ class AuxLosses:
     Attributes:
         metrics: statistics since they were last reset.
         counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
-        observer: the gate's ``record``, called with each routing that is counted; None if absent. Under torch.compile
-            only the losses and statistics of that routing are valid.
+        observer: the gate's ``record``, called with each routing that is counted in training; None if absent. Under
+            torch.compile only the losses and statistics of that routing are valid.
     """
 
     counts_evaluation = False
@@ -236,7 +236,8 @@ class AuxLosses:
         return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
-        """Return ``scale() * more * factors``, float32 on ``device``; products of numbers are cached between steps."""
+        """Return ``scale() * more * factors``, float32 on ``device``; ``more`` may be None. Products of numbers are
+        cached between steps."""
         scale = self.scale()
         if not isinstance(scale, Tensor):
             factors = tuple(factor * scale for factor in factors)
@@ -299,7 +300,7 @@ class AuxLosses:
             )
 
     def collect(self) -> Tensor | None:
-        """Return the sum of the weighted losses of all forward passes since the last call; None if there are none."""
+        """Return the sum of the weighted losses of all training passes since the last call; None if there are none."""
         pending, self.pending = self.pending, []
         return sum(pending[1:], pending[0]) if pending else None
 

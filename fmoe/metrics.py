@@ -61,7 +61,7 @@ class LayerReport:
 
     @property
     def dead_experts(self) -> int:
-        """Number of experts without a token."""
+        """Number of experts without a kept assignment."""
         return sum(x == 0 for x in self.load)
 
 
@@ -130,7 +130,9 @@ class LayerMetrics:
         return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`. They are additive over ranks.
+        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`.
+
+        They are additive over ranks whose gates see different tokens.
 
         Args:
             device: device of the zeros to return if nothing has been counted.

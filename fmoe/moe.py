@@ -131,7 +131,7 @@ class MoE(nn.Module):
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
 
     def result(self, outputs: list[Tensor], expert_call: ExpertCall) -> Any:
-        """Return the layer's output, given the tensors that `finish` returned, in the shape of the layer's input."""
+        """Return the layer's output: ``outputs`` are the tensors of `finish`, in the shape of the layer's input."""
         return outputs[0]
 
     def facts(self, x: Any) -> dict[str, object]:
@@ -179,12 +179,13 @@ class MoE(nn.Module):
         self.aux.metrics = metrics
 
     def collect_losses(self) -> Tensor | None:
-        """Return the sum of the weighted losses of all forward passes since the last call, for ``aux_loss="manual"``;
+        """Return the sum of the weighted losses of all training passes since the last call, for ``aux_loss="manual"``;
         None if there are none."""
         return self.aux.collect()
 
     def reset_parameters(self) -> None:
-        """Draw all weights again, for models built on the meta device. The seed fixes their values."""
+        """Call ``reset_parameters`` of the parts that have it, under the layer's seed: for models built on the meta
+        device."""
         for part, *key in ((self.gate, "gate"), (self.experts, "experts", self.first_expert)):
             with random.keyed(*key, self.seed):
                 if hasattr(part, "reset_parameters"):

@@ -109,7 +109,10 @@ def _remember(state: int, where: Position) -> None:
 
 
 def position() -> Position | None:
-    """Return the position of the current forward pass, also when it is recomputed; None if none was set."""
+    """Return the position of the current forward pass, also when it is recomputed.
+
+    None if none was set, or if torch's default generator was seeded in another way since.
+    """
     return _positions.get(torch.initial_seed())
 
 
@@ -190,7 +193,7 @@ def _(key_: Tensor, purpose: str) -> Tensor:
 def uniform(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return uniform numbers in [0, 1), float32 [G, count], multiples of 2^-24.
 
-    Row g is a pure function of ``keys_G[g]`` (int64): its numbers ``start`` to ``start + count``.
+    Row g has the numbers from index ``start`` of the sequence that ``keys_G[g]`` (int64) determines.
     """
     return _shift_right(_hash(keys_G, start, start + count), 8).to(torch.float32).mul_(2.0**-24)
 
@@ -241,8 +244,8 @@ def normal(keys_G: Tensor, count: int) -> Tensor:
 def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
 
-    Row g is a pure function of ``keys_G[g]``: its numbers ``start`` to ``start + count``. Half of a hash chooses one of
-    2^16 intervals of equal probability, and the other half chooses a point in that interval. For initial weights:
+    Row g has the numbers from index ``start`` of the sequence that ``keys_G[g]`` determines. Half of a hash chooses one
+    of 2^16 intervals of equal probability, and the other half chooses a point in that interval. For initial weights:
     torch.compile cannot trace this function.
     """
     ends = normal_ends(keys_G.device)

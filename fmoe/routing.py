@@ -20,22 +20,14 @@ class Shards(Protocol):
     (`fmoe.layout.TokenShards`)."""
 
     @property
-    def length(self) -> int:
-        """Number of entries on all ranks."""
-        ...
+    def length(self) -> int: ...
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """First entry of this rank, and one past its last."""
-        ...
+    def bounds(self) -> tuple[int, int]: ...
 
-    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """Return the entries of all ranks (see `fmoe.layout.TokenShards.gather`)."""
-        ...
+    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor: ...
 
-    def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Return this rank's entries of ``x``, which has ``rows`` rows per entry."""
-        ...
+    def local(self, x: Tensor, rows: int = 1) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +78,9 @@ class Routing:
             ignored.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
         stats: statistics of the decision; None if the gate collects none.
-        max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
-            is T * K.
-        counted: ``expert_TK``, and the counts of its assignments from the gate's kernel; None if
+        max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
+            T * K.
+        counted: ``expert_TK``, and its assignments to each expert as the gate's kernel counted them; None if
             `fmoe.kernels.cuda.rows.place` has to count them.
         is_fused: whether one operation computed weights and losses, whose names are then in ``DEFAULT_LOSS_WEIGHTS``.
         passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the
@@ -120,7 +112,7 @@ class RoutingGroups:
 
     Attributes:
         num_sequences, sequence_length: shape of the token stream; T is their product.
-        size: tokens of a group; None for one sequence.
+        size: tokens of a group; None for ``sequence_length``.
         sequence_first: the memory layout is [sequence_length, num_sequences] (Megatron's), not the reverse.
         mask_T: bool, True for tokens to route (padding is False); None for all.
         token_ids_T: vocabulary ids of the tokens, for gates that route by them; None if they were not given.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts import build_experts
+from fmoe.layout import zero_padding
 
 
 class _DenseExperts(nn.Module):
@@ -59,7 +60,7 @@ class SoftMoE(_DenseExperts):
 
     Args:
         d_model: D.
-        num_experts, slots_per_expert: E and P; in the paper ``E * P`` is the number of tokens of a sequence.
+        num_experts, slots_per_expert: E and P; the paper mostly sets ``E * P`` to the number of tokens of a sequence.
         d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
@@ -90,6 +91,11 @@ class SoftMoE(_DenseExperts):
             mask: bool [..., S], False for padding, which slots ignore and whose output is zero; None for no padding.
         """
         self._check(x)
+        if mask is not None:
+            if mask.dtype != torch.bool or mask.shape != x.shape[:-1]:
+                given, wanted = f"{mask.dtype} {tuple(mask.shape)}", f"torch.bool {tuple(x.shape[:-1])}"
+                raise UserError(f"mask is {given}; it must be {wanted}, False for padding")
+            x = zero_padding(x, mask)
         x_BSD = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -143,7 +149,7 @@ class MMoE(_DenseExperts):
             )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return N outputs for ``x`` [..., D], one per task, each in the same shape."""
+        """Return N outputs for ``x`` [..., S, D], one per task, each in the same shape."""
         self._check(x)
         x_TD = x.reshape(-1, self.d_model)
         out_ETD = self._run(x_TD.expand(self.num_experts, -1, -1))

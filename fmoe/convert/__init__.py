@@ -60,8 +60,8 @@ def fmoefy(
             n - 1, 2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
         upcycle: every expert starts as a copy of the dense block (arXiv 2212.05055); False draws new experts of the
             block's sizes.
-        exact: with ``upcycle``, raise an error with the reason if the model's output would change. False accepts a
-            changed output, for example if the gate drops tokens.
+        exact: with ``upcycle``, raise an error with the reason if the model's output would change, but for ``noise``.
+            False accepts a changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
         granularity: m makes experts of 1 / m of the block's hidden units; ``num_experts`` and ``top_k`` count these.
@@ -73,8 +73,8 @@ def fmoefy(
             by default.
 
     Raises:
-        UserError: no block is found (the message lists the modules that were searched); the model is wrapped or has MoE
-            layers already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
+        UserError: no block is found (the message counts the modules by class); the model is wrapped or has MoE layers
+            already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
     """
     chosen_here: dict[str, Any] = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
     chosen_here |= {"granularity": granularity, "seed": seed}
@@ -153,7 +153,7 @@ def _nothing_found(model: nn.Module, converters: list[str], refused: dict[str, s
 
 
 def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
-    there = f"the model has {count} feed-forward blocks, counted from 0 to {count - 1}"
+    there = f"feed-forward blocks of the model: {count}, counted from 0"
     if isinstance(layers, str):
         if layers != "all":
             raise UserError(f"layers={layers!r} is neither 'all', nor indices, nor n for every n-th block; {there}")
@@ -169,7 +169,7 @@ def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
 
 
 def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
-    """Raise a UserError if a chosen block cannot be replaced by experts, or an option of `fmoefy` is invalid."""
+    """Raise a UserError if experts cannot replace a chosen block, or if ``granularity`` or an option is invalid."""
     if granularity < 1:
         raise UserError(f"granularity={granularity} must be at least 1")
     if "d_model" in options:

@@ -26,7 +26,7 @@ class LinearMap(NamedTuple):
 def linear_map(module: Any) -> LinearMap | None:
     """Return the map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (stored transposed).
 
-    None for other modules, and for a module that computes more than ``weight @ x + bias``: see `obstacle`.
+    None for every module that `obstacle` refuses.
     """
     if module is None or obstacle(module) is not None:
         return None
@@ -122,12 +122,13 @@ class Block:
         install: puts the MoE layer into the model and removes the dense maps; None to replace `module` in each of its
             parents.
         dropout: probability of the dropout between activation and output map.
-        after: modules that `module` applies to the block's output, which are kept after the MoE layer.
+        after: modules that `module` applies to the block's output. They are kept after an MoE layer that replaces
+            `module`; ``install`` has to keep them itself.
         sequence_first: whether the block's input is [S, B, D] instead of [B, S, D].
         place: name of the block within `module`, for messages.
 
     Raises:
-        UserError: the maps do not fit together.
+        UserError: a map is None, or the maps do not fit together.
     """
 
     maps_in: tuple[LinearMap, ...]
@@ -145,9 +146,10 @@ class Block:
             raise UserError(f"maps_in has {len(self.maps_in)} maps; a feed-forward block has 1, or 2 if it is gated")
         if None in (*self.maps_in, self.map_out):
             maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(self.maps_in)}
+            none = ", ".join(f"{name}=None" for name, found in sorted(maps.items()) if found is None)
             raise UserError(
-                f"{', '.join(sorted(name for name, found in maps.items() if found is None))} of a feed-forward block "
-                "is None, because linear_map found no plain linear layer; see fmoe.convert.blocks.obstacle(layer)"
+                f"{none} is not a linear map: if linear_map(layer) returned it, fmoe.convert.blocks.obstacle(layer) "
+                "says why"
             )
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
@@ -236,9 +238,10 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
 
 
 def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
-    """Return the name of an activation in `fmoe.experts`, recognized by its values; the activation itself if unknown.
+    """Return the name of an activation in `fmoe.experts`, recognized by its values and derivatives.
 
-    Hugging Face has a class for each form of GELU. If the name is known, the experts can use a fused kernel.
+    Hugging Face has a class for each form of GELU. If the name is known, the experts can use a fused kernel. If not,
+    return the activation itself, or a copy that does not change its input in place.
     """
     for name, function in ACTIVATIONS.items():
         try:
@@ -278,8 +281,11 @@ def is_rowwise(activation: Activation, width: int) -> bool:
 def is_elementwise(activation: Activation) -> bool:
     """Return whether the function maps each value independently, so that the hidden units can be split."""
     x = _rows(64, 8)
-    halves = torch.cat([activation(half.clone()) for half in x.chunk(2, dim=-1)], dim=-1)
-    return torch.allclose(activation(x.clone()), halves, atol=1e-9, equal_nan=True)
+    try:
+        single = torch.cat([activation(column.clone()) for column in x.split(1, dim=-1)], dim=-1)
+    except Exception:  # for example a function of pairs
+        return False
+    return torch.allclose(activation(x.clone()), single, atol=1e-9, equal_nan=True)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -37,7 +37,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
-    """Return ``module`` as a block if it computes one with ``num_linear`` linear maps; otherwise an empty list.
+    """Return the block that ``module`` computes with ``num_linear`` linear maps, in a list; an empty list if none.
 
     All other modules inside it must have neither parameters nor buffers.
     """
@@ -64,7 +64,8 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
     """Find blocks inside larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
 
     They are two linear maps of ``module``, or of its children, with a removable activation between them. The MoE layer
-    replaces the first map; activation, dropout and second map become `nn.Identity`. The rest of the module stays.
+    replaces the first map; activation, dropout and second map become `nn.Identity`. The rest of the module stays, and
+    so does a dropout that is also applied after the block.
     """
     if isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return []
@@ -115,7 +116,7 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
 
 
 def _slots(owner: nn.Module, wanted: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the attributes that hold ``wanted``: (holder, name)."""
+    """Return (holder, name) of each attribute that holds ``wanted``."""
     return [(m, name) for m in owner.modules() for name, child in m._modules.items() if child is wanted]
 
 
@@ -291,11 +292,11 @@ FAMILIES: dict[str, Finder] = {
 
 
 def register_family(name: str, find: Finder) -> None:
-    """Make `fmoe.fmoefy` call ``find`` on every module, before the finders registered earlier.
+    """Make `fmoe.fmoefy` call ``find`` on the modules of a model, before the finders registered earlier.
 
     Args:
         name: name of the family in messages; an earlier finder of the same name is replaced.
-        find: returns a list with the `Block` of each feed-forward block that belongs to the module and not to a
+        find: gets a module; returns a list with the `Block` of each feed-forward block that belongs to it and not to a
             submodule; an empty list if there is none.
     """
     FAMILIES.pop(name, None)

@@ -285,7 +285,7 @@ def is_same(actual: Any, expected: Tensor) -> bool:
 
 
 def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
-    """Scale rows by powers of two that span the magnitudes of the dtype.
+    """Return the rows, scaled by powers of two over a wide range of the dtype.
 
     Args:
         is_multiplied: whether two matrix products follow, which must not overflow either.
@@ -297,9 +297,9 @@ def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference of any row, by norms.
+    """Return the largest ``|actual - expected| / |expected|`` of all rows.
 
-    It is infinite if the shapes differ, and 0 on the meta device, which has no values.
+    It is infinite if the shapes differ, and 0 if there are no values (empty, or on the meta device).
     """
     if actual.shape != expected.shape:
         return math.inf

@@ -2,9 +2,9 @@
 
 The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
 module runs on random rows, the calls of its linear maps are recorded, and their outputs are replaced by known values:
-in float64, from 1e-6 to 1e12, in training and in evaluation mode. The input of the output map must then be the
-activation of these values, and have its derivative. So neither the weights, nor a normalization before the block, nor
-the dtype of the model can hide a clamp or another activation. The formula is never inferred from names.
+in float64, from 1e-6 to 1e12 (at most the largest number of the model's dtype), in training and in evaluation mode. The
+input of the output map must then be the activation of these values, and have its derivative. So neither the weights nor
+a normalization before the block can hide a clamp or another activation. The formula is never inferred from names.
 """
 
 import math
@@ -37,7 +37,8 @@ class Pieces(NamedTuple):
         between: modules called between these maps.
         after: dropouts called after the output map.
         counts: number of calls of each module in one run.
-        rate: module and attribute that hold the rate of the dropout between the maps, if it is called as a function.
+        rate: module and attribute that hold the rate of the dropout between the maps, if it is called as a function;
+            else None.
         trial: the run in which the block was found.
         is_whole: returns whether the maps receive the module's input unchanged, and its output is the last map's.
         values, hidden: injected output of the first map, and the resulting input of the last map.
@@ -100,9 +101,9 @@ def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Return pairs of names of maps D -> H (or 2 H) and H -> D, except pairs inside a single child of the module.
+    """Return the pairs (names of maps D -> H or 2 H, and H -> D), except those inside a single child of the module.
 
-    The value is True if the pair is likely a block: few other maps have the same parent, unlike in an attention.
+    The value of a pair is True if it is likely a block: few other maps have the same parent, unlike in an attention.
     """
     linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)

@@ -4,7 +4,7 @@ Every expert starts as the dense block f, so that a token whose experts have wei
 sum depends on the gate: 1 for softmax over the chosen experts, a probability for Switch, less where assignments are
 dropped. `plan_upcycling` works for any gate: it runs the layer on a small block and measures the sum. A sum that is the
 same for all tokens is divided out of the experts' output maps. If it differs between tokens, and still differs with
-router logits near zero, the caller gets an error.
+router logits near zero, the caller gets an error, or with ``exact=False`` the median is divided out.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
 ``e mod m`` of the hidden units. The m experts of a group have the same router weights, so a token's K choices are K / m
@@ -52,8 +52,8 @@ class Upcycling:
 def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
     """Fill the experts of ``layer`` from ``block``, and change its router if ``how`` requires it.
 
-    The experts are `fmoe.experts.FFNExperts` of the block's sizes. Like initial weights, noise is keyed by (seed of the
-    layer, global expert id, name of the parameter).
+    The experts are `fmoe.experts.FFNExperts` with H / granularity hidden units. Like initial weights, noise is keyed by
+    (seed of the layer, global expert id, name of the parameter).
     """
     experts, width = layer.experts, block.d_hidden // how.granularity
     for local in range(experts.weight_in.shape[0]):
@@ -94,7 +94,7 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """Return the plan that leaves the model's output unchanged, measured on a layer that ``build`` makes.
+    """Return the plan that leaves the model's output unchanged but for ``noise``, found by trials on small layers.
 
     Args:
         build: returns an MoE for a block, with all options of the final layers.
@@ -103,8 +103,8 @@ def plan_upcycling(
         gate: name of the gate in messages; None for its class.
 
     Raises:
-        UserError: the output would change, with the reason; ``noise`` is negative; the gate does not support
-            ``granularity``.
+        UserError: the output would change (with ``exact``) or not contain the block's output, with the reason;
+            ``noise`` is negative; the gate does not support ``granularity``.
     """
     if noise < 0:
         raise UserError(f"noise={noise} must be at least 0")
@@ -114,6 +114,11 @@ def plan_upcycling(
     if granularity > 1:
         _check_granularity(layer.gate, granularity, _router(layer), gate)
     share_T = _shares(layer, trial, Upcycling(granularity=granularity))
+    if layer.shared is not None and share_T.isnan().all():
+        raise UserError(
+            "shared_expert is not supported with upcycle=True: its output would be added to that of the dense block; "
+            "omit it, or pass upcycle=False"
+        )
     if not exact:
         share = share_T.nanmedian().item()
         if not abs(share) > 1e-6:
@@ -149,8 +154,8 @@ def check_block(block: Block, name: str, granularity: int) -> None:
         raise UserError(f"granularity={granularity} does not divide the {block.d_hidden} hidden units of {name}")
     if granularity > 1 and not is_elementwise(block.activation):
         raise UserError(
-            f"granularity={granularity} needs an elementwise activation; the activation of {name} processes rows as a "
-            "whole: use granularity=1"
+            f"granularity={granularity} needs an elementwise activation, and that of {name} combines values of a row: "
+            "use granularity=1"
         )
 
 

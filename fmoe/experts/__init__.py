@@ -37,7 +37,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
             [n, D]. It is called once per expert, each time under another random seed.
 
     Raises:
-        UserError: the name is empty or belongs to other experts.
+        UserError: the name is not a string, is empty, or belongs to other experts.
     """
     add_name(EXPERTS, "expert", name, factory if stacked else _Singles(factory))
 
@@ -139,9 +139,7 @@ def build_experts(
         )
     sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:
-        raise UserError(
-            f"expert has {len(sources)} entries, not num_experts={num_experts}: pass one module for each expert"
-        )
+        raise UserError(f"expert has {len(sources)} entries for {num_experts} experts: pass one for each expert")
     ready = [isinstance(source, nn.Module) for source in sources]
     return _keyed(lambda i: sources[i] if ready[i] else sources[i](d_model), local.start, count, seed)
 

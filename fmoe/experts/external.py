@@ -37,7 +37,7 @@ Stacks = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_
 BACKENDS = ("te", "sonicmoe")
 _NEEDS = {
     "te": ("transformer_engine.pytorch", "pip install --no-build-isolation 'transformer_engine[pytorch]'"),
-    "sonicmoe": ("sonicmoe.functional", "pip install sonic-moe"),
+    "sonicmoe": ("sonicmoe.functional", "pip install --no-deps sonic-moe, and what docs/cuda.md names"),
 }
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _tuned = tuning.TuningCache("backends.json", lambda name: name in ("cuda", *BACKENDS))
@@ -56,7 +56,7 @@ def check(
     """Check that the backend supports experts with these settings.
 
     Raises:
-        UserError: the backend does not support them, or its package cannot be imported.
+        UserError: the backend does not support them, or its package is too old or cannot be imported.
     """
     if dropout:
         raise UserError(f"dropout={dropout} needs backend='torch' or 'auto', not {backend!r}")
@@ -347,7 +347,7 @@ def _apart(value: Any) -> Any:
 
 
 def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
-    """Return a key of device, versions, dtype and sizes, with rows rounded up to a power of two."""
+    """Return a key of device, versions, dtype, sizes (rows rounded up to a power of two) and kind of step."""
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])

@@ -80,7 +80,7 @@ class FFNExperts(Stacked):
     """L feed-forward experts, ``W_out act(W_in x + b_in) + b_out``.
 
     In gated experts W_in has twice the height, and ``act(first half) * second half`` replaces ``act`` (GLU variants,
-    arXiv 2002.05202).
+    arXiv 2002.05202); "swiglu_oai" also transforms the second half.
 
     Args:
         num_experts: L, the number of experts of this rank.
@@ -93,13 +93,14 @@ class FFNExperts(Stacked):
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" (C++ operations on the CPU, docs/native.md), "cuda" (kernels on GPUs, docs/cuda.md), "te" or
             "sonicmoe" (TransformerEngine or SonicMoE, if installed), "torch", or "auto": on the CPU native, on a GPU
-            the fastest of cuda, te and sonicmoe, and torch where none of these is loaded or installed.
+            cuda or, if installed and faster, te or sonicmoe; torch if native or cuda is not loaded or does not take
+            the input.
             The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
             GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
             "auto" for the value of FMOE_GEMM, else for the fastest in a measurement.
-        init_method, output_init_method: fill one expert's [H, D] (gated [2 * H, D]) or [D, H] matrix in place, with
-            biases zero; None for U(-1/sqrt(fan in), 1/sqrt(fan in)) for weights and biases, as in torch's Linear.
+        init_method, output_init_method: fill one expert's [H, D] (gated [2 * H, D]) or [D, H] matrix in place; the bias
+            is then zero. None for U(-1/sqrt(fan in), 1/sqrt(fan in)) for matrix and bias, as in torch's Linear.
 
     Raises:
         UserError: an option is invalid, or the backend is unavailable or does not support the experts.
@@ -178,11 +179,11 @@ class FFNExperts(Stacked):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw each parameter of an expert from (seed, its global id, name): equal at every expert parallel size.
+        """Draw each parameter from (seed, global id of the expert, name): equal at every expert parallel size.
 
-        Values are drawn on the device of the parameters, with the same bits on every device. Only an initializer other
-        than `torch.nn.init.normal_` fills each expert's matrix separately, on the CPU, because it would compute the
-        fan-in of a stack from the wrong axes.
+        Values are drawn on the device of the parameters, with the same bits on every device; meta tensors are left. An
+        initializer other than `torch.nn.init.normal_` fills each expert's matrix separately, on the CPU, because it
+        would compute the fan-in of a stack from the wrong axes.
         """
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -304,7 +305,7 @@ class FFNExperts(Stacked):
         if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
             return self._cuda_ffn(rows_RD, parameters)
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
-            self._refuse(rows_RD)
+            self._refuse(rows_RD, parameters[0])
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
@@ -316,11 +317,11 @@ class FFNExperts(Stacked):
                 return functools.partial(external.fastest_ffn, ours, others, self.training)
         return ours
 
-    def _refuse(self, rows_RD: Tensor) -> NoReturn:
+    def _refuse(self, rows_RD: Tensor, weight: Tensor) -> NoReturn:
         wants = "float32 or bfloat16, on the CPU" if self.backend == "native" else "float32 or 16 bits, on a GPU"
         raise UserError(
             f"backend={self.backend!r} needs rows and weights in one dtype, {wants}: rows are {rows_RD.dtype} on "
-            f"{rows_RD.device}, weights are {self.weight_in.dtype} on {self.weight_in.device}"
+            f"{rows_RD.device}, weights are {weight.dtype} on {weight.device}"
         )
 
     def own_hidden(self, x_RH: Tensor) -> Tensor:
@@ -386,18 +387,17 @@ class ExpertCall:
         return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
 
     def weighed(self, rows: list[Tensor], counts: list[int], weight_R: Tensor) -> list[Tensor]:
-        """Like `__call__`, but the backward pass gives row r the weight ``weight_R[r]`` (`weigh_gradient`)."""
+        """Like `__call__`, but the backward pass multiplies the gradient of row r by ``weight_R[r]``."""
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
         fused = self.fused(rows, counts_L, weight_TK=weight_R)
         return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
-        """Call the module."""
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
-        """Permute, compute and combine. If the experts have one operation for all of this, it is used and does not save
-        the experts' outputs for the gradient of the combine weights.
+        """Permute, compute and combine, by one operation if the experts have it; this does not save their outputs for
+        the gradient of the combine weights.
 
         Args:
             plan: plan of tokens that are on this rank; assignments to experts of other ranks are dropped in it.
@@ -410,7 +410,8 @@ class ExpertCall:
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
     def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
-        """Call `FFNExperts.fused_forward`; None if it returns None, or if the experts have hooks or dropout."""
+        """Call `FFNExperts.fused_forward`; None if it returns None, or for experts with hooks, dropout in training or
+        another ``forward``."""
         if self.needs_keys or not self._is_plain():
             return None
         out = self.module.fused_forward(inputs[0], counts_L, **arguments)
@@ -435,7 +436,6 @@ class ExpertCall:
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
     ) -> list[Tensor]:
-        """Call the module with other parameters."""
         return [self.module.run_with(parameters, rows[0], counts, keys_R)]
 
     def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:

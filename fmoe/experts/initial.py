@@ -43,7 +43,8 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
 
 
 def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
-    """Return mean and standard deviation if ``method`` is `torch.nn.init.normal_`, with or without keywords; else None.
+    """Return mean and standard deviation if ``method`` is `torch.nn.init.normal_`, or a partial of it with no arguments
+    but these as keywords; else None.
 
     Megatron-core's initializers are of this form.
     """

@@ -30,7 +30,7 @@ class ShardedFFNExperts(FFNExperts):
         num_experts, d_model, d_hidden, options: as for `FFNExperts`; ``d_hidden`` is the width of a whole expert.
 
     Raises:
-        UserError: the group's size does not divide ``d_hidden``.
+        UserError: as for `FFNExperts`; or the group's size does not divide ``d_hidden``.
     """
 
     def __init__(self, num_experts: int, d_model: int, d_hidden: int, *, group: dist.ProcessGroup, **options: Any):

@@ -364,6 +364,12 @@ def test_missing_packages_are_named(backend, package, monkeypatch):
         layer_of(backend)
 
 
+def test_a_shared_ffn_is_not_computed_by_sonicmoe(installed):
+    """It is a single expert, and SonicMoE takes a multiple of four."""
+    layer = layer_of("sonicmoe", shared_expert=HIDDEN)
+    assert (layer.experts.backend, layer.shared.expert.backend) == ("sonicmoe", "auto")
+
+
 def test_what_cannot_be(installed, monkeypatch):
     for options, message in (
         ({"expert": "geglu"}, "backend='sonicmoe' supports only swiglu"),

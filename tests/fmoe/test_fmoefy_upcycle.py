@@ -191,9 +191,26 @@ def test_slices_of_the_block_add_up(granularity, top_k, bias):
     assert not torch.equal(first[0], second)
 
 
-def test_granularity_needs_an_activation_of_single_values():
-    model, _ = net_and_input(activation=lambda: nn.Softmax(dim=-1))
-    with pytest.raises(fmoe.UserError, match="processes rows"):
+def test_a_shared_expert_would_change_the_output():
+    model, x = net_and_input()
+    dense = copy.deepcopy(model)
+    for exact in (True, False):
+        with pytest.raises(fmoe.UserError, match=r"shared_expert .*upcycle=True"):
+            fmoe.fmoefy(model, 4, shared_expert=8, exact=exact)
+    assert_unchanged(model, dense, x)
+
+
+class Larger(nn.Module):
+    """Replaces both values of a pair by the larger one."""
+
+    def forward(self, x):
+        return x.unflatten(-1, (-1, 2)).amax(-1).repeat_interleave(2, -1)
+
+
+@pytest.mark.parametrize("activation", [lambda: nn.Softmax(dim=-1), Larger])
+def test_granularity_needs_an_activation_of_single_values(activation):
+    model, _ = net_and_input(activation=activation)
+    with pytest.raises(fmoe.UserError, match="elementwise"):
         fmoe.fmoefy(model, 4, granularity=2)
     fmoe.fmoefy(model, 4)
 

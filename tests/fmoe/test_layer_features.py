@@ -414,7 +414,7 @@ def test_frozen_router_still_counts():
     ("make", "says"),
     [
         (lambda: build(expert="fnn"), "did you mean 'ffn'"),
-        (lambda: build(expert=[Block, Block]), "expert has 2 entries, not num_experts=4"),
+        (lambda: build(expert=[Block, Block]), "expert has 2 entries for 4 experts"),
         (lambda: build(expert=Block(D)), "one module, Block"),
         (lambda: build(expert=Block, expert_options={"bias": True}), "expert_options"),
         (
@@ -431,6 +431,8 @@ def test_frozen_router_still_counts():
         (lambda: build(aux_loss="atuo"), "aux_loss='atuo'"),
         (lambda: build(loss_weights={"balnce": 0}), "'balnce'"),
         (lambda: build(granularity=3), "granularity=3 does not divide d_hidden=16"),
+        (lambda: build(shared_expert=0), "shared_expert=0"),
+        (lambda: build(shared_expert=True), "shared_expert=True"),
         (lambda: build(granularity=2, top_k=0), "top_k=0 is not between 1 and num_experts=4"),
         (lambda: build(granularity=2, top_k=5), "top_k=5 is not between 1 and num_experts=4"),
         (lambda: build(top_k=1, num_expert=3), "num_expert"),

@@ -43,9 +43,13 @@ def test_soft_moe_leaves_padding_out():
     x = torch.randn(2, 6, 8)
     mask = torch.ones(2, 6, dtype=torch.bool)
     mask[:, 4:] = False
+    x[:, 5] = float("nan")
     y = layer(x, mask)
     assert (y[:, 4:] == 0).all()
     assert_close(y[:, :4], layer(x[:, :4]), 1e-5, "the tokens that are there")
+    for wrong in (mask.t(), mask.int()):
+        with pytest.raises(fmoe.UserError, match=r"mask is torch.*torch\.bool \(2, 6\)"):
+            layer(x, wrong)
 
 
 def test_mmoe_mixes_the_same_experts_for_each_task():

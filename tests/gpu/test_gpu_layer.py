@@ -195,6 +195,6 @@ def test_compiled_layer():
 
 
 def test_what_is_not_for_the_kernels():
-    with pytest.raises(UserError, match=r"backend='cuda' supports .* rows are torch\.float64"):
+    with pytest.raises(UserError, match=r"backend='cuda' needs rows .* rows are torch\.float64"):
         layer_of(dtype=torch.float64)(tokens(dtype=torch.float64))
     assert_like_float64(layer_of("torch", torch.float32), {}, tokens(dtype=torch.float32))

@@ -197,6 +197,8 @@ def test_native_without_a_backend_is_one_line(monkeypatch):
 def test_native_of_another_dtype_is_one_line():
     with pytest.raises(UserError, match="float64"):
         layer_of("native").double()(X.double())
+    with torch.autocast("cpu", torch.float16), pytest.raises(UserError, match=r"weights are torch\.float16"):
+        layer_of("native")(X)
     layer_of("auto").double()(X.double())
 
 
