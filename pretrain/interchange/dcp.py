@@ -199,7 +199,7 @@ class DcpFolder:
 def _tensors_of(document: Any) -> dict[str, Chunked]:
     """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is malformed."""
     if not _is(document, "Metadata"):
-        raise ValueError("its pickle holds no object of the class Metadata")
+        raise ValueError("its pickle has no Metadata object")
     stored: dict[tuple[str, Shape], Any] = {}
     for index, info in document.state["storage_data"].items():
         if (offset := index.state.get("offset")) is not None:

@@ -187,7 +187,11 @@ CONFIGS = {
     "no experts in any layer": ("qwen", {"decoder_sparse_step": 9}, "no layer has experts"),
     "dense layers that are not there": ("qwen", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
     "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "model.top_k=5 exceeds"),
-    "another shape": ("mixtral", {"intermediate_size": 23}, r"has shape \[24, 32\], but config.json implies \[23, 32\]"),
+    "another shape": (
+        "mixtral",
+        {"intermediate_size": 23},
+        r"has shape \[24, 32\], but config.json implies \[23, 32\]",
+    ),
     "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of this mixtral"),
     "more layers": ("mixtral", {"num_hidden_layers": 3}, "has no tensor model.layers.2"),
     "tied, with another output": ("mixtral", {"tie_word_embeddings": True}, "lm_head.weight differs"),
