@@ -57,7 +57,7 @@ _STORAGES = {
 def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape, Shape]]:
     """Yield (offset, shape) of slices of a tensor along its first axis.
 
-    A slice has at most ``max_bytes``, or a single larger row.
+    A slice has at most ``max_bytes``, or is a single larger row.
     """
     rows = max(1, max_bytes // max(1, itemsize * prod(shape[1:]))) if shape else 1
     for row in range(0, max(1, shape[0]), rows) if shape else (0,):
@@ -261,7 +261,7 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
 
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a file of ``torch.save``; raise one of `DAMAGE` if there is none, or none of ``dtype``."""
+    """Return the tensor in a file of ``torch.save``; raise one of `DAMAGE` if it has no tensor of ``dtype``."""
     made = pickle_in(archive)
     if _is(made, "_rebuild_parameter"):
         made = made.args[0]

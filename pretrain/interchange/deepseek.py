@@ -107,8 +107,8 @@ def is_dense_first(model: ModelConfig) -> bool:
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, neither if all layers have experts; ``default`` stands for a
-    missing ``first_k_dense_replace``.
+    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, {} if all layers have experts; ``default`` is that of
+    ``first_k_dense_replace``.
 
     Raises:
         UserError: a value is invalid, or no layer has experts.

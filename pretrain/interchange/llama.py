@@ -57,7 +57,7 @@ DENSE = (
 
 
 def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Return the entries of router and experts in the module ``block``; the others name an expert's matrices."""
+    """Return the entries of router and experts in module ``block``; the other arguments name an expert's matrices."""
     expert = f"{LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.{block}.gate.weight": "E D"}),

@@ -207,7 +207,7 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
 
 
 def are_equally_likely(tokenizer: Tokenizer, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether a unigram model scores both ways to cut a text equally."""
+    """Return whether a sentencepiece model scores two ways to cut the same text equally."""
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
         return False
     scores = [sum(map(tokenizer.score, ids)) for ids in (one, other)]

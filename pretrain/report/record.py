@@ -168,7 +168,7 @@ class Loads:
 
     Args:
         sizes: number of experts by layer number, for layers with experts.
-        cells: upper bound on spans x experts of all layers.
+        cells: upper bound on spans x experts of all layers, unless there are only 4 spans.
     """
 
     def __init__(self, sizes: Mapping[int, int], cells: int = LOAD_CELLS):
