@@ -17,7 +17,7 @@ def export_main(argv: Sequence[str]) -> int:
     """Write a checkpoint as a folder that transformers loads.
 
     Raises:
-        UserError: see `export_checkpoint`.
+        UserError: ``--shard-gib`` is invalid; otherwise, see `export_checkpoint`.
     """
     parser = Parser(
         prog="fmoe export", description="Write a checkpoint as a model folder that Hugging Face transformers loads."

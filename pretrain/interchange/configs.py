@@ -8,7 +8,6 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.family import Family, Key, toml
-from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import read_rope, read_yarn
 
 
@@ -26,18 +25,22 @@ def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json; ``folder``, if given, contains its weights.
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json. Raises UserError if it is not supported."""
+    key = "fmoe_format" if "fmoe_format" in config else "model_type"
+    name = config.get(key)
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"{key}={toml(name)} is not supported: it must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """Return the family and the ``[model]`` of a config.json; pass that of a folder through ``family.adapt`` first.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
     """
-    key = "fmoe_format" if "fmoe_format" in config else "model_type"
-    name = config.get(key)
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{key}={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    config = config if folder is None else family.adapt(config, folder)
+    family = family_of(config)
     config = {**config, **read_rope(config)}
     for only in family.only:
         value = config.get(only.theirs)
@@ -49,12 +52,12 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
     config = {key: value for key, value in config.items() if value is not None}
     values = {key.ours: _value(key, config) for key in family.keys} | read_yarn(config)
     if "rope_scaling" in values and "rope_scaling" not in family.varies:
-        raise UserError(f"rope_type=yarn is not supported by {family.name}: use rope_type=default")
+        raise UserError(f"rope_type=yarn is not supported by {family.name}: it must be default")
     return family, ModelConfig(**_without_defaults({**family.fixed, **values, **family.read(config)}))
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out key/value heads and head widths that equal their defaults, which ``[model]`` has as None."""
+    """Leave out ``num_query_groups`` and ``head_dim`` if they equal the defaults, for which ``[model]`` has None."""
     values = dict(values)
     if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]
@@ -66,10 +69,12 @@ def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def _value(key: Key, config: Mapping[str, Any]) -> Any:
     value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
-        raise UserError(f"{key.theirs} is missing")
+        raise UserError(f"{key.theirs} is missing or null")
     for name in filter(None, (key.other, key.alias)):  # transformers takes the last of them
         if name in config and config[name] != value:
-            raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} must be equal: use one")
+            raise UserError(
+                f"{key.theirs}={toml(value)} and {name}={toml(config[name])} must be equal: keep only {key.theirs}"
+            )
     if key.kind is float and type(value) is int:
         with contextlib.suppress(OverflowError):
             value = float(value)

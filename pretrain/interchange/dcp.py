@@ -57,7 +57,7 @@ _STORAGES = {
 def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape, Shape]]:
     """Yield (offset, shape) of slices of a tensor along its first axis.
 
-    A slice has at most ``max_bytes``, except that it always has at least one row.
+    A slice has at most ``max_bytes``, or is a single larger row.
     """
     rows = max(1, max_bytes // max(1, itemsize * prod(shape[1:]))) if shape else 1
     for row in range(0, max(1, shape[0]), rows) if shape else (0,):
@@ -66,7 +66,7 @@ def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape,
 
 
 def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequence[tuple[Shape, Shape]]]) -> None:
-    """Write tensors of a checkpoint as one DCP file and ``.metadata``, synced.
+    """Write and sync tensors of a checkpoint as one DCP file and ``.metadata``.
 
     Args:
         slices: (offset, shape) of the chunks of each tensor, which are read one by one.
@@ -140,7 +140,7 @@ class DcpFolder:
 
     Raises:
         UserError: ``.metadata`` is missing or damaged; a file is missing, too short or outside the folder; chunks of a
-            tensor overlap, or leave elements out.
+            tensor overlap, exceed it or leave elements out.
     """
 
     def __init__(self, path: Path):
@@ -163,7 +163,7 @@ class DcpFolder:
         """Return the elements of a chunk, in its shape.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is damaged or cannot be read.
         """
         path = self.path / chunk.file
         dtype = self.tensors[name].dtype
@@ -171,7 +171,7 @@ class DcpFolder:
             with open(path, "rb") as file, zipfile.ZipFile(_Part(file, chunk.position, chunk.length)) as archive:
                 tensor = _tensor_in(archive, dtype)
         except DAMAGE as error:
-            raise UserError(f"{path} is damaged: {name}: {error}") from error
+            raise UserError(f"{path} is damaged or cannot be read: {name}: {error}") from error
         if tensor.numel() != prod(chunk.shape):
             raise UserError(
                 f"{path} is damaged: {name} has shape {list(tensor.shape)}, but {list(chunk.shape)} in {METADATA}"
@@ -186,7 +186,10 @@ class DcpFolder:
         for name, end in sorted(ends.items()):
             path = self.path / name
             if not _PLAIN_NAME.fullmatch(name):
-                raise UserError(f"{self.path / METADATA} names {name!r}, which must be a file name without a path")
+                raise UserError(
+                    f"{self.path / METADATA} names {name!r}, which must be a file name of letters, digits, '_', '.' "
+                    "and '-' that does not begin with '.' or '-'"
+                )
             if not path.is_file():
                 raise UserError(f"{path} is missing; {METADATA} names it")
             if (size := path.stat().st_size) < end:
@@ -196,7 +199,7 @@ class DcpFolder:
 def _tensors_of(document: Any) -> dict[str, Chunked]:
     """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is malformed."""
     if not _is(document, "Metadata"):
-        raise ValueError("it holds no Metadata")
+        raise ValueError("its pickle has no Metadata object")
     stored: dict[tuple[str, Shape], Any] = {}
     for index, info in document.state["storage_data"].items():
         if (offset := index.state.get("offset")) is not None:
@@ -258,7 +261,7 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
 
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
-    """Return the tensor of a file that ``torch.save`` wrote; raise ValueError if it holds anything else."""
+    """Return the tensor in a file of ``torch.save``; raise one of `DAMAGE` if it has no tensor of ``dtype``."""
     made = pickle_in(archive)
     if _is(made, "_rebuild_parameter"):
         made = made.args[0]
@@ -287,12 +290,16 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
 
 
 def pickle_in(archive: zipfile.ZipFile) -> Any:
-    """Return the parsed pickle of a file that ``torch.save`` wrote; raise ValueError if there is none."""
+    """Return the parsed pickle in a file of ``torch.save``; raise one of `DAMAGE` if it is missing or malformed."""
     return parse(bytes(member(archive, "data.pkl")))
 
 
 def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytearray | bytes:
-    """Return the file ``name`` in the archive's folder, checked by its CRC-32; ``default`` if it is missing."""
+    """Return the file ``name`` in the archive's folder, checked by its CRC-32, or ``default``.
+
+    Raises:
+        ValueError: the file is missing and has no default, or is compressed or cut off.
+    """
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if not found:
         if default is None:
@@ -342,6 +349,6 @@ class _Part(io.RawIOBase):
 
 
 def chunks_of(folder: DcpFolder, names: Iterable[str]) -> list[tuple[str, Chunk]]:
-    """Return (name, chunk) pairs ordered by file and position, to read files from front to back."""
+    """Return (name, chunk) pairs of the named tensors, ordered by file and position, to read files front to back."""
     found = [(name, chunk) for name in names for chunk in folder.tensors[name].chunks]
     return sorted(found, key=lambda item: (item[1].file, item[1].position))

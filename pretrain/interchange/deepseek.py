@@ -107,7 +107,8 @@ def is_dense_first(model: ModelConfig) -> bool:
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return the layers with experts and the width of the others, from ``first_k_dense_replace``.
+    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, {} if all layers have experts; ``default`` is that of
+    ``first_k_dense_replace``.
 
     Raises:
         UserError: a value is invalid, or no layer has experts.
@@ -115,7 +116,8 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     dense, layers = config.get("first_k_dense_replace", default), config["num_hidden_layers"]
     if type(dense) is not int or not 0 <= dense < layers:
         raise UserError(
-            f"first_k_dense_replace={toml(dense)} must be from 0 to {layers - 1}, so that a layer has experts"
+            f"first_k_dense_replace={toml(dense)} must be an integer from 0 to {layers - 1}, so that a layer has "
+            "experts"
         )
     if not dense:
         return {}
@@ -129,7 +131,8 @@ def write_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the gate's options for groups of experts; ``groups`` and ``kept`` are the defaults of missing keys.
+    """Return the gate's options for groups of experts, none for one group; ``groups`` and ``kept`` stand for missing
+    keys.
 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
@@ -156,7 +159,7 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of compressed queries, None without compression. Raises UserError: not a positive integer."""
+    """Return the width of compressed queries, None without compression. Raises UserError if it is invalid."""
     return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
@@ -260,10 +263,10 @@ SIGMOID = (
 
 
 def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the values of the sigmoid gate and of multi-token prediction.
+    """Return the keys of ``[model]`` for the sigmoid gate and multi-token prediction.
 
     Args:
-        groups, kept: values of missing ``n_group`` and ``topk_group``.
+        groups, kept: values that stand for missing ``n_group`` and ``topk_group``.
 
     Raises:
         UserError: a value is invalid or not supported.

@@ -75,12 +75,12 @@ ERNIE_STACKED = (*_REST, *STACKED, _choice_bias("gate.moe_statics"))
 
 
 def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
-    """Return the layers (from 1) with experts: multiples of ``interval`` between ERNIE's indices (from 0)."""
+    """Return the layers with experts, counted from 1: the multiples of ``interval`` from start + 1 to end + 1."""
     return tuple(number for number in range(start + 1, end + 2) if number % interval == 0)
 
 
 def _indices(model: ModelConfig) -> tuple[int, int, int]:
-    """Return ERNIE's first and last index and interval of the layers with experts; `_range` may give other layers."""
+    """Return the arguments of `_range` that give the layers with experts, if any do."""
     found = model.layers_with_experts
     return found[0] - 1, found[-1] - 1, found[1] - found[0] if len(found) > 1 else 1
 
@@ -111,7 +111,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name, (value, low, high) in values.items():
         if type(value) is not int or not low <= value <= high:
-            raise UserError(f"{name}={toml(value)} must be from {low} to {high}")
+            raise UserError(f"{name}={toml(value)} must be an integer from {low} to {high}")
     start, end, interval, shared = (value for value, _, _ in values.values())
     if config["moe_k"] == 1:
         raise UserError("moe_k=1 is not supported: it must be at least 2")

@@ -30,8 +30,8 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
-        UserError: ``name`` is unknown, or the family does not fit: the message names the first key that differs and
-            its allowed values. For "auto", it is about the nearest family, or about `FMOE` for a GPT.
+        UserError: ``name`` is unknown, or the family does not fit: the message names a key that differs and its
+            allowed values. For "auto", it is about the nearest family, or about `FMOE` for a GPT.
     """
     if name == "auto":
         family = _nearest(model)
@@ -55,7 +55,8 @@ def why_own(model: ModelConfig) -> str:
 def _nearest(model: ModelConfig) -> Family:
     """Return the first family of transformers that fits a model, or the nearest one.
 
-    The farthest families have another ``kind``, the next do not support its ``num_experts``; then misfits are counted.
+    Families of another ``kind`` are the farthest, then those that do not support its ``num_experts``, then those with
+    the most misfits.
     """
 
     def distance(family: Family) -> tuple[bool, bool, int]:

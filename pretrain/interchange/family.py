@@ -28,7 +28,7 @@ class Key:
         other: name that is read if ``theirs`` is missing; if both are there, their values must be equal.
         alias: name that transformers also accepts; it is not read, but its value must be equal.
         default: value that transformers assumes for a missing key; None if the key is required.
-        value: computes the exported value where ours may be None; by default, the value of ours is exported.
+        value: returns the exported value; by default, the value of ours is exported.
     """
 
     theirs: str
@@ -40,7 +40,7 @@ class Key:
     alias: str | None = None
 
     def of(self, model: ModelConfig) -> Any:
-        """Return the key's value in config.json."""
+        """Return the value that an export writes."""
         return getattr(model, self.ours) if self.value is None else self.value(model)
 
 
@@ -69,13 +69,13 @@ class Only:
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type`` of transformers.
+    """A format of config.json and tensors, usually one ``model_type`` of transformers.
 
     Keys of ``[model]`` that `keys`, `fixed`, `demands` and `varies` do not mention must have their default value,
     unless they are in `ONLY_TRAINING`.
 
     Attributes:
-        name: the ``model_type`` and value of ``--format``.
+        name: the value of ``--format``, and the ``model_type`` unless `constants` has another.
         architecture: transformers' class.
         tables: one table for each form of the tensors that import reads; export writes the first form.
         keys: keys of config.json that correspond to a key of ``[model]``.
@@ -91,8 +91,8 @@ class Family:
         files: returns further files of an export by name.
         notes: returns lines about an export for the user.
         left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
-        copies: names of tensors that a folder may have as copies of others, each with the name of the other.
-        adapt: returns config.json, changed where the weights of the folder decide the meaning of a key.
+        copies: names of tensors that a folder may have as copies of others, each with the original's name.
+        adapt: returns the config.json of a folder as the other attributes expect it.
     """
 
     name: str
@@ -141,7 +141,7 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, le
     """Return an integer of config.json; ``default`` for a missing key.
 
     Raises:
-        UserError: the value is not an integer or less than ``least``, or the key and ``default`` are missing.
+        UserError: the value is not an integer of at least ``least``, or is missing and has no ``default``.
     """
     value = config.get(key, default)
     if type(value) is not int or value < least:

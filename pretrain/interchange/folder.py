@@ -112,7 +112,10 @@ class SafetensorsFolder:
         files = sorted(set(map(str, places.values())))
         for name in files:
             if not _PLAIN_NAME.fullmatch(name):
-                raise UserError(f"{self.path / INDEX} names {name!r}, which is not a safetensors file of the folder")
+                raise UserError(
+                    f"{self.path / INDEX} names {name!r}, which must be a file name of letters, digits, '_', '.' and "
+                    "'-' that begins with a letter or digit and ends with .safetensors"
+                )
             if not (self.path / name).is_file():
                 raise UserError(f"{self.path / name} is missing; {INDEX} names it")
         return files

@@ -14,7 +14,8 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
-from pretrain.interchange.configs import model_of
+from pretrain.data.inputs import naming
+from pretrain.interchange.configs import family_of, model_of
 from pretrain.interchange.family import Family
 from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, refuse_output, write_bytes
 from pretrain.interchange.outgoing import NO_TOKENIZER
@@ -48,15 +49,17 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         tokenizer: path of a tokenizer.json or sentencepiece model that replaces the folder's, or "none".
 
     Raises:
-        UserError: the model's family or a value of config.json is not supported; a tensor is missing, unexpected, of
-            another shape or dtype, or not finite; the tokenizer is damaged; ``out`` is not empty.
+        UserError: the model's family or a value of config.json is not supported; a tensor is missing, unexpected, not
+            finite, or of another shape or an unsupported dtype; the tokenizer is damaged; ``out`` is not empty; the
+            disk is full.
     """
     refuse_output(out)
     folder = HuggingFaceFolder(source)
-    try:
-        family, model = model_of(folder.config, folder)
-    except UserError as error:
-        raise UserError(f"{source / 'config.json'}: {error}") from error
+    with naming(str(source / "config.json")):
+        family = family_of(folder.config)
+    config = family.adapt(folder.config, folder)  # may read weights, whose errors name their file
+    with naming(str(source / "config.json")):
+        _, model = model_of(config)
     found = _match(folder, family, model)
     dtype = _dtype(folder, found)
     try:
@@ -114,7 +117,8 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
             raise UserError(f"{folder.path} has no tensor {name}")
         if folder.tensors[name].shape != shape:
             raise UserError(
-                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json has {list(shape)}"
+                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json implies "
+                f"{list(shape)}"
             )
     left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
     for copy, name in family.copies.items():

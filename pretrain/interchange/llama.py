@@ -57,7 +57,7 @@ DENSE = (
 
 
 def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Return the entries of router and experts; ``gate``, ``value`` and ``output`` name the matrices of an expert."""
+    """Return the entries of router and experts in module ``block``; the other arguments name an expert's matrices."""
     expert = f"{LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.{block}.gate.weight": "E D"}),
@@ -72,7 +72,7 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of the shared experts, which are one block as wide as all together; ``block`` is its name."""
+    """Return the entries of the shared experts, one module ``block``; ``output`` converts its output matrix."""
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
@@ -93,7 +93,7 @@ QWEN3_MOE_TABLE = (*COMMON, *QK_NORM, *DENSE, *expert_entries("mlp", "gate_proj"
 
 
 def weights_sum_to_one(model: ModelConfig) -> bool:
-    """Return whether the weights of a token's experts sum to one in evaluation."""
+    """Return whether the weights of a token's experts sum to one in evaluation, for a gate with a softmax."""
     return model.gate != "switch" and model.normalize is not False
 
 
@@ -154,7 +154,7 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of a head, None for the default; check that attention has no window.
+    """Return ``head_dim``, None for the default; check that ``layer_types`` has only full attention.
 
     Raises:
         UserError: a value is invalid or not supported.

@@ -20,7 +20,7 @@ from fmoe.errors import UserError, printable
 from pretrain.config import ModelConfig
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
-from pretrain.interchange.deepseek import is_dense_first
+from pretrain.interchange.deepseek import DENSE_FIRST, num_dense
 from pretrain.interchange.family import Demand, Family, toml
 from pretrain.interchange.folder import CONFIG
 from pretrain.interchange.llama import weights_sum_to_one
@@ -31,12 +31,10 @@ SCRIPT = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"
 
 # Conditions under which llama.cpp computes the same logits as transformers.
-_EVERY_LAYER = Demand(
-    "moe_layers",
-    lambda m: len(m.layers_with_experts) == len(m.layer_numbers),
-    "none, with model.moe_every=1: experts in every layer",
+_EVERY_LAYER = (
+    Demand("moe_layers", lambda m: not m.moe_layers or not num_dense(m), "experts in every layer"),
+    Demand("moe_every", lambda m: bool(m.moe_layers) or not num_dense(m), "1: experts in every layer"),
 )
-_DENSE_FIRST = Demand("moe_layers", is_dense_first, "experts in all layers but the first ones")
 _SUM_TO_ONE = (
     Demand("gate", lambda m: m.gate != "switch", "naive, whose weights sum to one"),
     Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
@@ -62,24 +60,24 @@ _LITE = Demand(
     "none if and only if model.num_layers is 26 or 27, or 48 with model.vocab_size=128256",
 )
 FAMILIES: Mapping[str, tuple[Demand, ...]] = {
-    "mixtral": (_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
-    "qwen3_moe": (_EVERY_LAYER, *_SUM_TO_ONE),
-    "qwen2_moe": (_EVERY_LAYER, _AS_THEY_ARE, _PLAIN_HEADS, _UNTIED),
+    "mixtral": (*_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
+    "qwen3_moe": (*_EVERY_LAYER, *_SUM_TO_ONE),
+    "qwen2_moe": (*_EVERY_LAYER, _AS_THEY_ARE, _PLAIN_HEADS, _UNTIED),
     "olmoe": (
-        _EVERY_LAYER,
+        *_EVERY_LAYER,
         _AS_THEY_ARE,
         _PLAIN_HEADS,
         _UNTIED,
         Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "1e-5"),
         Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "none"),
     ),
-    "granitemoe": (_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
-    "deepseek_moe": (_DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
+    "granitemoe": (*_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
+    "deepseek_moe": (*DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
     "deepseek_v2": (_LITE, Demand("gate_options", lambda m: not m.gate_options, "{}: no groups of experts")),
     "deepseek_v3": (_LITE, _NO_MTP),
     "glm4_moe": (_NO_MTP,),
     "ernie4_5_moe": (
-        _DENSE_FIRST,
+        *DENSE_FIRST,
         Demand(
             "num_shared_experts",
             lambda m: not m.num_shared_experts or m.shared_width * m.query_groups == m.dense_width,
@@ -157,7 +155,7 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
         The file's name.
 
     Raises:
-        UserError: llama.cpp's converter failed; the message ends with the last line that it printed to stderr.
+        UserError: llama.cpp's converter failed; the message ends with the last line of its stderr.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="fmoe-") as temporary:
@@ -174,7 +172,7 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
 
 
 def convert() -> None:
-    """Run llama.cpp's converter; ``sys.argv`` has its folder, the pre-tokenizer's name, and its own arguments."""
+    """Run llama.cpp's converter; ``sys.argv`` has its folder, the pre-tokenizer's name, and its arguments."""
     root, pre = sys.argv[1:3]
     del sys.argv[1:3]
     sys.path.insert(0, root)

@@ -144,7 +144,8 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         False if common.pt has no arguments: another program than Megatron-LM saved it.
 
     Raises:
-        UserError: an argument differs from the recipe, or fmoe does not support it; common.pt is missing or damaged.
+        UserError: an argument differs from the recipe; fmoe does not support an argument, or Megatron-LM a key of the
+            recipe; common.pt is missing, unreadable or damaged.
     """
     arguments = _arguments_in(path / COMMON)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
@@ -152,8 +153,8 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
             raise UserError(
                 f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({path / COMMON}): "
-                f"import with model.{ours}={toml(default)}, then set it in the recipe of the run that starts from the "
-                "imported checkpoint"
+                f"if the model was trained without it, import with model.{ours}={toml(default)}, then set it in the "
+                "recipe of the run that starts from the imported checkpoint"
             )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
@@ -183,7 +184,7 @@ def _arguments_in(path: Path) -> Mapping[str, Any]:
             common = pickle_in(archive)
         arguments = common.get("args")
     except DAMAGE as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+        raise UserError(f"{path} is damaged or cannot be read: {error}") from error
     if not isinstance(arguments, Made):
         return {}
     state = arguments.state
@@ -218,9 +219,10 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "apply_layernorm_1p", False, "norms without an added 1"
     for name in ("norm_epsilon", "layernorm_epsilon"):
         yield name, model.norm_eps, key("norm_eps")
-    yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}"
     for name in ("squared_relu", "quick_geglu"):
         yield name, False, key("activation")
+    else_gelu = "" if arguments.get("swiglu") else f"; without swiglu, Megatron-LM has an ungated {_gelu(arguments)}"
+    yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}{else_gelu}"
     yield "window_size", None if model.sliding_window is None else (model.sliding_window - 1, 0), key("sliding_window")
     if model.sliding_window is not None:
         which = arguments.get("window_attn_skip_freq")
@@ -251,11 +253,12 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
 
 
 def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
-    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if there is none.
-
-    Without ``swiglu``, blocks are ungated with GELU, which is the tanh approximation if it is fused with the biases.
-    """
+    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if there is none."""
     if model.gated:
         return True if model.activation == "silu" else "neither"
-    is_fused = arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear")
-    return False if model.activation == ("gelu_tanh" if is_fused else "gelu") else "neither"
+    return False if model.activation == _gelu(arguments) else "neither"
+
+
+def _gelu(arguments: Mapping[str, Any]) -> str:
+    """Return our name of Megatron-LM's GELU: the tanh approximation if it is fused with the biases."""
+    return "gelu_tanh" if arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear") else "gelu"

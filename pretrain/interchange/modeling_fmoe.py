@@ -113,7 +113,7 @@ class _Attention(nn.Module):
         raise NotImplementedError
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
-        """Attend; ``mask`` is bool [B, 1, S, K], True where a query sees a key, or None for causal attention."""
+        """Attend; ``mask`` is bool [B or 1, 1, S, K], True where a query sees a key, or None for causal attention."""
         query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
         if cache is not None:
             keys, values = cache.update(keys, values, self.index)
@@ -327,8 +327,8 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
     """A GPT, with the logits of ``fmoe evaluate`` and the greedy texts of ``fmoe generate``.
 
     `generate` lifts the limit of ``eval_capacity_factor``, as ``fmoe generate`` does: with the limit, the output for a
-    token would depend on later tokens. In training mode, the loss includes the balance losses of the recipe. Noise and
-    dropout in training are as in the recipe, but not keyed by step and token.
+    token would depend on later tokens. In training mode, the loss includes the recipe's balance loss and z-loss. Noise
+    and dropout in training are as in the recipe, but not keyed by step and token.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types

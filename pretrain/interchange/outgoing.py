@@ -71,7 +71,7 @@ def export_checkpoint(
 
     Raises:
         UserError: the checkpoint is damaged or has non-finite weights; the family or llama.cpp does not support the
-            model; the tokenizer cannot be converted to tokenizer.json; ``out`` is not empty; the disk is full.
+            model; the tokenizer is unreadable or cannot be converted; ``out`` is not empty; the disk is full.
     """
     refuse_output(out)
     checkpoint = open_checkpoint(source)
@@ -114,7 +114,7 @@ def export_checkpoint(
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
-    """Return the recipe in a checkpoint's state. Raises UserError: it is missing or invalid."""
+    """Return the recipe in a checkpoint's state. Raises UserError if it is missing or invalid."""
     values: Any = checkpoint.state.get("recipe")
     if not isinstance(values, dict):
         raise UserError(f"{checkpoint.path} has no recipe in its state")
@@ -137,11 +137,11 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
     try:
         return open_tokenizer(recipe, given, checkpoint.state.get("data", {}).get("tokenizer"))
     except UserError as error:
-        raise UserError(f"{error}; pass --tokenizer FILE with its new path, or --tokenizer none") from error
+        raise UserError(f"{error}; pass the model's tokenizer with --tokenizer FILE, or --tokenizer none") from error
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Return the weights' common dtype; raise UserError unless names and sizes are those of ``found``."""
+    """Return the weights' dtype; raise UserError unless they have one, and names and sizes are those of ``found``."""
     ours = {place.ours: place for place in found if place.ours}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]

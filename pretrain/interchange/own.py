@@ -1,4 +1,4 @@
-"""The family ``fmoe``: our own models in the format of transformers, whose code is `modeling_fmoe` and this library."""
+"""The family ``fmoe``: our own models for transformers, which runs them with `modeling_fmoe` and this library."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -171,4 +171,4 @@ FMOE = Family(
     left_out="model/mtp.",
     copies={"output_layer.weight": "embedding.word_embeddings.weight"},
 )
-"""Any GPT of a recipe. Loading it needs this library, so "auto" tries it last."""
+"""Any GPT without plugins. Loading it needs this library, so "auto" tries it last."""

@@ -1,8 +1,8 @@
 """Reading pickles without running them.
 
 A pickle is a program for a stack machine that may call any function. `parse` runs only the instructions that build data
-(numbers, strings, lists, dicts, tuples). Where the program names a class or calls it, `parse` records the name and the
-arguments, and imports and calls nothing. This suffices for the pickles inside torch's checkpoints.
+(numbers, strings, lists, dicts, sets, tuples). Where the program names a class or calls it, `parse` records the name
+and the arguments, and imports and calls nothing. This suffices for the pickles inside torch's checkpoints.
 """
 
 import pickletools
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 @dataclass(frozen=True)
 class Name:
-    """A class, function or constant that a pickle names: ``torch.float32``."""
+    """A class, function or constant that a pickle names, such as ``torch.float32``."""
 
     text: str
 
@@ -69,7 +69,7 @@ def parse(data: bytes | BinaryIO) -> Any:
     """Return the value of a pickle, with `Name`, `Made` and `Persistent` in place of other objects.
 
     Raises:
-        ValueError: it is damaged, or uses an instruction that the pickles of torch do not need.
+        ValueError: it is damaged, or has an instruction or a value that the pickles of torch do not need.
     """
     try:
         return _run(data)
@@ -150,7 +150,7 @@ def _run(data: bytes | BinaryIO) -> Any:
         elif name == "BINPERSID":
             stack.append(Persistent(stack.pop()))
         else:
-            raise ValueError(f"malformed pickle (instruction {name} is not supported)")
+            raise ValueError(f"unsupported pickle (instruction {name})")
     raise ValueError("malformed pickle (it ends without STOP, perhaps truncated): copy the file again")
 
 
@@ -163,14 +163,14 @@ def _tuple(values: list[Any]) -> tuple:
     made.size = len(values) + sum(getattr(value, "size", len(value)) for value in inner)
     if made.depth > _MAX_DEPTH or made.size > _MAX_SIZE:
         raise ValueError(
-            f"malformed pickle (a tuple of depth {made.depth} with {made.size} elements; the limits are {_MAX_DEPTH} "
+            f"unsupported pickle (a tuple of depth {made.depth} with {made.size} elements; the limits are {_MAX_DEPTH} "
             f"and {_MAX_SIZE})"
         )
     return made
 
 
 def _key(value: Any) -> Any:
-    """Return a key of a dict or an element of a set: a plain value, an object, or a tuple of plain values."""
+    """Return a key of a dict or an element of a set, which must be plain, a `Name`, a `Made`, or a tuple of these."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, str | int | float | bytes | Name | Made | None):
             kind = "tuple" if isinstance(each, tuple) else type(each).__name__

@@ -1,7 +1,7 @@
 """Encoder-decoders: T5 (arXiv 1910.10683) and the Switch Transformer (arXiv 2101.03961).
 
 T5 does not scale attention scores by d^-0.5 for heads of width d; fmoe does, unless ``attention_scale`` is 1. An import
-sets this for widths that are not powers of 4, such as T5-3B's. Otherwise, an import multiplies the query matrices by
+sets it to 1 for widths that are not powers of 4, such as T5-3B's. Otherwise, an import multiplies the query matrices by
 d^0.5, and an export divides them by it, which is exact for powers of 4.
 """
 
@@ -31,9 +31,9 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     product = tensor * factor
     if not torch.equal(product / factor, tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
+        advice = "" if tensor.dtype == torch.float32 else ": use float32 weights"
         raise UserError(
-            f"queries cannot be multiplied by {factor}, as T5's scores require, without rounding in {dtype}: use "
-            "float32"
+            f"queries cannot be multiplied by {factor}, as T5's scores require, without rounding in {dtype}{advice}"
         )
     return product
 
@@ -253,7 +253,8 @@ def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str,
     """Return config.json with ``tie_word_embeddings`` set by the weights.
 
     transformers 5 writes the key as true for every T5, but ties the output layer only if its weights equal the
-    embedding's. Whether it scales the layer's input is in ``scale_decoder_outputs`` or, if that is missing, in the key.
+    embedding's. Whether it scales the input of the output layer is in ``scale_decoder_outputs`` or, if that is missing,
+    in the key.
     """
     config = dict(config)
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
@@ -301,7 +302,7 @@ T5 = Family(
 
 
 def _with_experts(depth: int, step: int) -> list[int]:
-    """Return the layers of a stack, from 0, that have experts at a sparse step, by transformers' rule."""
+    """Return the layers of a stack, counted from 0, that have experts at a sparse step, by transformers' rule."""
     return [n for n in range(depth) if step == 1 or (step > 1 and n % step == 1)]
 
 

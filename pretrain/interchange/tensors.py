@@ -131,7 +131,7 @@ class Entry:
         transform: conversion from ours to theirs, and back.
         dtype: None for weights, which have the model's dtype; torch.uint8 for MXFP4, which import converts to the
             model's dtype; else the dtype of a buffer on both sides.
-        stack: the stack of an encoder-decoder that has the entry, in which ``{layer}`` counts; None for other models.
+        stack: the stack of an encoder-decoder within which ``{layer}`` counts; None for entries of no such stack.
         when: tests whether a model has the tensors.
     """
 

@@ -114,8 +114,8 @@ def _proto(tokenizer: Tokenizer) -> Any:
 def _suits_llama_cpp(proto: Any) -> bool:
     """Return whether llama.cpp encodes text as the sentencepiece model does.
 
-    llama.cpp merges by score, falls back to bytes, and normalizes nothing but the first space. With a unigram model's
-    scores, it would give other tokens.
+    llama.cpp merges by score, falls back to bytes, and normalizes nothing except for a first space. With a unigram
+    model's scores, it would give other tokens.
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
@@ -131,7 +131,10 @@ def _converted(tokenizer: Tokenizer, proto: Any) -> bytes:
     pieces = [(p.piece.replace(_SPACE_MARK, " ") if is_plain else p.piece, p.score, p.type) for p in proto.pieces]
     vocabulary = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     if len(vocabulary) != len(pieces):
-        raise UserError(f"{tokenizer.path} has pieces that differ only in a space or U+2581: export is not supported")
+        raise UserError(
+            f"{tokenizer.path} has pieces that differ only in a space or U+2581, which export does not support: pass "
+            "--tokenizer none"
+        )
     kind, has_bytes = proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback
     unknown = next(piece for piece, _, type_ in pieces if type_ == UNKNOWN)
     if kind == _BPE:
@@ -141,7 +144,10 @@ def _converted(tokenizer: Tokenizer, proto: Any) -> bytes:
         scored = [(piece, score if type_ in (NORMAL, UNUSED) else _NEVER) for piece, score, type_ in pieces]
         model = tokenizers.models.Unigram(scored, unk_id=vocabulary[unknown], byte_fallback=has_bytes)
     else:
-        raise UserError(f"{tokenizer.path} is a model of words or characters: only bpe and unigram can be exported")
+        raise UserError(
+            f"{tokenizer.path} is a model of words or characters; export supports only bpe and unigram: pass "
+            "--tokenizer none"
+        )
     result = tokenizers.Tokenizer(model)
     decoders = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()] if has_bytes else []
     if not is_plain:
@@ -196,12 +202,12 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
         if found != expected and not are_equally_likely(tokenizer, found, expected):
             raise UserError(
                 f"the tokenizer {tokenizer.path} is not supported: written as {TOKENIZER}, it tokenizes {text!r} "
-                "differently; pass --tokenizer FILE with another file, or --tokenizer none"
+                "differently; pass --tokenizer none"
             )
 
 
 def are_equally_likely(tokenizer: Tokenizer, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether a unigram model scores both ways to cut a text equally."""
+    """Return whether a sentencepiece model scores two ways to cut the same text equally."""
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
         return False
     scores = [sum(map(tokenizer.score, ids)) for ids in (one, other)]

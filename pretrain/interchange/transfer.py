@@ -196,7 +196,7 @@ def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
     """Open a folder of DCP or safetensors.
 
     Raises:
-        UserError: the folder is missing or of an unknown format, or its ``.metadata`` is damaged.
+        UserError: the folder is missing or of an unknown format; otherwise, see `DcpFolder`.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
@@ -280,7 +280,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the states of the run and of its ranks; without the optimizer's tensors, those for weights only."""
+    """Return the states of the run and of its ranks; without the optimizer's tensors, see `weights_only`."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []
@@ -331,7 +331,7 @@ def _check_resumable(
 
 
 def weights_only(recipe: Recipe) -> dict[str, Any]:
-    """Return the state of a checkpoint that only ``train.init_from`` can use."""
+    """Return the state of a checkpoint with which ``train.init_from`` can start a run, but which no run can resume."""
     return {"step": 0, "recipe": asdict(recipe), "weights_only": True}
 
 

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
 
     Raises:
         UserError: a folder does not exist or, without ``--live``, has no run with a step; a file is damaged; the output
-            file or the port is unavailable.
+            file or the port is unavailable; options exclude each other.
     """
     parser = Parser(
         prog="fmoe report",
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--port {arguments.port} requires --live")
     out = arguments.out or (arguments.runs[0] / REPORT if len(arguments.runs) == 1 else Path(REPORT))
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder: pass a file")
+        raise UserError(f"{out} is a folder: pass a file with --out")
     size = write_report(arguments.runs, out)
     print(f"report: {out}  ({size / 1e3:,.0f} kB)")
     return 0

@@ -67,8 +67,8 @@ def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = Tru
         requires_steps: refuse runs without a step.
 
     Raises:
-        UserError: a folder does not exist or, with ``requires_steps``, has no step; a file is damaged; ``path`` is not
-            writable.
+        UserError: a folder does not exist, is given twice or, with ``requires_steps``, has no step; a file is damaged;
+            ``path`` is not writable.
     """
     runs = read_runs(folders, requires_steps=requires_steps)
     text = page(encode(runs)).encode()

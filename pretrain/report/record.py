@@ -74,8 +74,8 @@ class Curves:
         self._count[span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps and values of a series: the extremes of every span by step, and the last values. A span in which
-        all logged values are not finite is NaN."""
+        """Return steps and values of a series: the extremes of every span by step, and the last values. A span with
+        values, but no finite one, is NaN."""
         column = self.names[name]
         has = self._count[:, column] > 0
         low, high = self._low[has, column], self._high[has, column]
@@ -96,13 +96,14 @@ class Curves:
         return self._sum_at[has, column] / count[has], self._sum[has, column] / count[has]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of all finite values, or None."""
+        """Return the mean of all finite values; None without any."""
         if name not in self.names or not (count := self._count[:, self.names[name]].sum()):
             return None
         return float(self._sum[:, self.names[name]].sum() / count)
 
     def thinned(self, points: int) -> "Curves":
-        """Return self, or a copy with longer spans if all series together have more than ``points`` points."""
+        """Return self, or a copy with longer spans: they double while all series together have more than ``points``
+        points and more than 16 spans are in use."""
         curves = self
         while 2 * curves._used * len(curves.names) > points and curves._used > 16:
             curves = copy.deepcopy(curves) if curves is self else curves
@@ -167,7 +168,7 @@ class Loads:
 
     Args:
         sizes: number of experts by layer number, for layers with experts.
-        cells: upper bound on spans x experts of all layers.
+        cells: upper bound on spans x experts of all layers, unless there are only 4 spans.
     """
 
     def __init__(self, sizes: Mapping[int, int], cells: int = LOAD_CELLS):
@@ -231,7 +232,7 @@ class Record:
     Attributes:
         step: last logged step; None before the first row.
         curves: series of the whole model, and ``seconds``, the running sum of ``step_seconds``.
-        layers: series of layers, named ``N/entropy``.
+        layers: series of layers, named like ``3/entropy``.
         loads: expert loads; None without any.
         last: latest value of each series of the whole model, finite or not.
         last_finite: (step, value) of the latest finite value of each series.
@@ -254,7 +255,7 @@ class Record:
         """Add a row, in order of steps.
 
         Raises:
-            UserError: the number of experts of a layer has changed.
+            UserError: a layer's number of experts differs from the first row with loads.
         """
         step = self.step = row["step"]
         whole: dict[str, float] = {}
@@ -307,7 +308,9 @@ class Record:
         for layer, load in loads.items():
             if len(load) != self.loads.sizes.get(layer):
                 was = self.loads.sizes.get(layer, "none")
-                raise UserError(f"step {step} has {len(load)} experts in layer {layer}; the first step has {was}")
+                raise UserError(
+                    f"step {step} has {len(load)} experts in layer {layer}; the first step with loads has {was}"
+                )
         self.loads.add(step, loads)
 
 

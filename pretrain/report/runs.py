@@ -72,7 +72,7 @@ class MetricsFile:
     def _read_what_counts(self) -> None:
         """Read the whole file again: the first pass finds the rows that no later row replaces, the second adds them."""
         self.record, self._read, self._lines = Record(), 0, 0
-        kept: list[tuple[int, int]] = []
+        kept: list[tuple[int, int, int]] = []
         with self.path.open("rb") as file:
             for line in self._complete_lines(file):
                 found = _STEP.match(line)
@@ -80,11 +80,10 @@ class MetricsFile:
                 is_back = bool(kept) and kept[-1][0] > step
                 while is_back and kept and kept[-1][0] >= step:
                     kept.pop()
-                kept.append((step, self._read - len(line)))
-            lines, self._lines = self._lines, 0
-            for _, offset in kept:
+                kept.append((step, self._read - len(line), self._lines))
+            lines = self._lines
+            for _, offset, self._lines in kept:  # for errors
                 file.seek(offset)
-                self._lines += 1
                 self._add(self._parse(file.readline()))
             self._lines = lines
 
@@ -153,7 +152,7 @@ class RunFolder:
     def require_steps(self) -> None:
         """Raise UserError if the run has no step yet."""
         if not (self.folder / METRICS).is_file():
-            raise UserError(f"{self.folder} is not a run folder: it has no {METRICS}")
+            raise UserError(f"{self.folder} has no {METRICS}: pass the folder of a run that has trained")
         if self.record.step is None:
             raise UserError(f"{self.folder / METRICS} has no step yet")
 

@@ -1,7 +1,7 @@
 """``metrics.jsonl``: the record of a run, one strict JSON object per line.
 
 A line is complete with its newline. Each is a single ``write`` to a file opened for appending, so a killed process
-leaves at most one incomplete line, the last, which readers skip and the next start removes.
+leaves at most one incomplete line, the last, which readers skip and a resumed run removes.
 """
 
 import errno

@@ -38,8 +38,9 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report; layer metrics are always in "Routing". Metrics outside ``more`` and ``events``
-            also have a figure in "Numbers": the last value, but in ``speed`` the mean unless ``is_exact``.
+        section: section of the report; layer metrics are always in "Routing". These, and metrics outside
+            ``more`` and ``events``, also have a figure in "Numbers": the mean over the steps for metrics in ``speed``
+            that are not ``is_exact``, the last value for the others.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: True if ``fmoe evaluate`` reports the layer metric.
@@ -147,7 +148,7 @@ def register_metric(metric: Metric) -> None:
     """Declare a metric of a callback or, with ``reduce``, of each layer with experts.
 
     Raises:
-        UserError: another metric has this name.
+        UserError: one of fmoe's metrics has this name, or another whose ``unit`` or ``doc`` differs.
     """
     for index, declared in enumerate(DECLARED):
         if declared.name == metric.name:

@@ -11,7 +11,7 @@ from pretrain.tracking.tracker import Metrics
 
 
 class TensorBoardTracker:
-    """Log numbers as scalars, lists as histograms with a bar per element, and the load of all layers as an image. Text
+    """Log numbers as scalars, lists as histograms of at most 512 bars, and the load of all layers as an image. Text
     other than the config is not logged.
 
     Args:
@@ -34,7 +34,7 @@ class TensorBoardTracker:
         self._writer.add_text("config", "\n".join("    " + line for line in text.splitlines()), resume_step or 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Add one event per metric."""
+        """Add an event for each number, list and picture."""
         for key, value in metrics.items():
             if isinstance(value, list | tuple):
                 self._add_bars(key, step, value)

@@ -92,7 +92,7 @@ class Trackers:
 
 
 def kept_id(path: Path, *, is_new: bool) -> str:
-    """Return the id in a file of the run folder; for a new run or without the file, write a new id there.
+    """Return the id in a file of the run folder; for a new run or without the file, write a new id there first.
 
     A dashboard that cannot remove logged steps shows each start or resume of a run as a separate run; the id groups
     them.

@@ -23,7 +23,8 @@ class WandbTracker:
     """Log to wandb. The run folder keeps the id of its first wandb run.
 
     Online, a resumed run continues the wandb run of that id; the server keeps the steps that it already has. Offline,
-    where logged steps cannot be removed, a resumed run is a new wandb run in the group of that id.
+    where logged steps cannot be removed, a resumed run is a new wandb run in the group of that id, or in
+    ``WANDB_RUN_GROUP`` if set.
 
     wandb neither prints nor prompts. Without an API key, or with ``WANDB_MODE=offline``, data stays on the machine.
 

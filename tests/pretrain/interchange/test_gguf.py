@@ -239,7 +239,7 @@ def bits(weight):
 @pytest.mark.parametrize(
     ("family", "values", "tokenizer_kind", "message"),
     [
-        ("qwen3_moe", {"moe_every": 2, "num_layers": 2}, "byte-level", r"model\.moe_layers=.*every layer"),
+        ("qwen3_moe", {"moe_every": 2, "num_layers": 2}, "byte-level", r"model\.moe_every=2 .*every layer"),
         ("qwen3_moe", {"normalize": False}, "byte-level", r"model\.normalize=false"),
         ("qwen3_moe", {"gate": "switch", "top_k": 1}, "byte-level", r"model\.gate=switch"),
         ("qwen3_moe", {"rope_scaling": "yarn"}, "byte-level", r"model\.rope_scaling=yarn"),

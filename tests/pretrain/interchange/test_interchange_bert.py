@@ -172,7 +172,7 @@ CONFIGS = {
     "relative positions": ({"position_embedding_type": "relative_key"}, "position_embedding_type=relative_key"),
     "plain BERT": ({"model_type": "bert"}, "model_type=bert is not supported: .*megatron-bert"),
     "fewer layers": ({"num_hidden_layers": 1}, "has the tensor bert.encoder.layer.1.*not part of this megatron-bert"),
-    "shorter": ({"max_position_embeddings": 30}, r"has shape \[32, 32\], but config.json has \[30, 32\]"),
+    "shorter": ({"max_position_embeddings": 30}, r"has shape \[32, 32\], but config.json implies \[30, 32\]"),
 }
 
 

@@ -148,7 +148,7 @@ CONFIGS = {
     "another family": (
         "mixtral",
         {"model_type": "llama"},
-        "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
+        "model_type=llama is not supported: it must be one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
     "another format": ("mixtral", {"fmoe_format": "other"}, "fmoe_format=other is not supported"),
@@ -187,7 +187,11 @@ CONFIGS = {
     "no experts in any layer": ("qwen", {"decoder_sparse_step": 9}, "no layer has experts"),
     "dense layers that are not there": ("qwen", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
     "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "model.top_k=5 exceeds"),
-    "another shape": ("mixtral", {"intermediate_size": 23}, r"has shape \[24, 32\], but config.json has \[23, 32\]"),
+    "another shape": (
+        "mixtral",
+        {"intermediate_size": 23},
+        r"has shape \[24, 32\], but config.json implies \[23, 32\]",
+    ),
     "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of this mixtral"),
     "more layers": ("mixtral", {"num_hidden_layers": 3}, "has no tensor model.layers.2"),
     "tied, with another output": ("mixtral", {"tie_word_embeddings": True}, "lm_head.weight differs"),
@@ -260,12 +264,15 @@ def test_folders_that_are_none(mixtral, qwen, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
     refused(folder, out, r"has pickled weights \(pytorch_model.bin\), which can run code and are not read")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}}))
-    refused(folder, out, "names '../../elsewhere.safetensors', which is not a safetensors file of the folder")
+    refused(folder, out, "names '../../elsewhere.safetensors', which must be a file name of letters")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     refused(folder, out, "model-1.safetensors is missing; model.safetensors.index.json names it")
     (folder / INDEX).unlink()
     (folder / WEIGHTS).write_bytes((mixtral / WEIGHTS).read_bytes()[:-100])
     refused(folder, out, "model.safetensors cannot be read")
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2}  # the number of layers depends on the weights
+    (folder / CONFIG).write_text(json.dumps(config))
+    refused(folder, out, f"^{folder}/model.safetensors cannot be read")
     (folder / CONFIG).write_text("{")
     refused(folder, out, "config.json cannot be read")
 

@@ -147,7 +147,11 @@ CONFIGS = {
         "expert_capacity=0 must be an integer of at least 1",
     ),
     "fewer layers": ("t5", {"num_decoder_layers": 2}, "has the tensor decoder.block.2.*not part of this t5"),
-    "more experts": ("switch_transformers", {"num_experts": 5}, r"has shape \[4, 24\], but config.json has \[5, 24\]"),
+    "more experts": (
+        "switch_transformers",
+        {"num_experts": 5},
+        r"has shape \[4, 24\], but config.json implies \[5, 24\]",
+    ),
 }
 
 

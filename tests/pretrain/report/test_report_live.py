@@ -40,9 +40,9 @@ def test_the_file_lies_in_the_run_or_where_it_is_wanted(tmp_path, monkeypatch, c
     ("argv", "message"),
     [
         (["nowhere"], "nowhere is not a run folder"),
-        (["empty"], "empty is not a run folder: it has no metrics.jsonl"),
+        (["empty"], "empty has no metrics.jsonl"),
         (["run", "run"], "run is given twice"),
-        (["run", "--out", "empty"], "--out empty is a folder"),
+        (["run", "--out", "empty"], "empty is a folder: pass a file with --out"),
         (["run", "--port", "80"], "--port 80 requires --live"),
         (["run", "--live", "--out", "x.html"], "--out x.html and --live"),
         (["run", "--live", "--port", "70000"], "--port 70000 must be between 0 and 65535"),

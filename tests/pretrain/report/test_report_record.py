@@ -161,5 +161,5 @@ def test_seconds_add_up():
 
 
 def test_another_number_of_experts_is_an_error():
-    with pytest.raises(UserError, match="step 2 has 3 experts in layer 1; the first step has 2"):
+    with pytest.raises(UserError, match="step 2 has 3 experts in layer 1; the first step with loads has 2"):
         record_of({"step": 1, "moe/layer_1/load": [0.5, 0.5]}, {"step": 2, "moe/layer_1/load": [0.5, 0.5, 0.0]})

@@ -54,6 +54,9 @@ def test_where_the_record_goes_back_the_later_rows_count(tmp_path):
         more.write(json.dumps({"loss": 4.0, "step": 3}) + "\n" + line(4, loss=4.0) + line(2, loss=6.0))
     file.refresh()
     assert file.record.curves.points("loss")[1].tolist() == [1.0, 6.0]
+    file.path.write_text("".join(parts[:4]) + '{"step": 3}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 5: "):
+        MetricsFile(file.path).refresh()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_nothing_to_show_is_one_clear_error(tmp_path):
         RunFolder(tmp_path / "nowhere")
     run = RunFolder(tmp_path)
     run.refresh()
-    with pytest.raises(UserError, match=r"it has no metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl: pass"):
         run.require_steps()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
     run.refresh()
