@@ -87,10 +87,9 @@ class Layout:
         return self._tokens(x, mask, token_ids, seed, None)
 
     def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> None:
-        if x.dim() < 2 or x.shape[-1] != self.d_model:
-            raise UserError(f"the input has shape {tuple(x.shape)}; it must be [..., tokens, d_model={self.d_model}]")
-        if not x.is_floating_point():
-            raise UserError(f"the input has dtype {x.dtype}; it must be floating point")
+        if x.dim() < 2 or x.shape[-1] != self.d_model or not x.is_floating_point():
+            found, valid = f"shape {tuple(x.shape)} and dtype {x.dtype}", f"[..., tokens, d_model={self.d_model}]"
+            raise UserError(f"the input has {found}; it must be {valid} and floating point")
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
                 raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have shape {tuple(x.shape[:-1])}")
