@@ -42,8 +42,8 @@ class ModelConfig:
     attention_output_bias: bool = False
     """Add a bias to the output of attention (needs model.kind=gpt)."""
     attention_sinks: bool = False
-    """Add a learned score per head to the denominator of attention's softmax, initially 0 (GPT-OSS, arXiv 2508.10925;
-    needs model.kind=gpt)."""
+    """Add exp(s) to the denominator of attention's softmax, with a learned s per head, initially 0 (GPT-OSS, arXiv
+    2508.10925; needs model.kind=gpt)."""
     sliding_window: int | None = None
     """Number of tokens, up to and including itself, that a token attends to in `sliding_layers`; None for all (needs
     model.kind=gpt)."""
@@ -206,7 +206,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """Kind whose prediction task the model has: gpt, t5 or bert; gpt for registered kinds."""
+        """Prediction task, named by the kind that has it: gpt (also for registered kinds), t5 or bert."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property
@@ -320,8 +320,8 @@ class ModelConfig:
             raise UserError("model.qkv_bias=true is not supported with model.linear_bias=true, which includes it")
         if self.linear_bias and self.num_experts:
             raise UserError(
-                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: experts have an option of "
-                "their own, model.expert_options.bias"
+                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: it adds no bias to "
+                "experts, whose option is model.expert_options.bias"
             )
         if not self.tied_output_bias and not (self.kind == "t5" and self.tie_embeddings):
             raise UserError(
@@ -359,7 +359,7 @@ class ModelConfig:
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UserError(f"model.{name}={value} is not positive; use none to drop nothing")
+                raise UserError(f"model.{name}={value} must be positive or none")
         if not 0 <= self.jitter < 1:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
         self._check_mtp()
@@ -450,9 +450,9 @@ class ModelConfig:
         low, high = 2 * math.pi * self.rope_beta_slow, 2 * math.pi * self.rope_beta_fast * self.rope_theta
         if not low < self.rope_original_length < high:
             raise UserError(
-                f"model.rope_original_length={self.rope_original_length} must be between 2 pi model.rope_beta_slow="
-                f"{low:.1f} and 2 pi model.rope_beta_fast x model.rope_theta={high:.1f}: else YaRN scales all or no "
-                "wavelengths"
+                f"model.rope_original_length={self.rope_original_length} must be between {low:.1f} (2 pi "
+                f"model.rope_beta_slow) and {high:.1f} (2 pi model.rope_beta_fast x model.rope_theta): otherwise YaRN "
+                "scales all or no wavelengths"
             )
         if not self.rope_mscale > 0:
             raise UserError(f"model.rope_mscale={self.rope_mscale} is not positive")
