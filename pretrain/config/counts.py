@@ -87,11 +87,10 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
 
 
 def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
-    """Return the numbers of (matrix, other) parameters of a router, ``experts`` routed experts (before the split by
-    ``model.granularity``) and all shared ones."""
-    shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
-    # The axis of experts has size 1 here: a stack of biases is not a matrix.
-    matrices = sum(math.prod(shape) for shape in shapes if sum(size > 1 for size in shape) > 1)
+    """Return the numbers of (matrix, other) parameters of a router, ``experts`` routed experts and all shared ones."""
+    expert = [shape[1:] if shape[:1] == (1,) else shape for shape in expert_shapes(model)]  # without an axis of experts
+    shapes = expert * (experts * model.granularity) + router_shapes(model)
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
     shared, biases = _shared(model) if model.num_shared_experts else (0, 0)
     return matrices + shared, sum(map(math.prod, shapes)) - matrices + biases
 

@@ -61,11 +61,8 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file and package of ``run.imports``, by path; installed modules are left out.
-
-    Args:
-        recipe: a recipe that `import_plugins` returned.
-    """
+    """Return the SHA-256 of each file and package, not of installed modules, that `import_plugins` put into
+    ``run.imports``, by path."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):

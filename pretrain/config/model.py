@@ -33,7 +33,7 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of an attention head; None for hidden_size / num_heads."""
     qk_norm: bool = False
-    """Normalize queries and keys before the scores."""
+    """Normalize queries and keys of self-attention before the scores."""
     qk_norm_over: Literal["head", "all"] = "head"
     """Elements that qk_norm normalizes together: head for those of each head, all for those of all heads (OLMoE; needs
     norm=rms)."""
@@ -100,10 +100,10 @@ class ModelConfig:
     """YaRN keeps the wavelength of a pair of elements that makes at least this many turns in rope_original_length
     tokens."""
     rope_beta_slow: float = 1.0
-    """YaRN lengthens the wavelength of a pair of elements that makes at most this many turns in rope_original_length
-    tokens by the whole rope_factor; between rope_beta_slow and rope_beta_fast turns, by a part of it."""
+    """For a pair of elements that makes at most this many turns in rope_original_length tokens, YaRN multiplies the
+    wavelength by rope_factor; between rope_beta_slow and rope_beta_fast turns, by less."""
     rope_truncate: bool = True
-    """Round the indices of the pairs of elements at rope_beta_fast and rope_beta_slow to integers; false in GPT-OSS."""
+    """Round the indices of the pairs with rope_beta_fast and rope_beta_slow turns to integers; false in GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
@@ -150,14 +150,14 @@ class ModelConfig:
     divided by sqrt(2 num_layers), or sqrt(2 num_decoder_layers) in a t5's decoder."""
 
     num_experts: int = 8
-    """Number of routed experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
+    """Routed experts in each MoE layer, over all ranks, before the split by granularity; 0 for a dense model."""
     moe_layers: tuple[int, ...] = ()
     """Numbers of the layers with experts, from 1; a t5's decoder layers follow its encoder's; empty to use `moe_every`.
     """
     moe_every: int = 1
     """Every n-th layer has experts, starting with layer n; ignored if `moe_layers` is set."""
     top_k: int = 1
-    """Number of routed experts per token."""
+    """Number of routed experts per token, before the split by granularity."""
     expert: str = "ffn"
     """Kind of experts: ffn (with `activation` and `gated`), swiglu, geglu, or a registered kind."""
     expert_options: Mapping[str, Any] = field(default_factory=dict)

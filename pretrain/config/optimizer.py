@@ -22,9 +22,9 @@ class OptimizerConfig:
     """The optimizer and its schedule (docs/large-batch.md)."""
 
     name: str = "adamw"
-    """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute one
-    trust ratio per expert; muon orthogonalizes the momentum of hidden matrices, each expert's by itself, and updates
-    all other parameters with AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
+    """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute a
+    trust ratio for each matrix, and muon orthogonalizes the momentum of each hidden matrix; every expert has its own
+    matrices. muon updates all other parameters with AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
     lr: float = 2e-3
     """Peak learning rate, before lr_scaling."""
     min_lr: float = 2e-4

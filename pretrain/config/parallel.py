@@ -51,7 +51,7 @@ class ParallelConfig:
     """On a GPU, compute shared experts on a second stream, beside the exchange and the routed experts."""
     exchange: str = "all_to_all"
     """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical, deepep,
-    symmetric (docs/parallelism.md), or a registered one; does not change results."""
+    symmetric (docs/parallelism.md), or a registered one. Results are equal up to rounding."""
     chunks: int = 1
     """Number of parts into which each expert's rows are split, so that the communication of one overlaps with the
     computation of another."""

@@ -87,8 +87,7 @@ class CheckpointConfig:
     """Schedule and retention of checkpoints."""
 
     every: int = 100
-    """Steps between checkpoints; one is also written after the last step, and when a signal stops the run. 0 disables
-    all checkpoints."""
+    """Steps between checkpoints; the last step, also of a run that a signal stops, is saved too; 0 disables all."""
     keep: int = 2
     """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int | None = None
@@ -114,8 +113,7 @@ class GuardConfig:
     spike_history: int = 64
     """Minimum number of applied steps in the window for a step to be skipped as a spike."""
     collapse_window: int = 100
-    """Steps over which expert loads and router entropies are summed to detect collapsed routers; 0 disables these
-    warnings."""
+    """Steps over which expert loads and router entropies are summed to detect collapse; 0 disables the warnings."""
     collapse_cv: float = 1.5
     """Coefficient of variation of a layer's expert loads above which a warning is logged; it is sqrt(E - 1) if one of
     E experts gets all tokens."""

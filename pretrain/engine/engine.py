@@ -49,8 +49,7 @@ class StepResult:
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
         has_overflowed: True if the step was skipped for an fp16 overflow that a lower loss scale may cure.
-        mtp_losses: mean of the global batch for each further token of multi-token prediction, in nats per token; empty
-            without ``model.mtp_layers``.
+        mtp_losses: mean of the global batch for each of ``model.mtp_layers`` further tokens, in nats per token.
     """
 
     loss: float
@@ -100,9 +99,8 @@ class Engine:
         model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
-        last_loss: this rank's loss in the last training step; None before the first. The mean over data parallel ranks,
-            after the sum over context parallel ranks, is the loss of the global batch. Zero on all pipeline stages but
-            the last.
+        last_loss: this rank's loss in the last training step, zero on all pipeline stages but the last. Summed over
+            context parallel ranks and averaged over data parallel ranks, it is the loss of the global batch.
         grad_scaler: for fp16; None in other precisions.
         memories: memory of the training streams, one object per chunk; empty without ``model.memory_length``.
     """
@@ -289,8 +287,7 @@ class Engine:
 
     @torch.no_grad()
     def _update(self, grad_norm: float) -> None:
-        """Clip and apply the gradients, as the second half of Megatron's ``ChainedOptimizer.step``, which allows no
-        decision between its halves."""
+        """Run the second half of Megatron's ``ChainedOptimizer.step``, which allows no decision between its halves."""
         for part in self.optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_gradients(parameters, part.config.clip_grad, grad_norm)
@@ -408,6 +405,5 @@ class Engine:
         return self.kind.forward(model, batch), loss_function(batch, self.context_group.size())
 
     def routing(self) -> dict[int, StepReport]:
-        """Return the routing statistics since the last call, over all ranks and stages, by layer number (from 1).
-        Collective."""
+        """Return the routing statistics since the last call, over all ranks, by layer number (from 1). Collective."""
         return self._reports.collect()

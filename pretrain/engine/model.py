@@ -76,8 +76,7 @@ def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *optio
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raise UserError if a named part is unknown or refuses its options: kind of model, optimizer and, unless the model
-    is dense, gate, experts and exchange."""
+    """Raise UserError if the kind of model, optimizer, gate, experts or exchange is unknown or refuses its options."""
     model, parallel = recipe.model, recipe.parallel
     kind_of(recipe)
     check_optimizer(recipe)
@@ -96,11 +95,8 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Complete the key in a constructor's errors, and convert its TypeError or ValueError to a UserError.
-
-    Args:
-        table: key of the section that has the ``options``.
-    """
+    """Complete the key in a constructor's errors: ``options`` are in the section's ``table``. Convert its TypeError or
+    ValueError to a UserError."""
     try:
         yield
     except UserError as error:

@@ -229,8 +229,7 @@ def rank_state() -> dict[str, Any]:
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint at any split: model, optimizer, loss scale, progress of the schedule, memory of streams, random
-    generators.
+    """Load model, optimizer, progress of the schedule, memory of streams and random generators, at any split.
 
     Raises:
         UserError: the checkpoint lacks a tensor, or one differs in shape.

@@ -157,7 +157,7 @@ ERRORS = {
     "a module that exits": (["--run.imports", "antigravity_quits"], "antigravity_quits", "SystemExit"),
     "a name that is too long": (["--run.imports", "a" * 300], "run.imports=aaa", "too long"),
     "an endless number": (["--model.gate-options.bias", "1" * 5000], "model.gate_options.bias=111", "cannot be read"),
-    "a number as an activation": (["--model.expert-options.activation", "3"], "model.expert_options.activation=3", "name"),
+    "a number as an activation": (["--model.expert-options.activation", "3"], "expert_options.activation=3", "model."),
     "groups that are kept of none": (
         ["--model.gate", "naive", "--model.gate-options.kept-groups", "2"],
         "model.gate_options.kept_groups=2",
