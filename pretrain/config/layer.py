@@ -57,7 +57,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
 
     Raises:
-        UserError: an unknown gate, an option that it lacks, or one in the table that a key of its own sets.
+        UserError: an unknown gate, an option that it lacks, or one in the table that has a key of its own.
     """
     if model.gate not in GATES:
         raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
@@ -114,7 +114,7 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     differ from their defaults.
 
     Raises:
-        UserError: an unknown exchange, an option that it lacks, or one in the table that a key of its own sets.
+        UserError: an unknown exchange, an option that it lacks, or one in the table that has a key of its own.
     """
     if parallel.exchange not in EXCHANGES:
         names = known_names(parallel.exchange, sorted(EXCHANGES))
