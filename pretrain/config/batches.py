@@ -20,7 +20,7 @@ class Batches:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
-        """Return (first step, first sample of that step, sequences per step) for each batch size."""
+        """Return (first step, first sample of that step, sequences per step) for each batch size that a step has."""
         levels, step, sample = [], 0, 0
         count = (self.size - self.start) // self.increment
         for level in range(count):

@@ -46,7 +46,7 @@ LIMITS = {
     "guard.spike_window": 2**24,
     "guard.spike_history": 2**24,
 }
-# Keys for which infinity is meaningful: no bound.
+# Keys for which infinity is meaningful: no bound. Their lower bounds refuse -inf and NaN.
 MAY_BE_INFINITE = (
     "guard.spike_sigma",
     "guard.collapse_cv",
@@ -109,7 +109,7 @@ NOT_NEGATIVE = {
     "data": ("prefetch",),
     "model": (
         *("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers"),
-        *("rope_mscale_all_dim", "memory_length"),
+        *("rope_mscale_all_dim", "memory_length", "segment_types"),
     ),
     "optimizer": (
         "min_lr",
@@ -142,10 +142,10 @@ def check_values(recipe: Any) -> None:
     """Raise UserError for the first value of a `pretrain.config.recipe.Recipe` that is out of bounds."""
     for section in fields(recipe):
         for entry in fields(config := getattr(recipe, section.name)):
-            key, value = f"{section.name}.{entry.name}", getattr(config, entry.name)
+            name, value = f"{section.name}.{entry.name}", getattr(config, entry.name)
             is_table = isinstance(value, Mapping)  # gates, experts, ... check the limits of their options
-            for item in _leaves(value):
-                if isinstance(item, float) and not math.isfinite(item) and (key not in MAY_BE_INFINITE or item < 0):
+            for key, item in _leaves(name, value):
+                if isinstance(item, float) and not math.isfinite(item) and key not in MAY_BE_INFINITE:
                     raise UserError(f"{key}={item} is not a finite number")
                 if isinstance(item, int | float) and not isinstance(item, bool):
                     limit = LIMITS.get(key, MAX_INT if isinstance(item, int) and not is_table else math.inf)
@@ -165,17 +165,17 @@ def check_values(recipe: Any) -> None:
                 raise UserError(f"{part}.{name}={value} must be at least 0")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values and names in a list or table at any depth; any other value itself."""
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) for the values in a list or table at any depth and the names in a table, or for ``value``."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield name
-            yield from _leaves(item)
+            yield key, name
+            yield from _leaves(f"{key}.{name}", item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _leaves(item)
+            yield from _leaves(key, item)
     else:
-        yield value
+        yield key, value
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:
@@ -185,12 +185,12 @@ def divides(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_text(key: str, text: str) -> None:
-    """Raise UserError for control characters other than tab and line feed, line separators, invalid UTF-8, an empty
-    text where the key needs one, and an invalid path."""
+    """Raise UserError for control characters other than tab and line feed, line separators, invalid UTF-8, an invalid
+    path, and the empty text if the key is one of `NOT_EMPTY`."""
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"
     ):
-        raise UserError(f"{key}={text!a} has control characters or line separators, or is not UTF-8: remove them")
+        raise UserError(f"{key}={text!a} has control characters, line separators or invalid UTF-8: remove them")
     if not text and key in NOT_EMPTY:
         raise UserError(f"{key}='' must not be empty")
     if key in PATHS:
@@ -198,9 +198,9 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_path(key: str, text: str) -> None:
-    """Raise UserError for a path that is too long, or that is not a prefix of files where the key needs one."""
+    """Raise UserError for a path that is too long, or that names no file although the key is a prefix of files."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
-        raise UserError(f"{key}={text[:40]}... is too long: paths have at most 4095 bytes, names 255")
+        raise UserError(f"{key}={text[:40]}... is too long: a path has at most 4095 bytes, each name in it 255")
     if key in ("data.train", "data.validation") and not Path(text).name:
         raise UserError(f"{key}={text} must be the prefix of .bin and .idx files")

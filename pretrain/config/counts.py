@@ -39,9 +39,10 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     """Return the floating point operations per token of a training step, forward and backward.
 
-    Counts 6 operations for each active parameter of a matrix, output layer included, and adds the attention scores
-    (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms, biases and the embeddings of tokens and positions are not
-    counted. For a T5, returns the mean over the tokens of both stacks."""
+    Counts 6 operations for each active parameter of a matrix, output layer included, and adds those between tokens in
+    attention, without halving them for causal masks (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms, biases,
+    embeddings and Transformer-XL's projection of distances are not counted. For a T5, returns the mean over the tokens
+    of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
     far = 0 if model.sliding_window is None else max(0, length - model.sliding_window)  # tokens outside a window
@@ -70,7 +71,7 @@ def _relative_flops(model: ModelConfig) -> float:
 
 
 def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
-    """Return the numbers of (matrix, other) parameters of each layer, without its norms."""
+    """Return the numbers of (matrix, other) parameters of each layer, without norms and Transformer-XL's additions."""
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
@@ -87,7 +88,8 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
 
 def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
     """Return the numbers of (matrix, other) parameters of a router, ``experts`` routed experts and all shared ones."""
-    shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
+    expert = [shape[1:] if shape[:1] == (1,) else shape for shape in expert_shapes(model)]  # without an axis of experts
+    shapes = expert * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
     shared, biases = _shared(model) if model.num_shared_experts else (0, 0)
     return matrices + shared, sum(map(math.prod, shapes)) - matrices + biases

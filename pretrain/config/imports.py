@@ -23,8 +23,8 @@ _FILES: dict[Path, ModuleType] = {}  # files imported by this process
 def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
     """Import the plugins of a recipe, once per process, and return the recipe with files as absolute paths.
 
-    An entry of ``run.imports`` is a file ``path/to/name.py``, or the name of a module. A file's path is relative to the
-    current folder or to ``folder``. A module that is not installed may be a file or package in these folders.
+    An entry of ``run.imports`` is a file ``path/to/name.py``, or the name of a module. A relative path is looked up in
+    the current folder, then in ``folder``. A module that is not installed may be a file or package in these folders.
 
     Args:
         folder: folder of the recipe's file; None if there is no file.
@@ -55,14 +55,14 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
         path = Path(entry) if _is_file(entry) else _origin(entry)
         if path is not None and (not path.is_absolute() or path.resolve().is_relative_to(folder)):
             raise UserError(
-                f"run.imports={entry} of {folder} is relative or inside that folder: if you trust this code, pass its "
-                "path with --imports"
+                f"run.imports={entry} of {folder} is relative or inside that folder, whose code is not trusted"
             )
         _import(entry, [])
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each imported file or package, by path, of a recipe that `import_plugins` returned."""
+    """Return the SHA-256 of each file and package, not of installed modules, that `import_plugins` put into
+    ``run.imports``, by path."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):
@@ -78,7 +78,7 @@ def _import_entry_points() -> None:
         try:
             point.load()
         except (Exception, SystemExit) as error:
-            package = f" of the installed package {point.dist.name}" if point.dist else ""
+            package = f" in the installed package {point.dist.name}" if point.dist else ""
             raise UserError(f"{point.value}, an entry point of {GROUP}{package}, raised {_reason(error)}") from error
 
 
@@ -118,11 +118,11 @@ def _import(entry: str, folders: list[Path]) -> str:
             return str(found)
     except (Exception, SystemExit) as error:
         raise _failed(entry if found is None else str(found), error) from error
-    kind = "a file" if _is_file(entry) else "an installed module"
+    kind = "not a file" if _is_file(entry) else "not an installed module"
     if folders and not Path(entry).is_absolute():
-        kind += "" if _is_file(entry) else ", or a file or package of this name"
+        kind = kind if _is_file(entry) else "neither an installed module nor a file or package"
         kind += f" in {' or '.join(map(str, dict.fromkeys(folders)))}"
-    raise UserError(f"run.imports={entry} is not {kind}")
+    raise UserError(f"run.imports={entry} is {kind}")
 
 
 def _import_file(path: Path) -> None:

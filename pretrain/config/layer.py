@@ -57,7 +57,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
 
     Raises:
-        UserError: the gate has no such option, or another key sets it.
+        UserError: an unknown gate, an option that it lacks, or one in the table that has a key of its own.
     """
     if model.gate not in GATES:
         raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
@@ -67,7 +67,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     for name in _IF_SET:
         value = getattr(model, name)
         if value != getattr(ModelConfig, name):
-            if name not in (known or ()):
+            if known is not None and name not in known:
                 gates = ", ".join(other for other in sorted(GATES) if name in (option_names(GATES[other]) or ()))
                 raise UserError(
                     f"model.{name}={value} is not an option of model.gate={model.gate}; use it with {gates}"
@@ -98,11 +98,11 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     """Return the factors of the auxiliary losses that the recipe sets.
 
     Raises:
-        UserError: an unknown loss, or a factor that is negative or not a number.
+        UserError: an unknown loss, one with a key of its own, or a factor that is negative or not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
-    options = _from_table("loss", "model.loss_weights", model.loss_weights, model.gate, known)
+    options = _from_table("loss", "model.loss_weights", model.loss_weights, "the library's gates", known)
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise UserError(f"model.loss_weights.{name}={value} must be a number of at least 0")
@@ -110,26 +110,33 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's keywords: ``parallel.exchange_options``, and the keys of ``[parallel]`` that differ from
-    their defaults, since an exchange may lack the others.
+    """Return the exchange's keywords: ``parallel.exchange_options``, and the options with a key of ``[parallel]`` that
+    differ from their defaults.
 
     Raises:
-        UserError: an unknown exchange, or an option that it does not have.
+        UserError: an unknown exchange, an option that it lacks, or one in the table that has a key of its own.
     """
     if parallel.exchange not in EXCHANGES:
         names = known_names(parallel.exchange, sorted(EXCHANGES))
         raise UserError(f"parallel.exchange={parallel.exchange!r} is not known; {names}")
     options = {name: getattr(parallel, name) for name in _OF_EXCHANGE}
     options = {name: value for name, value in options.items() if value != getattr(ParallelConfig, name)}
-    if parallel.wire is not None:
-        options["wire_dtype"] = WIRE[parallel.wire]
     known = option_names(EXCHANGES[parallel.exchange])
     known = None if known is None else [name for name in known if name not in OF_LAYER]
-    table = parallel.exchange_options
+    for name, value in options.items():
+        if known is not None and name not in known:
+            others = ", ".join(other for other in sorted(EXCHANGES) if name in (option_names(EXCHANGES[other]) or ()))
+            raise UserError(
+                f"parallel.{name}={value} is not an option of parallel.exchange={parallel.exchange}; use it with "
+                f"{others}"
+            )
+    if parallel.wire is not None:
+        options["wire_dtype"] = WIRE[parallel.wire]
+    table = _from_table("exchange", "parallel.exchange_options", parallel.exchange_options, parallel.exchange, known)
     slots = table.get("slots")  # checked here, because no exchange is built with one expert parallel rank
-    if slots is not None and (type(slots) is not int or slots < 1):
+    if parallel.exchange == "padded" and slots is not None and (type(slots) is not int or slots < 1):
         raise UserError(f"parallel.exchange_options.slots={slots!r} is not a positive integer")
-    return options | _from_table("exchange", "parallel.exchange_options", table, parallel.exchange, known)
+    return options | table
 
 
 def _from_table(
@@ -138,18 +145,18 @@ def _from_table(
     """Return a table of options after a check of their names.
 
     Args:
-        owner: name of the gate, experts or exchange.
+        owner: what the options belong to, for the message: a gate, experts, an exchange.
         known: options that the owner takes; None if it takes any.
     """
     homes = HOMES[part]
     for name, value in options.items():
+        if known is not None and name not in known:
+            free = [other for other in known if other not in homes]
+            raise UserError(f"{table}.{name}={value} is not an option of {owner}; {known_names(name, free)}")
         if name in homes:
             why = homes[name].removeprefix("none: ")
             why = f"use the key {why}" if why == homes[name] else f"it is {why}"
             raise UserError(f"{table}.{name}={value} is not supported: {why}")
-        if known is not None and name not in known:
-            free = [other for other in known if other not in homes]
-            raise UserError(f"{table}.{name}={value} is not an option of {owner}; {known_names(name, free)}")
     return dict(options)
 
 
@@ -199,7 +206,7 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the gate's parameters. For a gate that is not imported, or that refuses its options, return
-    the shape of one matrix."""
+    that of one matrix [experts, hidden_size]."""
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
         with torch.device("meta"), random.keyed("sizes"):
@@ -209,8 +216,7 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of one routed expert. For experts that are not imported, return
-    the shapes of a feed-forward block with the recipe's activation."""
+    """Return the shapes of the parameters of one routed expert; for experts that are not imported, those of ``ffn``."""
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
     options = {**taken_options(name, of_model), **given}

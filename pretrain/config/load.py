@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import json
+import os.path
 import re
 import tomllib
 import types
@@ -20,7 +21,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the shipped recipes."""
+    """Return the names of the shipped recipes, sorted."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
@@ -35,7 +36,7 @@ def find_recipe(name: str) -> Path:
 
 def is_recipe(name: str) -> bool:
     """Return whether ``name`` is a file or the name of a shipped recipe."""
-    return Path(name).is_file() or name in shipped_recipes()
+    return os.path.isfile(name) or name in shipped_recipes()  # unlike Path.is_file, False for a name that is too long
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -70,7 +71,7 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
 
 
 def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a table with the entry at ``path`` set; the value itself for an empty path."""
+    """Return a table in which the entry at ``path`` is ``value``; the value itself for an empty path."""
     if not path:
         return value
     table = table if isinstance(table, Mapping) else {}
@@ -237,16 +238,17 @@ def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
     if type(None) in kinds and word in ("none", "None"):
         return None
     kind = next(kind for kind in kinds if kind is not type(None))
+    or_none = " or none" if type(None) in kinds else ""
     if kind is bool:
         if word.lower() not in _BOOLS:
-            raise UserError(f"{key}={word} must be true or false")
+            raise UserError(f"{key}={word} must be {'true, false or none' if or_none else 'true or false'}")
         return _BOOLS[word.lower()]
     if kind in (int, float):
         try:
             return kind(word)
         except ValueError:
             number = "an integer" if kind is int else "a number"
-            raise UserError(f"{key}={word} must be {number}{' or none' if type(None) in kinds else ''}") from None
+            raise UserError(f"{key}={word} must be {number}{or_none}") from None
     return _convert(word, hint, key)
 
 

@@ -33,7 +33,7 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of an attention head; None for hidden_size / num_heads."""
     qk_norm: bool = False
-    """Normalize queries and keys before the scores."""
+    """Normalize queries and keys of self-attention before the scores."""
     qk_norm_over: Literal["head", "all"] = "head"
     """Elements that qk_norm normalizes together: head for those of each head, all for those of all heads (OLMoE; needs
     norm=rms)."""
@@ -42,8 +42,8 @@ class ModelConfig:
     attention_output_bias: bool = False
     """Add a bias to the output of attention (needs model.kind=gpt)."""
     attention_sinks: bool = False
-    """Add a learned score per head to the denominator of attention's softmax, initially 0 (GPT-OSS, arXiv 2508.10925;
-    needs model.kind=gpt)."""
+    """Add exp(s) to the denominator of attention's softmax, with a learned s per head, initially 0 (GPT-OSS, arXiv
+    2508.10925; needs model.kind=gpt)."""
     sliding_window: int | None = None
     """Number of tokens, up to and including itself, that a token attends to in `sliding_layers`; None for all (needs
     model.kind=gpt)."""
@@ -100,10 +100,10 @@ class ModelConfig:
     """YaRN keeps the wavelength of a pair of elements that makes at least this many turns in rope_original_length
     tokens."""
     rope_beta_slow: float = 1.0
-    """YaRN lengthens the wavelength of a pair of elements that makes at most this many turns in rope_original_length
-    tokens by the whole rope_factor; between rope_beta_slow and rope_beta_fast turns, by a part of it."""
+    """For a pair of elements that makes at most this many turns in rope_original_length tokens, YaRN multiplies the
+    wavelength by rope_factor; between rope_beta_slow and rope_beta_fast turns, by less."""
     rope_truncate: bool = True
-    """Round the indices of the pairs of elements at rope_beta_fast and rope_beta_slow to integers; false in GPT-OSS."""
+    """Round the indices of the pairs with rope_beta_fast and rope_beta_slow turns to integers; false in GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
@@ -150,14 +150,14 @@ class ModelConfig:
     divided by sqrt(2 num_layers), or sqrt(2 num_decoder_layers) in a t5's decoder."""
 
     num_experts: int = 8
-    """Number of routed experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
+    """Routed experts in each MoE layer, over all ranks, before the split by granularity; 0 for a dense model."""
     moe_layers: tuple[int, ...] = ()
     """Numbers of the layers with experts, from 1; a t5's decoder layers follow its encoder's; empty to use `moe_every`.
     """
     moe_every: int = 1
     """Every n-th layer has experts, starting with layer n; ignored if `moe_layers` is set."""
     top_k: int = 1
-    """Number of routed experts per token."""
+    """Number of routed experts per token, before the split by granularity."""
     expert: str = "ffn"
     """Kind of experts: ffn (with `activation` and `gated`), swiglu, geglu, or a registered kind."""
     expert_options: Mapping[str, Any] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """Kind whose prediction task the model has: gpt, t5 or bert; gpt for registered kinds."""
+        """Prediction task, named by the kind that has it: gpt (also for registered kinds), t5 or bert."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property
@@ -320,8 +320,8 @@ class ModelConfig:
             raise UserError("model.qkv_bias=true is not supported with model.linear_bias=true, which includes it")
         if self.linear_bias and self.num_experts:
             raise UserError(
-                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: experts have an option of "
-                "their own, model.expert_options.bias"
+                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: it adds no bias to "
+                "experts, whose option is model.expert_options.bias"
             )
         if not self.tied_output_bias and not (self.kind == "t5" and self.tie_embeddings):
             raise UserError(
@@ -359,7 +359,7 @@ class ModelConfig:
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UserError(f"model.{name}={value} is not positive; use none to drop nothing")
+                raise UserError(f"model.{name}={value} must be positive or none")
         if not 0 <= self.jitter < 1:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
         self._check_mtp()
@@ -450,9 +450,9 @@ class ModelConfig:
         low, high = 2 * math.pi * self.rope_beta_slow, 2 * math.pi * self.rope_beta_fast * self.rope_theta
         if not low < self.rope_original_length < high:
             raise UserError(
-                f"model.rope_original_length={self.rope_original_length} must be between 2 pi model.rope_beta_slow="
-                f"{low:.1f} and 2 pi model.rope_beta_fast x model.rope_theta={high:.1f}: else YaRN scales all or no "
-                "wavelengths"
+                f"model.rope_original_length={self.rope_original_length} must be between {low:.1f} (2 pi "
+                f"model.rope_beta_slow) and {high:.1f} (2 pi model.rope_beta_fast x model.rope_theta): otherwise YaRN "
+                "scales all or no wavelengths"
             )
         if not self.rope_mscale > 0:
             raise UserError(f"model.rope_mscale={self.rope_mscale} is not positive")

@@ -22,13 +22,13 @@ class OptimizerConfig:
     """The optimizer and its schedule (docs/large-batch.md)."""
 
     name: str = "adamw"
-    """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute one
-    trust ratio per expert; muon orthogonalizes the momentum of hidden matrices, each expert's by itself, and updates
-    all other parameters with AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
+    """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute a
+    trust ratio for each matrix, and muon orthogonalizes the momentum of each hidden matrix; every expert has its own
+    matrices. muon updates all other parameters with AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
     lr: float = 2e-3
-    """Peak learning rate at base_batch."""
+    """Peak learning rate, before lr_scaling."""
     min_lr: float = 2e-4
-    """Learning rate after the decay, at base_batch."""
+    """Learning rate after the decay, before lr_scaling; at most lr."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Factor of lr and min_lr: none for 1, linear for train.global_batch / base_batch, sqrt for its square root."""
     base_batch: int | None = None
@@ -104,7 +104,7 @@ class OptimizerConfig:
 
     @property
     def dynamic_scale(self) -> dict[str, float | int]:
-        """Megatron-core's options for a dynamic loss scale."""
+        """Megatron-core's options for a dynamic loss scale, with defaults for keys that are not set."""
         given = {name: getattr(self, name) for name in _DYNAMIC_SCALE}
         return {name: _DYNAMIC_SCALE[name] if value is None else value for name, value in given.items()}
 

@@ -33,7 +33,7 @@ class ParallelConfig:
     """Order of the pipeline's micro batches: 1f1b alternates forward and backward passes; gpipe runs all forward passes
     first and holds the activations of all."""
     expert: int = 1
-    """Expert parallel size: the number of ranks that share the experts of a layer."""
+    """Expert parallel size: the number of equal parts into which the experts of a layer are divided."""
     expert_tensor: int = 1
     """Slices of each expert's hidden units: 1, or the tensor parallel size."""
     data: int = 1
@@ -51,7 +51,7 @@ class ParallelConfig:
     """On a GPU, compute shared experts on a second stream, beside the exchange and the routed experts."""
     exchange: str = "all_to_all"
     """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical, deepep,
-    symmetric (docs/parallelism.md), or a registered one; does not change results."""
+    symmetric (docs/parallelism.md), or a registered one. Results are equal up to rounding."""
     chunks: int = 1
     """Number of parts into which each expert's rows are split, so that the communication of one overlaps with the
     computation of another."""
@@ -70,7 +70,7 @@ class ParallelConfig:
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Return whether activations are cut along the sequence outside of attention and feed-forward blocks."""
+        """True if activations are cut along the sequence outside of attention and feed-forward blocks."""
         return self.tensor > 1 and self.sequence is not False
 
     @property

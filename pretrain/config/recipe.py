@@ -1,5 +1,5 @@
-"""A recipe: its sections, and values derived from several of them. Every field is a key of the TOML file and an option
-of the command line.
+"""A recipe: its sections, and values derived from several of them. Every field of a section is a key of the TOML file
+and an option of the command line.
 
 `Recipe.check` reports invalid values before any process group is created, in one line that names the keys.
 """
@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Number of tokens of a sample that enter the model."""
+        """Number of tokens of a sample that enter the model, in a t5's encoder and decoder together."""
         return self.model.sequence_length + self.decoder_length
 
     def num_params(self) -> int:
@@ -235,5 +235,5 @@ class Recipe:
         if world_size != parallel.world_size:
             raise UserError(
                 f"world size {world_size} is not {parallel.world_size}, the product {parallel.world_size_name}: start "
-                f"{parallel.world_size} ranks on all nodes together (docs/launch.md), or change [parallel]"
+                f"{parallel.world_size} ranks in all, over all nodes (docs/launch.md), or change [parallel]"
             )

@@ -24,7 +24,8 @@ class DataConfig:
     validation: tuple[str, ...] = ("data/pylib/out/validation",)
     """Validation corpora, read as if joined into one; empty for no validation."""
     document_mask: bool = False
-    """gpt only: restrict attention and loss to one document, and restart positions at the beginning of each."""
+    """Let tokens attend only to their own document, and predict no token of the next one; positions restart in each
+    document (needs model.kind=gpt or a registered kind)."""
     noise_density: float = 0.15
     """Share of the tokens that a t5 or a bert must predict."""
     mean_span: float = 3.0
@@ -86,7 +87,7 @@ class CheckpointConfig:
     """Schedule and retention of checkpoints."""
 
     every: int = 100
-    """Steps between checkpoints; the last step is saved too; 0 disables all checkpoints."""
+    """Steps between checkpoints; the last step, also of a run that a signal stops, is saved too; 0 disables all."""
     keep: int = 2
     """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int | None = None
@@ -100,9 +101,10 @@ class GuardConfig:
     """Detection of failures, and reaction to them (docs/operations.md)."""
 
     nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to a NaN or infinity in any rank's loss or gradient: end the run, or skip the step."""
+    """Reaction to a NaN or infinity in any rank's loss or gradient: end the run, or skip the step. Steps with an fp16
+    overflow are always skipped, as long as a lower loss scale may cure it."""
     max_skips: int = 10
-    """Maximum consecutive skipped steps; one more ends the run."""
+    """Maximum number of steps that the guard skips in a row, not counting fp16 overflows; one more ends the run."""
     spike_sigma: float = 10.0
     """Skip a step whose loss or log gradient norm exceeds the median by more than this number of standard deviations,
     estimated from the median absolute deviation, with a lower bound (docs/operations.md); 0 disables."""
@@ -111,7 +113,7 @@ class GuardConfig:
     spike_history: int = 64
     """Minimum number of applied steps in the window for a step to be skipped as a spike."""
     collapse_window: int = 100
-    """Steps over which expert loads are summed to detect a collapsed router; 0 disables the warning."""
+    """Steps over which expert loads and router entropies are summed to detect collapse; 0 disables the warnings."""
     collapse_cv: float = 1.5
     """Coefficient of variation of a layer's expert loads above which a warning is logged; it is sqrt(E - 1) if one of
     E experts gets all tokens."""
@@ -119,7 +121,7 @@ class GuardConfig:
     """Share of a layer's experts without a token in the window above which a warning is logged."""
     collapse_uniform: float = 5e-4
     """Distance, in nats, of a router's mean entropy from its maximum, the logarithm of the number of experts, below
-    which a warning is logged: the choice of experts is then arbitrary. 0 disables this check."""
+    which a warning is logged: the choice of experts is then arbitrary. 0 disables this check; gate=random has none."""
     hang_minutes: float = 8.0
     """Minutes without progress after which all ranks write their stacks and exit; 0 disables."""
 
@@ -149,7 +151,7 @@ class RunConfig:
     """The folder of the run, and the user's own code (docs/plugins.md)."""
 
     folder: str = "runs/default"
-    """Folder of all files that the run writes."""
+    """Folder of the run: its resolved recipe, metrics, logs and checkpoints."""
     imports: tuple[str, ...] = ()
     """Python files or modules to import, which register gates, experts, callbacks and more by name. Paths are relative
     to the current folder, or to that of the recipe's file."""

@@ -1,6 +1,6 @@
 """Rotary positions, and their scaling by YaRN (arXiv 2309.00071) for sequences longer than in earlier training.
 
-Attention sees two tokens n positions apart through the angles n f of pairs of elements. YaRN keeps the frequency f of
+Attention sees the distance n of two tokens as the angles n f, with a frequency f per pair of elements. YaRN keeps f for
 pairs that turn often within the original length, divides it by ``rope_factor`` for pairs that turn seldom, and mixes
 both in between. It also multiplies the rotated elements by a factor, which sharpens attention over more tokens.
 """
@@ -14,7 +14,7 @@ from pretrain.config.model import ModelConfig
 
 
 def rotary_width(model: ModelConfig) -> int:
-    """Return the number of elements of a head with a rotary position."""
+    """Return the number of elements of a head that get a rotary position."""
     return model.qk_rope_head_dim or int(model.head_width * model.rotary_fraction)
 
 
@@ -43,7 +43,7 @@ def score_factor(model: ModelConfig) -> float:
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
     """Return the indices of the last pair that keeps its frequency, and of the first whose frequency is divided by the
-    whole ``rope_factor``; they are not integers with ``model.rope_truncate=false``."""
+    whole ``rope_factor``; fractions with ``model.rope_truncate=false``."""
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (

@@ -48,8 +48,8 @@ class StepResult:
         skipped: reason for which the step was skipped; None if it was applied.
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
-        has_overflowed: True if the step was skipped and a lower loss scale will be tried.
-        mtp_losses: mean of the global batch for each further token of multi-token prediction, in nats per token.
+        has_overflowed: True if the step was skipped for an fp16 overflow that a lower loss scale may cure.
+        mtp_losses: mean of the global batch for each of ``model.mtp_layers`` further tokens, in nats per token.
     """
 
     loss: float
@@ -63,7 +63,7 @@ class StepResult:
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
-    """Create Megatron's process groups and seed its random number generators; once per process."""
+    """Create Megatron's process groups and seed all random number generators; once until `stop_parallel`."""
     parallel = recipe.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -94,13 +94,13 @@ class Engine:
             it.
 
     Attributes:
-        chunks: this rank's parts of the model, unwrapped; several with virtual pipeline stages.
-        gpt: the only chunk, or a list of them.
+        chunks: this rank's parts of the model, unwrapped; several with ``parallel.virtual_pipeline``.
+        gpt: the only chunk, or a ModuleList of several.
         model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
-        last_loss: this rank's loss in the last training step: the mean over its sequences; under context parallelism,
-            its slices' share of that mean. Zero on all pipeline stages but the last.
+        last_loss: this rank's loss in the last training step, zero on all pipeline stages but the last. Summed over
+            context parallel ranks and averaged over data parallel ranks, it is the loss of the global batch.
         grad_scaler: for fp16; None in other precisions.
         memories: memory of the training streams, one object per chunk; empty without ``model.memory_length``.
     """
@@ -294,7 +294,7 @@ class Engine:
         self.optimizer.step_with_ready_grads()
 
     def evaluate(self, samples: Samples, count: int) -> float:
-        """Return the mean loss of the first ``count`` samples, in nats per token."""
+        """Return the mean loss of the first ``count`` samples, in nats per token. Collective."""
         for chunk in self.model:
             chunk.eval()
         loss = self.accumulate(samples, 0, count)
@@ -303,14 +303,14 @@ class Engine:
 
     @property
     def _num_losses(self) -> int:
-        """Number of mean losses in the sum over ranks: one per rank of the last pipeline stage, or one per context
-        parallel group, whose ranks have shares of a loss."""
+        """Number of mean losses in the sum over ranks: one per rank of the last pipeline stage; under context
+        parallelism, one per group, whose ranks have shares of a loss."""
         ranks = self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
         return ranks // self.context_group.size()
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
-        """Run the schedule over samples ``first ... first + count - 1``. With a ``step``, also run backward, adding to
-        the present gradients and reducing them over ranks.
+        """Run the schedule over samples ``first ... first + count - 1``. With a ``step``, also run backward: add to the
+        present gradients and, unless `backward` disabled it, reduce them over ranks.
 
         Returns:
             This rank's loss, as `last_loss`.
@@ -340,8 +340,8 @@ class Engine:
                 chunk.start_param_sync(force_sync=True)
 
     def collate_step(self, step: int, samples: Samples) -> list[Batch]:
-        """Return this rank's micro batches of a training step. Reads only samples and no state of a step, so any
-        thread may call it.
+        """Return this rank's micro batches of a training step. Reads no state that a step changes, so that any thread
+        may call it.
 
         Raises:
             UserError: a sample has a token id outside the vocabulary.
@@ -354,12 +354,12 @@ class Engine:
         return [collate([samples[first + begin + i] for i in range(size)], vocab_size) for begin in self.begins(count)]
 
     def begins(self, count: int) -> range:
-        """Return the starts of this rank's micro batches among ``count`` samples."""
+        """Return the index of the first sample of each of this rank's micro batches among ``count`` samples."""
         size = self.recipe.train.micro_batch
         return range(self.data_group.rank() * size, count, self.data_group.size() * size)
 
     def _new_memories(self) -> list[StreamMemory]:
-        """Return an empty memory for each chunk of the model; no object without ``model.memory_length``."""
+        """Return an empty memory for each chunk of the model; an empty list without ``model.memory_length``."""
         length, streams = self.recipe.model.memory_length, self.recipe.streams
         return [StreamMemory(chunk, length, streams) for chunk in self.chunks] if length else []
 
@@ -405,5 +405,5 @@ class Engine:
         return self.kind.forward(model, batch), loss_function(batch, self.context_group.size())
 
     def routing(self) -> dict[int, StepReport]:
-        """Return the routing statistics since the last call, over all ranks and stages, by layer number (from 1)."""
+        """Return the routing statistics since the last call, over all ranks, by layer number (from 1). Collective."""
         return self._reports.collect()

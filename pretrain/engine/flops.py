@@ -19,7 +19,7 @@ _GPUS = {
 
 def peak_flops(device: torch.device, precision: str) -> float:
     """Return the peak FLOP/s of all ranks together: from a table for known GPUs, else the rate of a product of square
-    matrices of size 1,024 (fp16 on a CPU: 256), measured on all ranks at the same time."""
+    matrices of size 1,024 (fp16 on a CPU: 256), measured on all ranks at the same time. Collective."""
     known = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -27,7 +27,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
         RuntimeError: this process is in a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed is initialized already: fake process groups need a fresh process")
+        raise RuntimeError("torch.distributed is initialized already: fake process groups need a process without any")
     size = recipe.parallel.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -40,7 +40,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """Return the whole model of a recipe, as one rank would hold it, on the meta device.
+    """Return the whole model of a recipe, as a single rank would hold it, on the meta device.
 
     Raises:
         RuntimeError: torch sees a GPU, or this process is in a process group.
@@ -61,8 +61,8 @@ def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
 
 
 def checkpoint_layouts(recipe: Recipe) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint without the
-    prefix ``model/``.
+    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint after the prefix
+    ``model/``.
 
     Raises:
         RuntimeError: as `build_on_meta`.

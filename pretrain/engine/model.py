@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,33 +76,41 @@ def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *optio
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raise UserError if a named part is unknown or invalid: kind of model, optimizer, gate, experts, exchange."""
+    """Raise UserError if the kind of model, optimizer, gate, experts or exchange is unknown or refuses its options."""
     model, parallel = recipe.model, recipe.parallel
     kind_of(recipe)
     check_optimizer(recipe)
     if not model.num_experts:
         return
+<<<<<<< HEAD
     with _refusing("model", f"gate={model.gate}"):
         gate: Any = GATES.get(model.gate)
         if isinstance(gate, type) and issubclass(gate, HashRouter):
             raise UserError(f"gate={model.gate} needs token ids, which Megatron-core does not pass: use another gate")
+=======
+    with _refusing("model", f"gate={model.gate}", "gate_options", model.gate_options):
+>>>>>>> rd6
         build_gate(model.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
         loss_weights(model)
-    with _refusing("model", f"expert={model.expert}"):
+    with _refusing("model", f"expert={model.expert}", "expert_options", model.expert_options):
         expert_shapes(model)
         if parallel.expert_tensor > 1 and model.expert not in ("ffn", "swiglu", "geglu"):
             raise UserError(f"expert={model.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")
-    with _refusing("parallel", f"exchange={parallel.exchange}"):
+    with _refusing("parallel", f"exchange={parallel.exchange}", "exchange_options", parallel.exchange_options):
         build_exchange(None, model.routed_experts, parallel.exchange, exchange_options(parallel))
 
 
 @contextlib.contextmanager
-def _refusing(section: str, part: str) -> Iterator[None]:
-    """Name the section in a constructor's errors, and convert its TypeError or ValueError to a UserError."""
+def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Complete the key in a constructor's errors: ``options`` are in the section's ``table``. Convert its TypeError or
+    ValueError to a UserError."""
     try:
         yield
     except UserError as error:
-        raise (error if str(error).startswith(f"{section}.") else UserError(f"{section}.{error}")) from error
+        if str(error).startswith(f"{section}."):
+            raise
+        home = f"{section}.{table}" if str(error).partition("=")[0] in options else section
+        raise UserError(f"{home}.{error}") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{section}.{part} refuses its options: {' '.join(str(error).split())}") from error
 

@@ -12,9 +12,10 @@ _NAME_BYTES = 256
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     """Return the ranks and first non-finite tensors of a step with a non-finite loss or gradient. Collective.
 
-    Once reduced, a non-finite gradient is non-finite on all ranks, so the step is computed again without reduction. The
-    report names the ranks on which it is non-finite again, with the first such gradient in the order of the backward
-    pass, which begins at the last layer. If the step is finite this time, weights and data were not the cause.
+    If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
+    reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks
+    on which it is non-finite again, with the first such gradient in the order of the backward pass, which begins at the
+    last layer. If the step is finite this time, weights and data were not the cause.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     found = _gather(None if is_finite else "loss")
@@ -37,7 +38,7 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
 
 
 def _gather(mine: str | None) -> str:
-    """Gather ``NAME on rank R, ...`` from all ranks with a name."""
+    """Return ``NAME on rank R, ...`` for the ranks with a name, at most eight of them; empty if no rank has one."""
     size = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     letters = list((mine or "").encode()[:_NAME_BYTES])

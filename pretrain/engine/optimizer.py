@@ -107,7 +107,7 @@ class StateTensor:
     axis: int | None = None
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Return a parameter's sizes or offsets, with the one along the axis replaced by ``value``."""
+        """Return a parameter's sizes or offsets, with the one along the axis, if it has one, replaced by ``value``."""
         if self.axis is None:
             return tuple(values)
         axis = self.axis % len(values)
@@ -115,7 +115,7 @@ class StateTensor:
 
 
 def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
-    """Return the tensors that the optimizer keeps for a shard, without the step count."""
+    """Return names and axes of the tensors that the optimizer keeps for a shard, without the step count."""
     optimizer = shard.optimizer
     if isinstance(names := getattr(optimizer, "state_names", None), tuple):
         return tuple(map(StateTensor, names))

@@ -55,7 +55,7 @@ def fill_drain(
     passes run in the order of the micro batches.
 
     Returns:
-        The loss function's results for each micro batch, on the last stage.
+        The loss function's results for each micro batch on the last stage; empty on the others.
     """
     if forward_only:
         return get_forward_backward_func()(

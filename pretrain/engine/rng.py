@@ -1,4 +1,4 @@
-"""States of all random number generators of a process, as values for a checkpoint without pickle."""
+"""States of all random number generators of a process, as values that a checkpoint stores without pickle."""
 
 import random
 from typing import Any

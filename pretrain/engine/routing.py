@@ -28,12 +28,13 @@ class RoutingReports:
     """Sums of the layers' metrics over data parallel ranks and pipeline stages. The constructor and `collect` are
     collective.
 
-    Tensor parallel ranks count the same tokens, so nothing is summed over them.
+    Tensor and context parallel ranks count the same tokens, so nothing is summed over them.
 
     Args:
         layers: the MoE layers on this rank.
         num_layers: number of layers of the whole model; they are numbered from 1.
         data_group: ranks with different sequences.
+        device: device for the reductions.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class RoutingReports:
         self._loss_names = tuple(names.split(",")) if names else ()
 
     def collect(self) -> dict[int, StepReport]:
-        """Return reports by layer number: statistics since the last call, exchanged bytes since `begin`. The same on
-        every rank."""
+        """Return reports by layer number: statistics since the last call, which are the same on every rank, and
+        exchanged bytes since `begin`, averaged over this rank's data parallel group."""
         if not self._num_experts:
             return {}
         # After a layer's sums: a flag for each of its losses, the bytes sent, and the number of ranks with the layer.

@@ -103,7 +103,7 @@ def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield this rank's share of parameters, buffers, master weights and optimizer state."""
+    """Yield this rank's share of parameters, buffers, master weights, optimizer state and memory of streams."""
     engine.sync_parameters()
     locations = _locations(engine.chunks)
     for name, tensor in _tensors(engine.chunks):
@@ -185,7 +185,7 @@ def _factor_views(
 
 def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, by their names in a
-    checkpoint without the prefix ``model/``."""
+    checkpoint after the prefix ``model/``."""
     locations = _locations(chunks)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in _tensors(chunks):
@@ -229,7 +229,7 @@ def rank_state() -> dict[str, Any]:
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint into the model and the optimizer, at any split.
+    """Load model, optimizer, progress of the schedule, memory of streams and random generators, at any split.
 
     Raises:
         UserError: the checkpoint lacks a tensor, or one differs in shape.
@@ -266,7 +266,7 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load only weights and buffers into the model, at any split; the optimizer stays new.
 
     Raises:
-        UserError: a tensor is missing, differs in shape, or is not in the model.
+        UserError: a tensor of the model is missing or differs in shape, or the checkpoint has one that the model lacks.
     """
     load_model(engine.chunks, checkpoint, engine.processes.device)
     with torch.no_grad():

@@ -154,7 +154,10 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
         raise UserError(f"{source} has no {RECIPE}: pass the model's recipe with --recipe")
     if recipe is None:
         found = load_recipe(str(path))
-        import_stored(found, source)
+        try:
+            import_stored(found, source)
+        except UserError as error:
+            raise UserError(f"{error}; if you trust this code, pass the recipe with --recipe") from error
     else:
         found = import_plugins(load_recipe(recipe))
     wanted = _layouts(found)

@@ -384,6 +384,8 @@ def test_none_is_an_option(word):
         ("data", "train", [], ["data.train"]),
         ("checkpoint", "keep", -1, ["checkpoint.keep=-1"]),
         ("train", "seed", -1, ["train.seed=-1"]),
+        ("model", "segment_types", -1, ["model.segment_types=-1", "at least 0"]),
+        ("guard", "spike_sigma", float("-inf"), ["guard.spike_sigma=-inf", "at least 0"]),
     ],
     ids=lambda x: repr(x) if not isinstance(x, list) else "",
 )
@@ -544,6 +546,8 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         (["--model.top-k=1.5"], "model.top_k=1.5 must be an integer"),
         (["--model.top-k", "-1"], "model.top_k=-1 is not positive"),
         (["--tracking.wandb=maybe"], "tracking.wandb=maybe must be true or false"),
+        (["--model.gate-options.bias", "inf"], "model.gate_options.bias=inf is not a finite number"),
+        (["--model.normalize=maybe"], "model.normalize=maybe must be true, false or none"),
         (["--tracking.no-wandb=true"], "--tracking.no-wandb=true: a negated bool takes no value"),
         (["--train.no-steps"], "--train.no-steps: train.steps is not a bool"),
         (["--train.steps", "--train.seed", "3"], "--train.steps needs a value"),
@@ -603,6 +607,7 @@ def test_resume_in_front_of_the_recipes_name():
         (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
         (["quickstart", "t5"], "got 2 recipes, 'quickstart' and 't5': pass one"),
         (["--data.train", "a", "quickstart"], "put it before --data.train, which takes all words"),
+        (["--resume", "a" * 300], "no recipe"),
     ],
 )
 def test_wrong_arguments_name_what_was_meant(argv, says):

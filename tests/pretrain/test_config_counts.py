@@ -192,6 +192,7 @@ def test_flops_per_token_by_hand():
     by_hand = 3 * (2 * matrices + scores)  # backward is twice the forward
     assert flops(model) == by_hand, "norms and what is looked up are no matrices"
     assert flops(replace(model, position="learned_absolute", norm="rms")) == by_hand
+    assert flops(replace(model, expert_options={"bias": True})) == by_hand
     tied = replace(model, tie_embeddings=True)
     assert flops(tied) == flops(model), "tying changes parameters, not arithmetic"
     assert flops(replace(model, top_k=3)) - flops(model) == 6 * expert

@@ -153,15 +153,15 @@ def test_a_registered_kind_and_exchange_train(forks):
 
 
 ERRORS = {
-    "a module that is missing": (["--run.imports", "nowhere"], "run.imports=nowhere", "not an installed module"),
+    "a module that is missing": (["--run.imports", "nowhere"], "run.imports=nowhere", "neither an installed module"),
     "a file that is missing": (["--run.imports", "./nowhere.py"], "run.imports=./nowhere.py", "not a file"),
     "a module that exits": (["--run.imports", "antigravity_quits"], "antigravity_quits", "SystemExit"),
     "a name that is too long": (["--run.imports", "a" * 300], "run.imports=aaa", "too long"),
     "an endless number": (["--model.gate-options.bias", "1" * 5000], "model.gate_options.bias=111", "cannot be read"),
-    "a number as an activation": (["--model.expert-options.activation", "3"], "activation=3", "model."),
+    "a number as an activation": (["--model.expert-options.activation", "3"], "expert_options.activation=3", "model."),
     "groups that are kept of none": (
         ["--model.gate", "naive", "--model.gate-options.kept-groups", "2"],
-        "kept_groups=2",
+        "model.gate_options.kept_groups=2",
         "expert_groups",
     ),
     "slots that are no number": (

@@ -65,7 +65,7 @@ RECIPES = {
         "",
         "",
         ["--parallel.exchange", "all_gather", "--parallel.chunks", "2"],
-        ["parallel.exchange_options: all_gather has no 'chunks'"],
+        ["parallel.chunks=2", "parallel.exchange=all_gather", "use it with all_to_all"],
     ),
     "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is not a checkpoint"]),
 }

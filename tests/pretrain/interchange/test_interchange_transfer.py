@@ -352,6 +352,7 @@ DAMAGES = {
     "a short safetensors file": ("safetensors", lambda p: cut(sorted(p.glob("*.safetensors"))[0]), "model-00001-of"),
     "a broken index": ("safetensors", lambda p: cut(p / "model.safetensors.index.json"), "index.json"),
     "no recipe": ("dcp", lambda p: (p / "recipe.toml").unlink(), "--recipe"),
+    "code": ("dcp", lambda p: (p / "recipe.toml").write_text('[run]\nimports = ["x.py"]'), "the recipe with --recipe"),
 }
 
 
