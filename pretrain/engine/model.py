@@ -82,14 +82,10 @@ def check_parts(recipe: Recipe) -> None:
     check_optimizer(recipe)
     if not model.num_experts:
         return
-<<<<<<< HEAD
-    with _refusing("model", f"gate={model.gate}"):
+    with _refusing("model", f"gate={model.gate}", "gate_options", model.gate_options):
         gate: Any = GATES.get(model.gate)
         if isinstance(gate, type) and issubclass(gate, HashRouter):
             raise UserError(f"gate={model.gate} needs token ids, which Megatron-core does not pass: use another gate")
-=======
-    with _refusing("model", f"gate={model.gate}", "gate_options", model.gate_options):
->>>>>>> rd6
         build_gate(model.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
         loss_weights(model)
     with _refusing("model", f"expert={model.expert}", "expert_options", model.expert_options):

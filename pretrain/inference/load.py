@@ -78,12 +78,7 @@ def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> 
     try:
         import_stored(recipe, path.parent.parent if path.parent.name == CHECKPOINTS else path)
     except UserError as error:
-<<<<<<< HEAD
-        hint = "" if "--imports" in str(error) else "; if it has moved, pass its new path with --imports"
-        raise UserError(f"{error}{hint}") from error
-=======
         raise UserError(f"{error}; if you trust this code, pass the path where it is now with --imports") from error
->>>>>>> rd6
     return recipe
 
 
