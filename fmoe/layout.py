@@ -67,10 +67,8 @@ class Layout:
             mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
         loss_share = 1.0 if shards is None or by_logits else 1 / shards.size
         seen_AD, groups = self._tokens(seen, mask, token_ids, seed, shards if by_logits else None)
-        # If the gate and the experts get the same tokens, both use one view, so that its gradients add up in place.
-        x_TD = seen_AD if local is seen else local.reshape(-1, self.d_model)
-        rows = local.shape[1:-1].numel()
-        return LocalTokens([x_TD], seen_AD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
+        x_TD = seen_AD if local is seen else local.reshape(-1, self.d_model)  # one view: gradients add up in place
+        return LocalTokens([x_TD], seen_AD, groups, x.shape[:-1], loss_share, shards, self.slice_group)
 
     def tokens(
         self, x: Tensor, mask: Tensor | None = None, token_ids: Tensor | None = None, seed: int = 0
@@ -129,7 +127,6 @@ class LocalTokens:
         leading: the input's shape without D.
         loss_share: factor of the auxiliary losses on this rank; below 1 if their gradients are summed over ranks.
         shards: how the A tokens are spread over ranks; None if all of them are this rank's own.
-        rows_per_entry: tokens per entry of the dimension along which ``shards`` splits.
         slice_group: group over which `join` gathers the outputs; None to gather nothing.
     """
 
@@ -139,7 +136,6 @@ class LocalTokens:
     leading: torch.Size
     loss_share: float = 1.0
     shards: "TokenShards | None" = None
-    rows_per_entry: int = 1
     slice_group: dist.ProcessGroup | None = None
 
     @property
@@ -149,7 +145,7 @@ class LocalTokens:
 
     def local(self, x_AX: Tensor) -> Tensor:
         """Return the values of this rank's tokens, [T, ...], given those of all A tokens."""
-        return x_AX if self.shards is None else self.shards.local(x_AX, self.rows_per_entry)
+        return x_AX if self.shards is None else self.shards.local(x_AX, self.leading[1:].numel())
 
     def local_routing(self, routing: Routing) -> Routing:
         """Return the decisions about this rank's tokens. Losses and statistics still cover all A tokens."""

@@ -59,7 +59,7 @@ class MegatronMoE(MoE):
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
-        UserError: the config's tensor or context parallel size differs from that of the group; tensor and context
+        UserError: the config's tensor or context parallel size differs from the group's; tensor and context
             parallelism are combined without sequence parallelism; ``gate`` is a module, which layers would share; an
             option is invalid.
     """
@@ -292,7 +292,7 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the group of ranks with the same tokens, and that of ranks with successive slices of the sequences."""
+    """Return two groups: of ranks with the same tokens, and of ranks with successive slices of the sequences."""
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)

@@ -25,7 +25,7 @@ class AllGatherExchange(GroupExchange):
     """Exchange that gathers all tokens on every rank and sums the ranks' shares, for small groups and large K.
 
     Args:
-        group, num_experts, wire_dtype: see `GroupExchange`. Shares are summed in float32 or wider, whatever the wire
+        group, num_experts, wire_dtype: see `GroupExchange`. Shares are summed in float32 or wider, for every wire
             dtype.
     """
 

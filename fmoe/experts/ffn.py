@@ -355,7 +355,7 @@ class ExpertCall:
         module: the experts.
         name: the layer's name in errors.
         x_TD: the tokens.
-        training: whether the layer is in training mode.
+        training: whether dropout drops hidden units.
 
     Attributes:
         needs_keys: whether the last tensor of rows must be dropout keys, int64 [R, 1] (`FFNExperts.wants_row_keys`).

@@ -21,8 +21,8 @@ class FasterGate(NaiveGate):
     have their best expert on another node.
 
     Otherwise every token gets its two best experts of all nodes. With more than ``limit`` such tokens, the first choice
-    of every token is the best expert of its own node. The ``limit`` such tokens with the largest logits have their best
-    expert as second choice; all other tokens have the second best expert of their own node, or -1 if it has only one.
+    of every token is the best expert within its node. The ``limit`` such tokens with the largest logits have their best
+    expert as second choice; all other tokens have the second best expert within their node, or -1 if it has only one.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.

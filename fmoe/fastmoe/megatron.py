@@ -73,7 +73,7 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Discard all metrics, and make room for those of ``num_layers`` layers; None keeps the last number."""
+    """Discard all metrics, and make room for metrics of ``num_layers`` layers; None keeps their number."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())
@@ -213,10 +213,10 @@ def fmoefy(
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether experts are split over ranks: those of the data parallel group; in megatron-core,
-            those of the expert parallel group; without Megatron, all ranks.
-        hidden_hidden_size: hidden width of an expert, by default that of the MLP.
-        gate: a gate class of FastMoE, by default that of ``balance_strategy``; in megatron-core and other models a
+        distributed_experts: whether experts are split over ranks: over the data parallel group, in megatron-core over
+            the expert parallel group, and without Megatron over all ranks.
+        hidden_hidden_size: hidden width of an expert, by default the MLP's.
+        gate: a gate class of FastMoE, by default as ``balance_strategy`` says; in megatron-core and other models a
             class of `STRATEGIES`, or any router by name or class, by default `fmoe.fmoefy`'s.
         megatron_version: ignored; the model's layout determines the version.
 

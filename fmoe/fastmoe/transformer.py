@@ -42,7 +42,7 @@ class FMoETransformerMLP(FMoE):
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
         activation: function or module, with ``num_experts=`` also a name of `fmoe.experts.ffn.ACTIVATIONS`; None for
-            GELU, or for that of another ``expert``.
+            GELU, or for the one of another ``expert``.
         options: all other arguments of `FMoE`.
     """
 

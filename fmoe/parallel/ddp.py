@@ -166,7 +166,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names and values of buffers that differ between ranks: those of experts, and other non-persistent ones,
+    """Yield names and values of buffers that differ between ranks: experts' buffers, and other non-persistent ones,
     which depend on the rank and are not broadcast, with None as value.
 
     torch's wrapper would overwrite them with rank 0's values before every forward pass.

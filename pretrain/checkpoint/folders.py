@@ -39,7 +39,7 @@ def shard_name(rank: int) -> str:
 
 
 def rank_name(rank: int) -> str:
-    """File name of a rank's own state, such as that of its random generators."""
+    """File name of a rank's own state, such as its random generators."""
     return f"rank-{rank:05d}.json"
 
 

@@ -57,7 +57,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
 
     Raises:
-        UserError: an unknown gate, an option that it lacks, or one in the table that has a key of its own.
+        UserError: an unknown gate, an option that it lacks, or one in the table that is also a key of the recipe.
     """
     if model.gate not in GATES:
         raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
@@ -98,7 +98,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     """Return the factors of the auxiliary losses that the recipe sets.
 
     Raises:
-        UserError: an unknown loss, one with a key of its own, or a factor that is negative or not a number.
+        UserError: an unknown loss, one that is also a key of the recipe, or a factor that is negative or not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
@@ -114,7 +114,7 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     differ from their defaults.
 
     Raises:
-        UserError: an unknown exchange, an option that it lacks, or one in the table that has a key of its own.
+        UserError: an unknown exchange, an option that it lacks, or one in the table that is also a key of the recipe.
     """
     if parallel.exchange not in EXCHANGES:
         names = known_names(parallel.exchange, sorted(EXCHANGES))
@@ -216,7 +216,7 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of one routed expert; for experts that are not imported, those of ``ffn``."""
+    """Return the shapes of the parameters of one routed expert; ``ffn``'s for experts that are not imported."""
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
     options = {**taken_options(name, of_model), **given}
