@@ -129,7 +129,7 @@ def refused(context, config_context, dropout=0.0, heads=4, **options):
 
 
 REFUSED = {  # context ranks, context_parallel_size of the config, options, parts of the message
-    "another size": ((2, 1), {}, ["context_parallel_size=1", "2 ranks"]),
+    "another size": ((2, 1), {}, ["context_parallel_size=1", "the size 2"]),
     "heads": ((2, 2), {"heads": 3}, ["context_parallel_size=2", "3 attention heads"]),
     "torch's dropout": ((2, 2), {"dropout": 0.1}, ["context_parallel_size=2", "key_dropout"]),
     "a window of both sides": ((2, 2), {"window_size": (1, 1)}, ["context_parallel_size=2", "window"]),
@@ -185,7 +185,7 @@ def test_a_layer_has_the_ranks_of_a_sequence_in_the_order_of_its_tokens(forks):
     assert values(forks.run(4, sliced_layer)) == [(None, [0, 1, 2, 3])] * 4
     for function, parts in (
         (layer_of_whole_slices, ["context_parallel_size=2", "tensor_model_parallel_size=2", "sequence_parallel=True"]),
-        (layer_of_another_size, ["context_parallel_size=1", "2 ranks"]),
+        (layer_of_another_size, ["context_parallel_size=1", "the size 2"]),
     ):
         for result in forks.run(4, function):
             assert isinstance(result, Raised) and result.kind.__name__ == "UserError", result

@@ -606,7 +606,7 @@ def test_resume_in_front_of_the_recipes_name():
         (["quickstart", "--steps=4"], "unknown option --steps; did you mean --train.steps?"),
         (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
         (["quickstart", "t5"], "got 2 recipes, 'quickstart' and 't5': pass one"),
-        (["--data.train", "a", "quickstart"], "put it before --data.train, which takes all words"),
+        (["--data.train", "a", "quickstart"], "put RECIPE before --data.train, which takes all words"),
         (["--resume", "a" * 300], "no recipe"),
     ],
 )

@@ -99,7 +99,7 @@ def test_no_recipe(refused):
 @pytest.mark.parametrize("size", [1, 2])
 def test_world_size(refused, recipe_file, size):
     recipe = recipe_file(run={"folder": "run"}, train={"global_batch": 16, "validation_sequences": 16})
-    says = [f"world size {size}", "parallel.expert=2 x parallel.data=2 = 4", "--nproc_per_node 4"]
+    says = [f"world size {size} is not 4", "parallel.expert=2 x parallel.data=2", "start 4 ranks"]
     refused("pretrain", recipe, "--parallel.expert", "2", "--parallel.data", "2", says=says, size=size)
 
 
