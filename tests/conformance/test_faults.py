@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named(forks, exchange, victim):
         assert f"rank {victim} did not answer" in message and "the layer, forward pass 3" in message
 
 
-@pytest.mark.by_default("padded")
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_stopped_rank_is_named_after_the_timeout(forks, exchange):
     timeout = 2

@@ -227,6 +227,7 @@ def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
     assert all(worst[kind] <= limit for kind, limit in BF16_LIMIT.items()), worst
 
 
+@pytest.mark.slow
 def test_the_case_means_something(alone):
     """Tokens are dropped, the gradient is clipped, losses fall, and statistics are of all layers with experts."""
     for model in cover.FACTORS["model"]:

@@ -235,6 +235,7 @@ def test_a_dead_machine_that_a_server_still_waits_for(tmp_path, monkeypatch, str
         pass
 
 
+@pytest.mark.slow
 def test_without_flock_one_of_many_gets_it(tmp_path, flock, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.3)
     monkeypatch.setattr(lock, "SILENCE", 3)

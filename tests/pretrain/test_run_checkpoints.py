@@ -296,7 +296,7 @@ class KillLater:
 @pytest.mark.parametrize(
     ("total", "deaths"),
     [
-        (16, 2),
+        pytest.param(16, 2, marks=pytest.mark.slow),
         pytest.param(200, 3, marks=pytest.mark.slow),
         pytest.param(200, 50, marks=pytest.mark.slow),
     ],

@@ -91,6 +91,7 @@ def go_on(recipe, folder, first, steps, save_at=None):
     return losses, {name: parameter.detach() for name, parameter in engine.gpt.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(forks, tmp_path):
     recipe = dropout.recipe_with_dropout("gpt", 2, context=2, expert=2)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=True))

@@ -53,11 +53,13 @@ def check(found, alone, parallel):
                 assert actual == pytest.approx(expected, rel=1e-5, abs=1e-9), f"{name} on rank {rank}"
 
 
+@pytest.mark.by_default("t5", "bert", "documents")
 def test_micro_batches_change_nothing(forks, alone):
     kind, expected = alone
     check(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected, {})
 
 
+@pytest.mark.by_default("t5", "documents")
 def test_fp16_is_close(forks, alone):
     kind, expected = alone
     recipe = recipe_of(kind, micro_batch=8)

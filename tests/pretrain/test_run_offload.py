@@ -75,7 +75,8 @@ def trained(folder, recipe, other):
     return losses, ends, on_host / everywhere
 
 
-@pytest.mark.parametrize(("precision", "fraction"), [("bf16", 0.5), pytest.param("fp16", 1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "fraction"), [("bf16", 0.5), ("fp16", 1.0)])
 def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
     base = Split(data=2, distributed=True, precision=precision).recipe(RECIPE)
     offloaded = replace(base, optimizer=replace(base.optimizer, cpu_offload=fraction))

@@ -199,7 +199,7 @@ def resumed(folder, recipe):
     return ends, sum(hasattr(m.get("exp_avg"), "codes") for m in moments)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default("lamb-fp32", "muon-fp32", "adamw8bit-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision):

@@ -42,7 +42,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("TP2 SP")
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_splits_equal_one_process(forks, split):
     recipe = recipe_of(**SPLITS[split])

@@ -83,7 +83,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("expert, overlapped and shadowed-replicated", "expert, padded-distributed", "data-distributed")
+@pytest.mark.by_default("expert, overlapped and shadowed-replicated", "data-distributed")
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_processes_equal_one(forks, alone, split, distributed):

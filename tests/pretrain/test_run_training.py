@@ -58,6 +58,7 @@ def test_resume_at_half_time_is_the_run_that_was_not_stopped(forks, recipe_file,
     assert expected[2 * half]["val/loss"] < expected[0]["val/loss"]
 
 
+@pytest.mark.slow
 def test_resume_at_another_split(forks, recipe_file, tmp_path):
     """A checkpoint of two processes goes on in one, that of one in two, and the losses are the same."""
     recipe = recipe_file(checkpoint={"every": 4})

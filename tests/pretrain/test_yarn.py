@@ -161,7 +161,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("CP2")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPLITS)
 def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments."""

@@ -532,6 +532,7 @@ SHIPPED = {name: load_recipe(name).model for name in shipped_recipes()}
 GPT = [name for name, model in SHIPPED.items() if model.kind == "gpt"]
 
 
+@pytest.mark.slow
 def test_every_gpt_recipe_is_exported(forks, tmp_path):
     """By the code in the folder, which is not registered in the process that loads it."""
     found = exports.table(forks, {name: load_recipe(name) for name in GPT}, tmp_path)

@@ -25,8 +25,7 @@ def assert_same_weights(found, expected):
 NO_DENSE = "qwen2_moe, without biases, experts in one tensor"
 QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2", "PP2")
 QUICK += ("qwen2_moe, dense layers", "olmoe", "granitemoe")
-QUICK += ("deepseek_v2", "deepseek_v3", "TP2, latent attention", "glm4_moe", "ernie4_5_moe", "phimoe", "gpt_oss")
-QUICK += ("deepseek_v3, yarn", "mixtral, yarn")
+QUICK += ("deepseek_v2", "TP2, latent attention", "glm4_moe", "ernie4_5_moe", "phimoe", "gpt_oss", "deepseek_v3, yarn")
 
 
 def quick(names):

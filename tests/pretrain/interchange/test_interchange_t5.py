@@ -105,6 +105,7 @@ def assert_same_weights(found, expected):
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
+@pytest.mark.by_default("t5", "t5, version 1.1", "switch_transformers", "switch_transformers, wide heads")
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(forks, tmp_path, case):
     theirs, run, out = tmp_path / "theirs", tmp_path / "run", tmp_path / "out"

@@ -58,6 +58,7 @@ def test_one_run(open_page, reports):
     assert "model.gate" not in opened.text("#recipe") and "train.steps" in opened.text("#recipe")
 
 
+@pytest.mark.slow
 def test_the_slider_moves_the_heatmap(open_page, reports):
     opened = open_page(reports / "one.html")
     last = opened.pixels("#map")
@@ -195,7 +196,7 @@ def test_the_level_of_unigram_entropy_is_named_beside_its_line(open_page, tmp_pa
     assert top >= plot_top and abs(level - (bottom if is_above else top)) < 12
 
 
-@pytest.mark.by_default("viewport2-61", "viewport3-8")
+@pytest.mark.by_default("viewport3-8")
 @pytest.mark.parametrize(
     ("viewport", "experts"), [(WIDE, 8), (WIDE, 16), (WIDE, 61), (PHONE, 8), (PHONE, 16), (PHONE, 61)]
 )
@@ -430,7 +431,7 @@ def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
         assert not any("e+" in text for text, _ in texts), texts
 
 
-@pytest.mark.by_default("3000")
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [60, 3000])
 def test_a_run_that_became_nan_shows_what_was_finite(open_page, tmp_path, steps):
     lost = steps // 2
