@@ -125,6 +125,7 @@ def test_every_public_name_is_on_a_page_of_the_api(site):
             assert doc and not doc.startswith(f"{value.__name__}("), f"{min(names)} has no docstring"
 
 
+@pytest.mark.by_default("links")
 @pytest.mark.parametrize(
     ("text", "says"),
     [

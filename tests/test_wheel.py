@@ -54,6 +54,7 @@ def test_every_file_of_the_packages_and_no_other(wheel):
     assert packed == {str(path) for path in files if path.suffix != ".pyc"}
 
 
+@pytest.mark.slow  # .ci/run and the workflow of GitHub run it too
 def test_layer_command_and_dry_run_without_the_checkout(wheel, tmp_path):
     home, folder = tmp_path / "venv", tmp_path / "empty"
     folder.mkdir()

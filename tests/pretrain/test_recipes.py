@@ -91,6 +91,7 @@ def counted(names):
     return found
 
 
+@pytest.mark.slow
 def test_models_on_the_meta_device_have_as_many(forks):
     for name, (built, idle) in zip(NAMES, only(forks.run(1, counted, NAMES)), strict=True):
         assert (built, built - idle) == COUNTS[name], name

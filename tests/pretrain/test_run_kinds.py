@@ -72,7 +72,9 @@ def test_fp16_is_close(forks, alone):
             assert found[name] == pytest.approx(value, rel=1e-2), name
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default(
+    "t5, relative positions-expert=2", "bert-expert=2 distributed=True micro_batch=1", "documents-data=2"
+)
 @pytest.mark.parametrize(
     "options",
     [{"data": 2}, {"expert": 2}, {"expert": 2, "distributed": True, "micro_batch": 1}],

@@ -166,10 +166,7 @@ def stage(folder, split, base, step):
 CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain in CHAINS if chain.startswith("EP")]
 
 
-@pytest.mark.by_default(
-    "TP2 x PP2 to EP2 x DP2 distributed-switch",
-    "EP 2-1-4-sigmoid",
-)
+@pytest.mark.by_default("TP2 x PP2 to EP2 x DP2 distributed-switch")
 @pytest.mark.parametrize(("chain", "gate"), CASES)
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
     base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate], **MODELS.get(chain, {})))
