@@ -101,13 +101,29 @@ def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
     return Study(name, (4,), f"dense-{dense[1]}", variants)
 
 
+# A router has as many multiplications per token as it has experts times the width: more experts are narrower by as much.
+_FINE = _experts(128, 48, "--model.top_k", "4")
+
+
+def _half_of_steps(prefix: str, *corpus: str) -> Study:
+    """Return short runs of gpt-64-bytes beside dense runs of twice the steps, the base at the best of the swept rates."""
+    dense = (*PAIRS["gpt-64-bytes"].dense, *corpus)
+    variants = {
+        f"{prefix}dense-2e-2": (*dense, "--optimizer.lr", "2e-2"),
+        f"{prefix}{DENSE}": dense,
+        f"{prefix}{HALF}": _short(*corpus),
+        f"{prefix}128-fine-experts-top-4": (*_FINE, *corpus),
+        f"{prefix}fine-and-balance-over-micro-batch": (*_FINE, "--model.balance_scope", "data_parallel", *corpus),
+    }
+    return Study("gpt-64-bytes", (1, 2, 3), f"{prefix}dense-2e-2", variants)
+
+
 STUDIES = {
     "rates-of-gpt-64-bytes": _rates(
         "gpt-64-bytes", ["5e-3", "1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2", "2e-2"]
     ),
     "rates-of-gpt-96": _rates("gpt-96", ["1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2"]),
-    # The base is the third run of the pair gpt-64-bytes. A router has as many multiplications per token as it has
-    # experts times the width: the experts are narrower by as much.
+    # The base is the third run of the pair gpt-64-bytes.
     "variants-of-gpt-64-bytes": Study(
         "gpt-64-bytes",
         (1, 2, 3),
@@ -120,7 +136,7 @@ STUDIES = {
             "32-experts": _experts(32, 120),
             "128-experts": _experts(128, 96),
             "256-experts": _experts(256, 64),
-            "128-fine-experts-top-4": _experts(128, 48, "--model.top_k", "4"),
+            "128-fine-experts-top-4": _FINE,
             "switch-top-1": _experts(64, 224, "--model.top_k", "1", "--model.gate", "switch"),
             "sigmoid-bias": _short("--model.gate", "sigmoid", "--model.balance_loss", "0"),
             "shared-expert": _short(
@@ -131,6 +147,12 @@ STUDIES = {
             "capacity-1.25": _short("--model.capacity_factor", "1.25"),
         },
         curve={"8-experts": 8, "16-experts": 16, "32-experts": 32, HALF: 64, "128-experts": 128, "256-experts": 256},
+    ),
+    "half-of-the-steps": _half_of_steps(""),
+    "half-of-the-steps-on-docs": _half_of_steps(
+        "docs-",
+        *("--data.train", "data/bytes/out/docs/train"),
+        *("--data.validation", "data/bytes/out/docs/validation"),
     ),
 }
 
