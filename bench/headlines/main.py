@@ -101,18 +101,18 @@ def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
     return Study(name, (4,), f"dense-{dense[1]}", variants)
 
 
-# A router has as many multiplications per token as it has experts times the width: more experts are narrower by as much.
+# A router has as many multiplications per token as it has experts times the width, so more experts are narrower.
 _FINE = _experts(128, 48, "--model.top_k", "4")
 
 
 def _half_of_steps(prefix: str, *corpus: str) -> Study:
-    """Return short runs of gpt-64-bytes beside dense runs of twice the steps, the base at the best of the swept rates."""
+    """Return short runs of gpt-64-bytes beside dense ones of twice the steps; the base has the best of the swept
+    rates."""
     dense = (*PAIRS["gpt-64-bytes"].dense, *corpus)
     variants = {
         f"{prefix}dense-2e-2": (*dense, "--optimizer.lr", "2e-2"),
         f"{prefix}{DENSE}": dense,
         f"{prefix}{HALF}": _short(*corpus),
-        f"{prefix}128-fine-experts-top-4": (*_FINE, *corpus),
         f"{prefix}fine-and-balance-over-micro-batch": (*_FINE, "--model.balance_scope", "data_parallel", *corpus),
     }
     return Study("gpt-64-bytes", (1, 2, 3), f"{prefix}dense-2e-2", variants)
