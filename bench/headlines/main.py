@@ -105,17 +105,16 @@ def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
 _FINE = _experts(128, 48, "--model.top_k", "4")
 
 
-def _half_of_steps(prefix: str, *corpus: str) -> Study:
-    """Return short runs of gpt-64-bytes beside dense ones of twice the steps; the base has the best of the swept
-    rates."""
+def _half_of_steps(prefix: str, rates: Sequence[str], *corpus: str) -> Study:
+    """Return short runs of gpt-64-bytes beside dense ones of twice the steps, at the pair's rate and at ``rates``; the
+    first of these is the base."""
     dense = (*PAIRS["gpt-64-bytes"].dense, *corpus)
-    variants = {
-        f"{prefix}dense-2e-2": (*dense, "--optimizer.lr", "2e-2"),
+    variants = {f"{prefix}dense-{rate}": (*dense, "--optimizer.lr", rate) for rate in rates} | {
         f"{prefix}{DENSE}": dense,
         f"{prefix}{HALF}": _short(*corpus),
         f"{prefix}fine-and-balance-over-micro-batch": (*_FINE, "--model.balance_scope", "data_parallel", *corpus),
     }
-    return Study("gpt-64-bytes", (1, 2, 3), f"{prefix}dense-2e-2", variants)
+    return Study("gpt-64-bytes", (1, 2, 3), f"{prefix}dense-{rates[0]}", variants)
 
 
 STUDIES = {
@@ -148,9 +147,10 @@ STUDIES = {
         },
         curve={"8-experts": 8, "16-experts": 16, "32-experts": 32, HALF: 64, "128-experts": 128, "256-experts": 256},
     ),
-    "half-of-the-steps": _half_of_steps(""),
+    "half-of-the-steps": _half_of_steps("", ["2e-2"]),
     "half-of-the-steps-on-docs": _half_of_steps(
         "docs-",
+        ["2e-2", "4e-2"],
         *("--data.train", "data/bytes/out/docs/train"),
         *("--data.validation", "data/bytes/out/docs/validation"),
     ),
