@@ -37,8 +37,8 @@ class Spec:
         expert_options: keywords for a named expert or a subclass of ``FFNExperts``, e.g. ``{"bias": False}``.
         shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or the hidden
             width of an FFN; None for no shared expert.
-        shared_options: keywords of that FFN (`fmoe.experts.FFNExperts`); None for those in ``expert_options``. It is
-            ungated with GELU by default, also beside ``expert="swiglu"``.
+        shared_options: keywords of that FFN (`fmoe.experts.FFNExperts`); None for those in ``expert_options``. The
+            FFN is ungated with GELU by default, even beside ``expert="swiglu"``.
         shared_gate: multiply the shared expert's output by ``sigmoid(w . x)``, with a trained w (Qwen2-MoE).
         granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, so that each token gets
             ``m * K`` of ``m * E`` experts (DeepSeekMoE, arXiv 2401.06066).
@@ -49,9 +49,9 @@ class Spec:
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
         sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
             dimension of the input. With either group, the gate decides about the tokens of the whole group, so that
-            routing groups are not cut. The gradients of gate, shared expert and experts that several of its ranks hold
-            are then partial sums: sum them over the group.
-        expert_tensor_group: ranks over which the hidden units of every expert are spread; for ffn, swiglu and geglu.
+            routing groups are not cut. The gradients of the gate, the shared expert, and experts that several ranks of
+            the group hold are then partial sums: sum them over the group.
+        expert_tensor_group: ranks over which the hidden units of every expert are spread (only ffn, swiglu and geglu).
         aux_loss: "auto" adds the losses to the backward pass; for "manual", add `fmoe.collect_losses` to your loss.
         loss_weights: factor of each auxiliary loss by name; missing names keep their defaults
             (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns a loss off.
@@ -63,12 +63,12 @@ class Spec:
             "auto"), "torch", or "auto" for the fastest available.
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
-        seed: seed of the layer's weights and noise, which must be equal on all ranks; None draws one from torch's
+        seed: seed of the layer's weights and noise; it must be equal on all ranks. None draws one from torch's
             default generator, on the first rank of ``moe_group`` for the ranks of that group.
 
     Raises:
-        UserError: an invalid option; names it, its value and its limit. Options of a part (gate, experts, exchange) are
-            checked when `arguments` builds it.
+        UserError: an option is invalid; the message has its name, value and limit. Options of a part (gate, experts,
+            exchange) are checked when `arguments` builds it.
         TypeError: an unknown keyword in ``gate_options``, ``expert_options`` or ``shared_options``; from `arguments`.
     """
 

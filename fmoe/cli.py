@@ -162,7 +162,7 @@ def _refuse(program: str, message: str) -> int:
 
 
 def drop_output() -> None:
-    """Redirect standard output, with its buffer, to the null device, because it has no reader."""
+    """Redirect standard output, which has no reader, to the null device, so that flushing its buffer cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

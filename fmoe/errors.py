@@ -1,6 +1,7 @@
-"""Errors with a message of one line, and helpers that word them.
+"""Errors with a message of one line, and helpers that word such messages.
 
-Commands print the line of a `UserError` and end with exit code 2; most others keep their traceback (`fmoe.cli.run`).
+Commands print the line of a `UserError` and end with exit code 2; most other errors keep their traceback
+(`fmoe.cli.run`).
 """
 
 import difflib
@@ -49,8 +50,8 @@ def known_names(name: str, known: Iterable[str]) -> str:
 def option_names(factory: Any) -> list[str] | None:
     """Return the names of the parameters that a function or class accepts; None if it accepts any name.
 
-    They include those of base classes, if the class takes ``**options`` to pass on. A ``functools.partial`` accepts the
-    names of its function.
+    For a class that passes on its ``**options``, the result includes the names that its base classes accept. A
+    ``functools.partial`` accepts the names of its function.
     """
     factory = getattr(factory, "func", factory)
     calls = [factory]
@@ -67,7 +68,7 @@ def option_names(factory: Any) -> list[str] | None:
 
 def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) -> None:
     """Register ``entry`` under a new name in a table. Registering a redefined class or function again, as a notebook
-    does when a cell runs twice, replaces it.
+    does when a cell runs twice, replaces the old one.
 
     Args:
         kind: option that takes the names of this table, for the message, e.g. ``"gate"``.

@@ -31,8 +31,9 @@ class Layout:
         d_model: D.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        slice_group: ranks that hold the same tokens, each of which routes a slice; None without such ranks.
-        sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without.
+        slice_group: ranks that hold the same tokens and each route a slice of them; None without such ranks.
+        sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without such
+            ranks.
     """
 
     d_model: int
@@ -156,7 +157,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Return ``routing``; the output in its ``passed`` replaces the experts' input if the gate had the same one."""
+        """Return ``routing``. If the gate's input was `x_TD`, the tokens that the gate returned replace `x_TD`."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -195,7 +196,7 @@ class LocalTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Tokens spread over the ranks of ``group`` along their first dimension, whose indices are called entries.
+    """Tokens spread over the ranks of ``group`` along their first dimension; an entry is what one index selects.
 
     Attributes:
         lengths: number of entries of each rank; rank 0 has the first ones.
@@ -309,7 +310,7 @@ class _ReduceScatter(torch.autograd.Function):
 def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
     """Return ``x`` with zeros for padding. Padding may hold NaN, and NaN times a weight of zero is NaN.
 
-    With a mask of invalid shape or dtype ``x`` is returned unchanged, because `Layout.split` raises the error.
+    With a mask of invalid shape or dtype, ``x`` is returned unchanged, because `Layout.split` raises the error.
     """
     is_valid = mask.dtype == torch.bool and mask.shape == x.shape[:-1]
     return x.masked_fill(~mask.unsqueeze(-1), 0) if is_valid else x

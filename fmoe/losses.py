@@ -97,8 +97,8 @@ def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
 
 
 def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
-    """Sum over each group's tokens, and return the squared coefficient of variation of the sums over experts: the mean
-    over groups, weighted by their number of tokens."""
+    """Sum over each group's tokens; compute the squared coefficient of variation, over experts, of these sums. Return
+    its mean over groups, weighted by their number of tokens."""
     if valid_GS is None:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
@@ -150,13 +150,13 @@ class AuxLosses:
     Args:
         num_experts: E.
         weights: factor of each loss by name; missing names keep their defaults.
-        is_manual: leave the losses to `collect_losses` instead of adding them to the backward pass.
+        is_manual: whether to leave the losses to `collect_losses` instead of adding them to the backward pass.
         scale: function that returns the losses' factor in the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
     Attributes:
         metrics: statistics since they were last reset.
-        counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
+        counts_evaluation: whether forward passes in evaluation are counted too (`fmoe.metrics.counting`).
         observer: the gate's ``record``, called with each routing that is counted in training; None if absent. Under
             torch.compile only the losses and statistics of that routing are valid.
     """
@@ -193,7 +193,7 @@ class AuxLosses:
         return (self.loss_scale or loss_scale)()
 
     def total(self, routing: Routing) -> Tensor | None:
-        """Return the weighted sum of a routing's losses; None if it has none with a weight other than 0.
+        """Return the weighted sum of a routing's losses; None if no loss has a weight other than 0.
 
         Raises:
             UserError: the gate returned a loss that has no entry in the weights.
@@ -257,7 +257,7 @@ class AuxLosses:
     def count(
         self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool, observer: Observer | None
     ) -> list[Tensor]:
-        """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
+        """Return the outputs, whose backward pass counts the statistics of the micro batch exactly once.
 
         An activation checkpoint runs a forward pass several times, so the backward pass counts. If router, experts and
         input are all frozen, no gradient reaches the outputs, and the forward pass counts. Evaluation counts only with
@@ -285,7 +285,7 @@ class AuxLosses:
         return outputs
 
     def record(self, routing: Routing, observer: Observer | None = None) -> None:
-        """Count the statistics of one micro batch; called once, usually from its backward pass."""
+        """Count the statistics of one micro batch. Called once per micro batch, usually in its backward pass."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)
         observer = observer or self.observer

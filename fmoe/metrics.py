@@ -183,8 +183,8 @@ class LayerMetrics:
 def counting(model: nn.Module) -> Iterator[None]:
     """Count evaluation passes in the metrics of ``model``'s layers within this context.
 
-    Loads, drops and entropy are counted; gates have no losses in evaluation. Counts start at zero, and the end of the
-    context restores the previous ones: read them inside it."""
+    Loads, drops and entropy are counted; gates have no losses in evaluation. Counts start at zero. Read them inside
+    the context: its end restores the previous ones."""
     layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]
@@ -202,7 +202,7 @@ def counting(model: nn.Module) -> Iterator[None]:
 
 def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
     """Return the routing report of every MoE layer of ``model``, by module name, for the tokens that this rank's gates
-    see (with ``slice_group`` or ``sequence_group``, those of all its ranks).
+    see (with ``slice_group`` or ``sequence_group``, the tokens of all ranks of that group).
 
     Args:
         reset: reset the counts afterwards.

@@ -9,7 +9,7 @@ Two rules (docs/layer.md explains why):
 
 `set_position` sets the position in training (seed, step, first token of the micro batch) once per micro batch. The seed
 of torch's default generator identifies the position. Activation recomputation, torch's and Megatron's, restores that
-generator before it runs a layer again, and with it the position.
+generator, and with it the position, before it runs a layer again.
 """
 
 import contextlib
@@ -201,7 +201,7 @@ def uniform(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
 def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return uniform numbers like `uniform`, but multiples of 2^-16, two from each hash.
 
-    For noise on every element of an input, where hashing dominates the cost.
+    Use it for noise on every element of an input, where hashing dominates the cost.
     """
     first = start // 2
     halves = _hash(keys_G, first, (start + count + 1) // 2).view(torch.int16)  # low half first; signed
@@ -245,8 +245,8 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
 
     Row g has the numbers from index ``start`` of the sequence that ``keys_G[g]`` determines. Half of a hash chooses one
-    of 2^16 intervals of equal probability, and the other half chooses a point in that interval. For initial weights:
-    torch.compile cannot trace this function.
+    of 2^16 intervals of equal probability, and the other half chooses a point in that interval. torch.compile
+    cannot trace this function, which is for initial weights.
     """
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
@@ -263,7 +263,7 @@ def normal_ends(device: torch.device) -> Tensor:
     """Return the ends of 2^16 intervals of equal standard normal probability, float32 [2^16 + 1].
 
     The two outermost intervals, which would be infinite, end where uniform numbers in them give the right variance.
-    All ends are rounded to multiples of 2^-20: they do not depend on how a machine computes logarithms, and their
+    All ends are rounded to multiples of 2^-20, so they do not depend on how a machine computes logarithms, and their
     differences are exact.
     """
     is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode reject tensors made outside them

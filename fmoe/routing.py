@@ -16,8 +16,10 @@ from fmoe.errors import UserError
 
 
 class Shards(Protocol):
-    """Tokens spread over the ranks of a group along their first dimension, whose indices are called entries
-    (`fmoe.layout.TokenShards`)."""
+    """Tokens whose first dimension is spread over the ranks of a group (`fmoe.layout.TokenShards`).
+
+    The indices along this dimension are called entries.
+    """
 
     @property
     def length(self) -> int: ...
@@ -40,7 +42,7 @@ class RoutingStats:
         dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
-        sums: one vector, of which the four fields above are views in this order, followed by each loss of
+        sums: one vector that holds the four fields above, which are views of it, in this order, and then each loss of
             ``loss_names`` times ``tokens``; None if the fields are separate tensors.
         loss_names: names of the losses in ``sums``.
     """
@@ -80,11 +82,11 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
             T * K.
-        counted: ``expert_TK``, and its assignments to each expert as the gate's kernel counted them; None if
+        counted: ``expert_TK``, and its number of assignments to each expert, from the gate's kernel; None if
             `fmoe.kernels.cuda.rows.place` has to count them.
         is_fused: whether one operation computed weights and losses, whose names are then in ``DEFAULT_LOSS_WEIGHTS``.
         passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the
-            gate's backward pass adds their gradient to its own. None if the experts use the input itself.
+            gate's backward pass adds the gradient of this output to its own. None if the experts use the input itself.
     """
 
     expert_TK: Tensor
@@ -103,7 +105,7 @@ class Routing:
 
 @dataclass(eq=False, repr=False)
 class RoutingGroups:
-    """The groups of tokens within which a gate applies capacity and balance losses, and their noise.
+    """The groups of tokens within which a gate applies capacity and balance losses, and the noise of these groups.
 
     A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
     2.2), independent of the tokens' order in memory and of their spread over ranks. Routing thus does not depend on
@@ -241,8 +243,8 @@ class RoutingGroups:
     def gather(self, x_TX: Tensor) -> Tensor:
         """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.
 
-        The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result,
-        except combine weights: a token's weights may depend only on the token's own values.
+        The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result.
+        Combine weights are an exception: a token's weights may depend only on the token's own values.
         """
         if self.shards is None:
             return x_TX

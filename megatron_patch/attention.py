@@ -30,11 +30,11 @@ class SDPAttention(DotProductAttention):
     """Replacement for `DotProductAttention` that uses torch's `scaled_dot_product_attention`.
 
     Arguments, shapes and results are the same, except for a query whose keys are all masked: its output is zeros (NaN
-    with `HeadDropout` and no offsets), while megatron-core's code returns the mean of the values. Cases that torch's
-    kernels do not support use megatron-core's code: packed sequences, scores scaled by layer number, several queries
-    after cached keys without a mask, window or offsets, and windows or offsets without causality or with an attention
-    bias. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
-    bias, which megatron-core's code refuses, is added to the scaled scores.
+    with `HeadDropout` and no learned offsets), while megatron-core's code returns the mean of the values. Cases that
+    torch's kernels do not support use megatron-core's code: packed sequences; scores scaled by layer number; several
+    queries after cached keys, if there is no mask, window or offset; windows or offsets, if attention is not causal or
+    has a bias. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An
+    attention bias, which megatron-core's code refuses, is added to the scaled scores.
 
     A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks (with `HeadDropout`, as a mask),
     and a learned offset of the softmax (``config.softmax_type="learnable"``) as a further key

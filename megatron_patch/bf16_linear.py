@@ -31,7 +31,7 @@ def is_needed() -> bool:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark the bf16 weights of Megatron-core's linear layers and embeddings, except in its experts."""
+    """Mark the bf16 weights of Megatron-core's embeddings and of its linear layers outside experts."""
     for module in model.modules():
         is_dense = isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert
         is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight the output layer may share

@@ -121,7 +121,8 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
     The generator's seed also identifies the position in training (`fmoe.random`). Layers need the position inside
     `fork` too, because a sequence parallel model forks around all of its layers. If a position is set, a fork therefore
     gets a seed derived from the seeds of the outer generator and of the tracker's state. If the previous fork of that
-    state had the same derived seed, its draws are continued. Draws then depend on the position and the tracker's seed.
+    state had the same derived seed, this one continues its draws. Draws then depend on the position and the
+    tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):
@@ -167,7 +168,7 @@ def _splits_as_numpy(move: Callable) -> Callable:
 
 
 def _max_without_indices(largest: Callable) -> staticmethod:
-    """Compute the largest logit of each token without its index, which would take most of the time."""
+    """Compute the largest logit of each token but not its index, whose search would take most of the time."""
 
     def calculated(vocab_parallel_logits):
         logits = vocab_parallel_logits.float()

@@ -94,7 +94,7 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Key the dropout of a Megatron-core language model: in embedding, attention and residual branches.
+    """Replace a Megatron-core language model's dropout by keyed dropout: in embedding, attention and residual branches.
 
     Args:
         model: the whole model, or a pipeline stage.

@@ -1,7 +1,7 @@
 """Initial weights of a dense model that do not depend on the pipeline split.
 
 Megatron-core draws the weights of a stage's layers from one generator, one layer after the other, so they depend on the
-split. Here a key made of seed and layer number determines a layer's weights, as an expert's id determines the expert's
+split. Here a key made of seed and layer number determines a layer's weights, as seed and id determine an expert's
 (`fmoe.random`). With ``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
@@ -27,7 +27,7 @@ def keyed_layer_spec(
     Args:
         part: name of the stack, in models where several stacks number their layers from 1.
         without_mlp: numbers of layers to build without an MLP, because experts will replace it. The MLP is drawn last,
-            so the rest of the layer has the same weights.
+            so the rest of the layer has the same weights as with it.
     """
 
     class KeyedLayer(spec.module):
@@ -48,7 +48,7 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: Any, seed: int) -> None:
-    """Draw the weight of an untied output layer under a separate key; do nothing without one, or on the meta device."""
+    """Draw the weight of an untied output layer under its own key. Models on the meta device are left unchanged."""
     if not model.post_process or model.share_embeddings_and_output_weights:
         return
     weight = model.output_layer.weight

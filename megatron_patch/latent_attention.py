@@ -22,8 +22,8 @@ class LatentAttention(MLASelfAttention):
     """`MLASelfAttention` with the correct gradient of the rotary key under tensor parallelism.
 
     All heads share one rotary key per token, so its gradient is the sum over the heads of all tensor parallel ranks.
-    Megatron-core's layers without Transformer Engine, whose down projection is split by columns, sum it over the heads
-    of one rank only.
+    Megatron-core's layers without Transformer Engine, whose down projection is split by columns, sum the gradient over
+    the heads of one rank only.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **options: Any):
@@ -34,7 +34,7 @@ class LatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the modules that the spec names.
 
-        megatron-core 0.19 calls this. Its own choice refuses norms of compressed keys and values unless
+        megatron-core 0.19 calls this. The base class's own method refuses norms of compressed keys and values unless
         ``config.qk_layernorm`` is set, and then asks for Transformer Engine if queries are not compressed.
         """
         return {name: getattr(submodules, name) for name in _FROM_SPEC}
@@ -45,8 +45,9 @@ def _gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the columns of the compressed keys and values and of the rotary key.
 
-    Megatron-core gathers only an output that is still split. It treats a whole one as the output of a replicated layer,
-    with a slice of the tokens under sequence parallelism: there it gathers the rotary keys and sums their gradients.
+    Megatron-core gathers only an output that is still split. It takes a whole output for that of a replicated layer.
+    Under sequence parallelism, such an output is a slice of the tokens; Megatron-core then gathers the rotary keys and
+    sums their gradients.
     """
     columns, bias = output
     whole = gather_from_tensor_model_parallel_region(columns)

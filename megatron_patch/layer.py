@@ -37,14 +37,15 @@ class MegatronMoE(MoE):
 
     Width, activation, bias, initializers and dtype come from ``config``; the tensor, expert and expert tensor parallel
     groups from ``pg_collection`` or parallel_state. The layer sets ``config.num_moe_experts``, because Megatron's
-    schedule passes the scale of auxiliary losses only to models that have it.
+    schedule passes the scale of auxiliary losses only to models whose config sets it.
 
     Each tensor parallel rank routes a slice of the sequences: under sequence parallelism the slice that it holds, else
     one that it takes from the whole. Under context parallelism each rank routes the slice that it holds, which must be
     contiguous (`megatron_patch.context`). The gate decides over all slices.
 
-    With an expert tensor parallel size above 1, the experts' hidden units are split over that group. With
-    ``config.recompute_granularity="selective"``, "mlp" or "moe" in ``config.recompute_modules`` recomputes the layer.
+    With an expert tensor parallel size above 1, the experts' hidden units are split over its group. With
+    ``config.recompute_granularity="selective"``, the layer is recomputed if ``config.recompute_modules`` lists "mlp"
+    or "moe".
 
     Args:
         config, submodules, layer_number, pg_collection, is_mtp_layer, name: arguments that Megatron-core passes.
@@ -53,7 +54,7 @@ class MegatronMoE(MoE):
             that is not set.
         seed: seed of the run; together with the layer number, it keys the layer's weights and noise.
         layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
-        model_layers: number of layers over all stacks; None for those in ``config``, with multi-token prediction.
+        model_layers: number of layers over all stacks; None for those in ``config``, multi-token prediction included.
         overlap_shared: on a GPU, compute the shared expert on a second stream, beside the gate, the exchange and the
             routed experts, forward and backward. The result is the same.
         options: all other options of `fmoe.build.Spec`.
@@ -267,7 +268,7 @@ class MegatronAux(AuxLosses):
 
 
 def drop_tracked_losses() -> None:
-    """Empty Megatron's aux-loss tracker for the next model: its tensors keep the first model's number of layers."""
+    """Empty Megatron's aux-loss tracker before another model is built: the tracker keeps the old number of layers."""
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
         moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
     else:  # from megatron-core 0.18 on

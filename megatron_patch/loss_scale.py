@@ -40,7 +40,7 @@ class SharedGradScaler(MegatronGradScaler):
         return isinstance(self.scaler, DynamicGradScaler) and bool(self.scale > self.scaler.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing: each optimizer calls it with its own overflow only. `settle` updates the scale."""
+        """Do nothing: each optimizer calls this method with its own overflow only. `settle` updates the scale."""
 
     def settle(self, found_inf: bool) -> None:
         """Update the scale, once per step; ``found_inf`` is True if any optimizer of any rank overflowed."""

@@ -24,7 +24,7 @@ MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
 class Stack(NamedTuple):
-    """A transformer block of a model, or its modules for multi-token prediction.
+    """A transformer block of a model, or the model's modules for multi-token prediction.
 
     Attributes:
         layers: layers of the block on this rank.
@@ -117,7 +117,7 @@ def fmoefy(
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
         granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts
             these smaller experts.
-        seed: seed of the run; keys routers, new experts and noise together with the layer number.
+        seed: seed of the run; with the layer number, it determines routers, new experts and noise.
         options: other arguments of `MegatronMoE`.
 
     Raises:
@@ -198,7 +198,7 @@ def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
 def _convert(
     model: nn.Module, *, layers: str | int | Collection[int] = "all", upcycle: bool = True, **options
 ) -> nn.Module:
-    """Call `fmoefy` with arguments of `fmoe.fmoefy`: its forms of ``layers``, counted from 1, and its defaults."""
+    """Call `fmoefy` with the defaults and the forms of ``layers`` of `fmoe.fmoefy`; layers are numbered from 1."""
     if isinstance(layers, str) and layers != "all":
         raise UserError(f"layers={layers!r} is neither 'all', nor layer numbers, nor n for every n-th layer")
     if isinstance(layers, int):

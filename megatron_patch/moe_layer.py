@@ -45,7 +45,7 @@ LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | None = None) -> dict[str, Tensor]:
     """Return the state dict of a Megatron-core model or MoE layer with the names and shapes of FMoE.
 
-    The experts may be of SequentialMLP (``experts.local_experts.N.linear_fc1.weight``), GroupedMLP
+    The experts may come from SequentialMLP (``experts.local_experts.N.linear_fc1.weight``), GroupedMLP
     (``experts.weight1``) or TEGroupedMLP (``experts.linear_fc1.weightN``). Entries outside MoE layers are unchanged;
     Transformer Engine's ``_extra_state`` inside them is dropped.
 
@@ -154,7 +154,7 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Module:
     """Replace the MoELayers of a Megatron-core model with `MegatronMoE`; return the model, whose output is unchanged.
 
-    The new layers keep gate, experts, shared experts and loss weights. Call it with the weights loaded, before
+    The new layers keep gate, experts, shared experts and loss weights. Load the weights first, and convert before
     Float16Module, DistributedDataParallel and the optimizer. With expert parallelism each rank converts its own
     experts. A router bias that balances loads (``moe_router_enable_expert_bias``) is updated by `fmoe.end_step`.
 

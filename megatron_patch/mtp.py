@@ -3,7 +3,7 @@
 Module k predicts the token k + 1 positions ahead from two inputs: the hidden state of module k - 1 (of the decoder, if
 k = 1) and the embedding of the token k positions ahead. It normalizes both, projects them together and runs a
 transformer layer with the number ``config.num_layers + k``; it shares the model's embedding and output layer. Its loss
-is the mean over the tokens that it predicts, all but the first k labels of a sequence. Megatron-core adds the gradient
+is the mean over the tokens that it predicts: all labels of a sequence but the first k. Megatron-core adds the gradient
 of the mean loss of the modules, times ``config.mtp_loss_scaling_factor``, to the backward pass of the model's loss.
 """
 
@@ -26,7 +26,7 @@ _LAYER = ("transformer_layer", "mtp_model_layer")  # up to megatron-core 0.16, a
 
 
 class MTPModel(GPTModel):
-    """`GPTModel` that runs its MTP modules only in training, with labels; their weights are always in the state dict.
+    """`GPTModel` that runs its MTP modules only in training, with labels; the state dict always has their weights.
 
     A pipeline stage with the modules has a copy of the embedding, which Megatron-core keeps equal to the first stage's.
     """
@@ -83,7 +83,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield each MTP module's transformer layer, and the offset of its ``layer_number`` in the whole model."""
+    """Yield each MTP module's transformer layer, and its number in the model minus its ``layer_number``."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))

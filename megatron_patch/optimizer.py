@@ -43,7 +43,7 @@ class Shard:
         parameter: parameter of the model.
         main: tensor that is stepped: the parameter, a float32 copy of it, or a flat slice of either.
         start, stop: range of ``main`` in the flattened parameter.
-        is_sharded: whether it is of the distributed optimizer, whose ranks step different ranges.
+        is_sharded: whether it belongs to the distributed optimizer, whose ranks step different ranges.
     """
 
     optimizer: Optimizer
@@ -66,13 +66,13 @@ def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """Yield the shards that this rank steps, of all inner optimizers."""
+    """Yield this rank's shards of all inner optimizers."""
     for part in optimizers(optimizer):
         yield from shards_of(part)
 
 
 def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
-    """Yield the shards that this rank steps, of one of `optimizers`."""
+    """Yield this rank's shards of one inner optimizer (`optimizers`)."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():
             where = part._get_model_param_range_map(parameter)["param"]
@@ -125,7 +125,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron-core's optimizer around the optimizers from ``make``, without weight decay of vectors.
 
-    Vectors have one axis, or are biases of stacked experts, which Megatron-core would decay because they have two.
+    Vectors have one axis, or are biases of stacked experts, which Megatron-core would decay because they have two axes.
 
     Args:
         config: Megatron-core's config for Adam; required with ``make`` too, which need not use it.

@@ -50,7 +50,7 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch]) -> None:
-    """Apply all patches, or none if it raises.
+    """Apply all patches; if an error is raised, apply none.
 
     Raises:
         UserError: the version of megatron-core is not supported; a required name, a module or a class is missing.
@@ -92,7 +92,7 @@ def _sum_partial_gradients(reduce: Callable) -> Callable:
 
 
 def _norm_of_slices(new: Callable) -> staticmethod:
-    """Allow torch's norms under sequence parallelism, with gradients that Megatron sums over the slices."""
+    """Allow torch's norms under sequence parallelism, and make Megatron sum their gradients over the slices."""
 
     @functools.wraps(new)
     def made(cls, config, *args, **kwargs):
@@ -109,7 +109,7 @@ def _norm_of_slices(new: Callable) -> staticmethod:
 
 
 def _without_fp8(init: Callable) -> Callable:
-    """Make the constructor set ``fp8`` to False without Transformer Engine."""
+    """Make the constructor set ``fp8`` to False if Transformer Engine is missing."""
 
     @functools.wraps(init)
     def wrapped(self, fp8=False, *args, **kwargs):

@@ -217,7 +217,7 @@ class StreamMemory:
     """Memory of streams of text that a model reads side by side, segment after segment.
 
     Sequences are numbered: sequence n is the next segment of stream ``n % streams``. Micro batches hold consecutive
-    sequences, and start at the same streams in every round.
+    sequences, and start at the same streams in every pass over the streams.
 
     Args:
         model: model, or pipeline chunk of it, with layers of type `RecurrentLayer`.
@@ -237,7 +237,7 @@ class StreamMemory:
     def enter(self, first: int, is_start: bool = False, size: int | None = None) -> None:
         """Give the layers the memory of a micro batch, until the next call or `leave`.
 
-        Recomputation of the layers in the backward pass needs it, so it remains after the forward pass.
+        Recomputation of the layers in the backward pass needs the memory, so the memory remains after the forward pass.
 
         Args:
             first: number of the first sequence of the micro batch.

@@ -43,7 +43,7 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
 
 
 def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
-    """Yield (whether the parameter is of experts, its ratios) for each parameter whose first copy this rank holds."""
+    """Yield, for each parameter whose first copy this rank holds, whether it belongs to experts, and its ratios."""
     for part in optimizers(optimizer):
         if not isinstance(part.optimizer, TrustOptimizer):
             continue

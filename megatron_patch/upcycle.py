@@ -26,8 +26,8 @@ def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
         offset: number of layers in earlier stacks, added to the layer's number.
 
     Raises:
-        UserError: the module is not an `MLP` of Megatron-core or computes more than a feed-forward block; the config
-            sets another width for the experts.
+        UserError: the layer's MLP is not Megatron-core's `MLP` or computes more than a feed-forward block; or the
+            config sets another width for the experts.
     """
     mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number + offset}"
     reason = _unsupported(mlp)
@@ -93,7 +93,7 @@ def _unsupported(mlp: nn.Module) -> str | None:
 
 
 def expert_options(block: Block, options: dict | None) -> dict:
-    """Return the options of experts like the block; their weights are not drawn, because `fill` sets them."""
+    """Return options that make experts of the block's form; their weights are not drawn, because `fill` sets them."""
     like = {
         "activation": known_activation(block.activation, block.tensors[0].dtype),
         "gated": block.is_gated,
@@ -103,7 +103,7 @@ def expert_options(block: Block, options: dict | None) -> dict:
 
 
 def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
-    """Fill the layer's experts from the block, in its dtype and on its device; freeze them if the block is frozen."""
+    """Fill the layer's experts from a block, in the block's dtype and device; freeze them if the block is frozen."""
     if (group := layer.spec.expert_tensor_group) is not None:
         raise UserError(
             f"expert_tensor_parallel_size={group.size()}, which splits experts, is not supported with upcycle=True: "

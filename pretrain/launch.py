@@ -177,7 +177,7 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
 
 
 def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
-    """Raise UserError if an option lacks another one that it needs, or contradicts it."""
+    """Raise UserError if an option lacks another one that it needs, or contradicts another one."""
     of_several = ("node_rank", "rendezvous")
     for name in of_several:
         value = getattr(options, name)

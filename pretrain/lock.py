@@ -5,8 +5,8 @@ torchrun was started by hand. ``run.lock`` belongs to rank 0, which may outlive 
 checkpoint is written. Each file names its holder and is removed when the lock is released.
 
 The files are locked with flock: the kernel, or the server of a network file system, releases a lock when its holder
-dies. A holder also touches its file every few seconds. This heartbeat decides where machines do not share flock or do
-not support it.
+dies. A holder also touches its file every few seconds. Where machines do not share flock or do not support it,
+this heartbeat shows whether the holder is alive.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def ending() -> None:
 
 
 class _Lock:
-    """A lock held by this process: an open file with the holder's record in it."""
+    """A lock held by this process: an open file with a record of the holder (host, process, times) in it."""
 
     def __init__(self, path: Path, file: int):
         self.path, self.token, self._file = path, uuid.uuid4().hex, file

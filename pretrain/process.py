@@ -18,7 +18,7 @@ from fmoe.errors import UserError
 from pretrain import lock
 
 EXIT_DIVERGED = 65
-"""A guard stopped the run. A restart would repeat it with the same data and weights: investigate first.
+"""A guard stopped the run. A restart would read the same data with the same weights: investigate first.
 EX_DATAERR of sysexits.h."""
 
 EXIT_HANG = 70

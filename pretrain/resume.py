@@ -210,7 +210,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
     ``step-N.damaged``, because their steps will be saved again.
 
     Raises:
-        UserError: on every rank, if the checkpoint is damaged, or all are with ``fallback``; the message names a file.
+        UserError: on every rank, if the checkpoint (with ``fallback``, every one) is damaged; the message names a file.
     """
     candidates = _candidates(folder, resume, fallback)
     damaged: list[Path] = []
@@ -238,7 +238,7 @@ def verify_together(path: Path) -> Checkpoint:
     """Open a checkpoint and verify the SHA-256 of all its files, each on one of the ranks. Collective.
 
     Raises:
-        UserError: on every rank, if one found damage.
+        UserError: on every rank, if any rank finds damage.
     """
     ranks = Ranks()
     with ranks.together():

@@ -60,7 +60,7 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
 
     Raises:
         UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step and
-            comes from another run, while the run's own folder has none.
+            comes from another run, while the run's own folder has no checkpoint.
     """
     if checkpoint is None:
         return False

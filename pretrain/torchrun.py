@@ -169,7 +169,7 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
 
 
 def _keep(found: Path, log: Path | None) -> None:
-    """Append a file of messages, by torchrun or a rank, to the log in the run folder."""
+    """Append a file of messages from torchrun or a rank to the log in the run folder."""
     with contextlib.suppress(OSError):
         text = found.read_text(errors="replace")
         if text and log is not None:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import selectors
 import signal
 import sys
@@ -22,6 +23,9 @@ from typing import Any
 from rank_pool import DIED, Raised, die_with_parent, warm_context
 
 IMPORTS = ["pretrain.run", "pretrain.models.bert", "pretrain.models.gpt", "pretrain.models.t5", "rich._emoji_codes"]
+# A rank that returned stays for as many seconds, or until all ranks have ended: gloo's constructor fails if a peer that
+# it is still connecting to, for a group that this test needs no more, ends.
+LINGER = 5
 TIMEOUT = 240  # seconds for one call: a hang fails the test instead of blocking it
 
 
@@ -165,18 +169,22 @@ def _serve(pipe) -> None:
 def _fork(size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | None]] | None:
     """(exit code, what it returned) of every rank; None after a timeout, with all of them killed."""
     pids, pipes = [], []
+    ended, end = os.pipe()  # `end` stays open until all ranks have ended
     for rank in range(size):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
+                os.close(end)
                 os.setsid()  # whatever it starts can be killed with it
                 die_with_parent()
                 data = target(rank, size, *args)
                 with os.fdopen(write, "wb") as file:
                     file.write(pickle.dumps(data[1]))
                 code = data[0]
+                if not code and not isinstance(data[1], Raised):
+                    select.select([ended], [], [], LINGER)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -187,6 +195,8 @@ def _fork(size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | N
         pids.append(pid)
         pipes.append(read)
     received = _read_all(pipes)
+    os.close(end)
+    os.close(ended)
     if received is None:
         for pid in pids:
             os.killpg(pid, signal.SIGKILL)

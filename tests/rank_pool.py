@@ -106,6 +106,8 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
             number, function, args = pipe.recv()
         except EOFError:
             break
+        # Not at the end of the call that made them: another rank may still connect to this one.
+        _destroy_groups(kept)
         meshes.clear()
         try:
             result = function(*args)
@@ -113,7 +115,6 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
             result = Raised(type(error), str(error), traceback.format_exc())
         if meshes:  # DTensor caches them with the names of their groups
             kept.update(dist.distributed_c10d._world.pg_map)
-        _destroy_groups(kept)
         pipe.send((number, result))
     dist.destroy_process_group()
 

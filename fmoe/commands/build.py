@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Compile the backends, load the native library, and print a report.
 
     Returns:
-        Exit code: 1 if the native build, loading it, or a build by ``--arch`` fails; else 0.
+        Exit code: 1 if the native library fails to compile or load, or a build with ``--arch`` fails; else 0.
 
     Raises:
         UserError: an unknown sanitizer, ``--sanitize`` together with ``--arch``, or an architecture that NVRTC does not

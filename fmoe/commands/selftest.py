@@ -1,4 +1,4 @@
-"""``fmoe selftest``: compare a layer that is split over these ranks with an unsplit one, and time the exchanges.
+"""``fmoe selftest``: check that a layer split over the ranks agrees with an unsplit one, and time the exchanges.
 
 Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``; without torchrun it is a job of one
 process. Every rank builds the unsplit layer and its part of the split one from the same seed, and compares its own
@@ -134,7 +134,7 @@ class Case:
 
 
 def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return the tested exchanges with their options, where supported also in two chunks; only one for ep=1."""
+    """Return the exchanges to test, with options; those that support chunks appear twice. For ep=1, return one."""
     if ep == 1:
         return [("all_to_all", {})]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
@@ -278,7 +278,7 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 
 def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
-    """Time each exchange of rows, there and back, with even loads and experts that return their rows unchanged."""
+    """Time the round trip of rows through each exchange, with even loads and experts that return rows unchanged."""
     ep, table = groups.ep, []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
         if "chunks" in options:  # chunks pay off only by overlap with the experts' computation
@@ -324,7 +324,7 @@ class _Unchanged(nn.Module):
 
 @torch.no_grad()
 def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGroups) -> float:
-    """Return the time of sending the rows there and back on the slowest rank, in seconds."""
+    """Return the seconds that the slowest rank takes to send the rows and get them back."""
     wait = torch.cuda.synchronize if rows.is_cuda else lambda: None
     dist.barrier(groups.data_group)
     wait()

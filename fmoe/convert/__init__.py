@@ -60,8 +60,8 @@ def fmoefy(
             n - 1, 2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
         upcycle: every expert starts as a copy of the dense block (arXiv 2212.05055); False draws new experts of the
             block's sizes.
-        exact: with ``upcycle``, raise an error with the reason if the model's output would change, but for ``noise``.
-            False accepts a changed output, for example if the gate drops tokens.
+        exact: with ``upcycle``, raise an error with the reason if anything but ``noise`` would change the model's
+            output. False accepts a changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
         granularity: m makes experts of 1 / m of the block's hidden units; ``num_experts`` and ``top_k`` count these.
@@ -108,7 +108,7 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return the function of the first converter that accepts the model, or None; and the names of those tried."""
+    """Return the function of the first converter that accepts the model, or None; and the names of converters tried."""
     names = []
     for entry in entry_points(group="fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds

@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return a phrase if the module has hooks or a replaced ``forward``, which conversion would lose; else None."""
+    """Return an error phrase if the module has hooks or a replaced ``forward``, which conversion would lose."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -122,8 +122,8 @@ class Block:
         install: puts the MoE layer into the model and removes the dense maps; None to replace `module` in each of its
             parents.
         dropout: probability of the dropout between activation and output map.
-        after: modules that `module` applies to the block's output. They are kept after an MoE layer that replaces
-            `module`; ``install`` has to keep them itself.
+        after: modules that `module` applies to the block's output. If the MoE layer replaces `module`, they
+            follow that layer; an ``install`` function has to keep them itself.
         sequence_first: whether the block's input is [S, B, D] instead of [B, S, D].
         place: name of the block within `module`, for messages.
 
@@ -192,7 +192,7 @@ def probe_values(dtype: torch.dtype) -> Tensor:
     """Return the values at which activations are compared, float64 [N] and exact in ``dtype``.
 
     They are dense around 0, reach far out in both directions, where some activations clip, and include values of full
-    precision, which a cast would round.
+    precision, which a cast to a narrower dtype would round.
     """
     near = torch.arange(-192, 193, dtype=torch.float64, device="cpu") / 16
     exponents = torch.arange(-20, 40, dtype=torch.float64, device="cpu")
@@ -203,7 +203,7 @@ def probe_values(dtype: torch.dtype) -> Tensor:
 
 
 def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.dtype) -> bool:
-    """Return whether each value differs by no more than rounding.
+    """Return whether each value of ``actual`` differs from ``expected`` by no more than rounding.
 
     Args:
         size: bound on intermediate values that cancel, as on GELU's far negative side.

@@ -39,7 +39,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
     """Return the block that ``module`` computes with ``num_linear`` linear maps, in a list; an empty list if none.
 
-    All other modules inside it must have neither parameters nor buffers.
+    All other modules inside ``module`` must have neither parameters nor buffers.
     """
     children = list(module.children())
     linear = [child for child in children if linear_map(child) is not None]
@@ -129,7 +129,7 @@ def _activation_slots(owner: nn.Module, pieces: Pieces) -> list[tuple[nn.Module,
 def bert(module: nn.Module) -> list[Block | Refusal]:
     """Find blocks that are spread over two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
 
-    ``module.intermediate`` has the first linear map and the activation, ``module.output.dense`` is the second map,
+    ``module.intermediate`` has the first linear map and the activation. ``module.output.dense`` is the second map,
     followed by dropout, residual and normalization. The MoE layer replaces ``intermediate``, the second map becomes
     `nn.Identity`, and the rest is unchanged.
     """
@@ -181,7 +181,7 @@ def torch_layer(module: nn.Module) -> list[Block | Refusal]:
 
     The MoE layer replaces ``linear1``; `nn.Identity` replaces ``linear2``, the activation and the dropout between them.
     Encoders and their layers have a fused path for evaluation that reads the weights of both linear maps; installing
-    the MoE layer disables it.
+    the MoE layer disables this path.
     """
     if isinstance(module, nn.TransformerEncoder):
         results = [result for layer in module.layers for result in _layer(layer, module)]
@@ -314,15 +314,15 @@ class Found(NamedTuple):
 def find_blocks(model: nn.Module) -> list[Found]:
     """Return the feed-forward blocks of ``model`` in the order of their modules; a module used twice counts once.
 
-    For each module, the blocks of the first finder that returns any are used. The submodules of a module that is itself
-    a block are not searched.
+    A module's blocks come from the first finder that returns any. The submodules of a module that is itself a block
+    are not searched.
     """
     return search(model)[0]
 
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return the result of `find_blocks`, and why modules that look like blocks are refused, by name of the module."""
+    """Return the result of `find_blocks`, and why modules that look like blocks are refused, keyed by module name."""
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}

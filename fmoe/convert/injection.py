@@ -208,7 +208,10 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Return whether ``hidden`` is the activation of part ``order[0]``, times part ``order[1]`` in gated blocks."""
+        """Return whether ``hidden`` equals the formula: the activation of the first part, times the second if gated.
+
+        ``order`` has the indices of these parts.
+        """
         try:
             with torch.no_grad():
                 expected = _formula(activation, [self.parts[i] for i in order])
@@ -221,7 +224,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the module's derivatives equal the formula's, and no parameter affects ``hidden``."""
+        """Return whether ``hidden`` has the derivatives of the formula in `follows`, and depends on no parameter."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -255,7 +258,7 @@ class Injection:
         return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
 
     def is_whole(self) -> bool:
-        """Return whether the maps receive the module's input unchanged, and its output is the last map's."""
+        """Return whether the maps receive the module's input unchanged, and the module's output is the last map's."""
         rows = self.trial.args[0]
         for training in (False, True):
             for x in (rows, wide_rows(rows, is_multiplied=False)):

@@ -3,8 +3,9 @@
 The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
 module runs on random rows, the calls of its linear maps are recorded, and their outputs are replaced by known values:
 in float64, from 1e-6 to 1e12 (at most the largest number of the model's dtype), in training and in evaluation mode. The
-input of the output map must then be the activation of these values, and have its derivative. So neither the weights nor
-a normalization before the block can hide a clamp or another activation. The formula is never inferred from names.
+input of the output map must then be the activation of these values, and its gradient must be the activation's
+derivative. So neither the weights nor a normalization before the block can hide a clamp or another activation. The
+formula is never inferred from names.
 """
 
 import math
@@ -37,10 +38,11 @@ class Pieces(NamedTuple):
         between: modules called between these maps.
         after: dropouts called after the output map.
         counts: number of calls of each module in one run.
-        rate: module and attribute that hold the rate of the dropout between the maps, if it is called as a function;
-            else None.
+        rate: module and attribute that hold the rate of the dropout between the maps, if that dropout is called as a
+            function; else None.
         trial: the run in which the block was found.
-        is_whole: returns whether the maps receive the module's input unchanged, and its output is the last map's.
+        is_whole: returns whether the maps receive the module's input unchanged, and whether the last map's output is
+            the module's output.
         values, hidden: injected output of the first map, and the resulting input of the last map.
         is_dropped: whether the dropout between the maps is also applied to the last map's output.
     """
@@ -101,7 +103,7 @@ def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Return the pairs (names of maps D -> H or 2 H, and H -> D), except those inside a single child of the module.
+    """Return the pairs (name of a map D -> H or 2 H, name of a map H -> D) whose maps are not inside one child.
 
     The value of a pair is True if it is likely a block: few other maps have the same parent, unlike in an attention.
     """
@@ -162,10 +164,10 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
 def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: Tensor) -> Iterator[Trial]:
     """Yield ways to call ``function``.
 
-    The first parameter gets rows, enough to hold all probe values, or images if the module holds a convolution. The
-    others without a default get None, rows or sizes. Children outside of the block may require more arguments, such as
-    the masks and positions of an attention. The last trials replace these children by stubs that return their input,
-    or a tuple of it and one or two Nones.
+    The first parameter gets enough rows to hold all probe values, or images if the module holds a convolution. The
+    other parameters without a default get None, rows or sizes. Children outside of the block may require more
+    arguments, such as the masks and positions of an attention. The last trials replace these children by stubs that
+    return their input, or a tuple of it and one or two Nones.
     """
     height, width = shape
     side = math.isqrt(max(8, math.ceil(len(probe_values(like.dtype)) / (2 * height)))) + 1
@@ -198,7 +200,7 @@ def _return_input(*args: Any, more: tuple, **kwargs: Any) -> Any:
 
 
 def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: dict) -> Pieces | Refusal:
-    """Return the block whose input maps are called at the indices ``chosen``, and its output map at ``index``."""
+    """Return the block whose input maps are the calls ``chosen``, and whose output map is the call ``index``."""
     called = [call.module for call in calls]
     first, last = tuple(called[i] for i in chosen), called[index]
     names, counts = {m: name for name, m in trial.owner.named_modules()}, Counter(called)

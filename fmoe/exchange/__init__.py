@@ -47,8 +47,8 @@ def build_exchange(
     """Return the exchange named ``exchange`` for an expert parallel group; `LocalExchange` for one rank or no group.
 
     Raises:
-        UserError: the name or an option is unknown; with several ranks, an option is invalid, or their number does not
-            divide ``num_experts``.
+        UserError: the name or an option is unknown; with several ranks, an option is invalid, or the number of
+            ranks does not divide ``num_experts``.
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")

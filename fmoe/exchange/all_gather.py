@@ -1,10 +1,10 @@
 """Every rank gets all tokens and computes the share of its experts in each output; a token's rank sums the shares.
 
-For small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and each rank
-returns one sum per token instead of a row per expert. The bytes grow with W (docs/parallelism.md), and every rank
-holds the tokens of all ranks.
+This suits small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and
+each rank returns one sum per token instead of a row per expert. The bytes grow with W (docs/parallelism.md), and every
+rank holds the tokens of all ranks.
 
-Shape letters: T tokens of this rank, T' of the rank with most tokens, others as in `fmoe.exchange.base`.
+Shape letters: T tokens of this rank, T' of the rank with the most tokens, others as in `fmoe.exchange.base`.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class AllGatherExchange(GroupExchange):
     """
 
     def plan(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return the choices [T, K] and the number of choices of each expert [E]."""
+        """Return the choices [T, K], and how many of them fall on each expert [E]."""
         expert_N = routing.expert_TK.reshape(-1) + 1
         count_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_N.device)
         return routing.expert_TK, count_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]

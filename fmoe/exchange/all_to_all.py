@@ -124,11 +124,11 @@ class AllToAllExchange(base.GroupExchange):
         return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), agreed.depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Join the exchange of counts with a flag and no rows, so that all ranks raise."""
+        """Join the exchange of counts with no rows and a flag for the failure, so that all ranks raise."""
         self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
     def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
-        """Exchange the counts of rows. A rank's flag is its backward depth, or a larger number if it failed."""
+        """Exchange the counts of rows, and a flag per rank: its backward depth, or a larger number if it failed."""
         shadowed, count_E = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else ([], count_E)
         flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
         tensors, received = self._exchange_counts(count_E, flag)
@@ -180,7 +180,7 @@ class AllToAllExchange(base.GroupExchange):
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors [P, X + 1] to copy to the host, and the counts of rows received in each hop. The last column
-        of the last tensor holds flags, among them the largest of all ranks."""
+        of the last tensor holds flags; their maximum is the largest flag of all ranks."""
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
@@ -196,7 +196,7 @@ class AllToAllExchange(base.GroupExchange):
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
-    """Return the counts of one hop. Rows are sent sorted by expert and needed sorted by local expert.
+    """Return the counts of one hop. Senders sort rows by expert; receivers need them sorted by local expert.
 
     Args:
         received: ``receive_WL`` on the device.

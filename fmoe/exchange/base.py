@@ -60,7 +60,7 @@ class Exchange(Protocol):
         ep_rank, ep_size: this rank's index in the group, and the group's size.
         group: None for a single rank; read-only.
         num_experts, num_local_experts: E and L.
-        traffic: bytes that this rank has sent to others, in forward and backward passes.
+        traffic: bytes that this rank has sent to other ranks, in forward and backward passes.
     """
 
     ep_rank: int
@@ -97,7 +97,7 @@ class GroupExchange:
         group: the expert parallel group, gloo or nccl.
         num_experts: E.
         wire_dtype: dtype in which rows are sent, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for the
-            dtype that they have.
+            rows' own dtype.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
@@ -152,15 +152,15 @@ class GroupExchange:
         return DispatchPlan.from_routing(routing, self.num_experts)
 
     def open(self, plan: Any, depth: int) -> Dispatch:
-        """Agree with the other ranks on the counts of rows. The host reads them from the device at most once, or twice
-        with shadowing.
+        """Agree with the other ranks on the counts of rows. The host reads the counts from the device at most once,
+        or twice with shadowing.
 
         Args:
             plan: from `plan`.
             depth: what requires gradients on this rank: `WEIGHTS` if its combine weights do, else `TOKENS` if its
                 tokens do, else 1 if its experts do, else 0; `NO_GRAD` under ``torch.no_grad()``. All ranks then use the
-                largest depth of any rank, but 0 with `NO_GRAD`. In `PaddedExchange`, whose ranks exchange nothing
-                beforehand, each uses `WEIGHTS` or 0.
+                largest depth of any rank, or 0 if that is `NO_GRAD`. In `PaddedExchange`, whose ranks exchange nothing
+                beforehand, each rank uses `WEIGHTS` or 0.
 
         Raises:
             PeerError: another rank failed before this exchange.
@@ -193,7 +193,7 @@ class GroupExchange:
         self.post_failure(error)
 
     def exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return every rank's ``head`` as numbers on the host; raise on all ranks if one starts with 1 (failed)."""
+        """Return every rank's ``head`` as numbers on the host; raise on all ranks if a head starts with 1 (failed)."""
         gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
         heads = gathered.view(self.ep_size, -1).tolist()  # synchronizes with the device
         failed = [rank for rank, row in enumerate(heads) if row[0]]
@@ -215,7 +215,7 @@ class GroupExchange:
         return outputs
 
     def post_failure(self, error: Exception) -> None:
-        """Report to the ranks that wait for this one that it failed and will not join them."""
+        """Report to the waiting ranks that this rank failed and will not join them."""
         # The group in which this rank got a PeerError knows of the failure; all groups know if all ranks agreed on it.
         if not isinstance(error, PeerError) or (len(self.groups) > 1 and not error.is_agreed):
             for group in self.groups:
@@ -322,8 +322,8 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
     """Refuse torch's DistributedDataParallel and ``fully_shard`` around experts that are spread over ``group``: these
     wrappers treat the experts of several ranks as replicas.
 
-    Called in the forward pass, because a layer finds the wrapper only while it runs: torch reads the parameters to
-    ignore from the outermost module, which a layer cannot reach, and does not notify the modules that it wraps.
+    Called in the forward pass, because a layer finds the wrapper only while the wrapper runs: torch reads the
+    parameters to ignore from the outermost module, which a layer cannot reach, and does not notify wrapped modules.
 
     Raises:
         UserError: a wrapper replicates or shards the experts of several ranks.

@@ -151,7 +151,7 @@ class GroupMonitor:
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})") from error
 
     def post_failure(self, error: Exception) -> None:
-        """Report to ranks that wait for this one, now or later, that it failed and will not join them."""
+        """Report that this rank failed and will not join the others, whether they wait for it now or later."""
         reason = f"rank {self.rank} failed in {self.context}: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, PeerError) else reason  # it already names the failed rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
@@ -226,7 +226,7 @@ class GroupMonitor:
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """Return the store's answer; None if it does not answer in time, and from then on."""
+        """Return the store's answer; None if it does not answer in time, after which no call asks it again."""
         store = self._store
         if store is None:
             return None
@@ -283,7 +283,7 @@ class Pending:
         """Return the result.
 
         Args:
-            for_host: whether the host reads the result next; on a GPU, wait until it is complete.
+            for_host: whether the host reads the result next; if so, a result on a GPU is complete on return.
         """
         if self._result.device.type == "cpu":
             self._monitor.wait(self._work, self._what, self._number)

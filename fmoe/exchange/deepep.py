@@ -171,7 +171,7 @@ class _Sent:
         return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in tied]
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens and weights; return those that this rank received. The host waits for their counts."""
+        """Send tokens and weights; return the received ones. The host waits for the counts of received tokens."""
         per_rank, per_node, per_expert, is_in_rank = self._layout
         with self._call("dispatch of tokens", self._sent, x_TD, weight_TK, self._expert_TK):
             x_RD, expert_RK, weight_RK, self._counts, self._handle, _event = self._buffer.dispatch(
@@ -187,7 +187,7 @@ class _Sent:
         return x_RD, weight_RK
 
     def dispatch_again(self, x_TD: Tensor) -> Tensor:
-        """Send other rows for the same tokens, and return those received."""
+        """Send other rows for the same tokens, and return the rows received."""
         fence(self._group, x_TD.device)
         with self._call("dispatch of gradients", self._sent, x_TD):
             return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
@@ -259,7 +259,7 @@ _buffers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyD
 
 def _buffer_of(group: dist.ProcessGroup, buffer: Any, row_bytes: int) -> Any:
     """Return the group's communication buffer, for rows of this size. A new one replaces a smaller one; every rank of
-    the group must call it."""
+    the group must call this function."""
     ranks = group.size()
     try:
         configs = (buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks))

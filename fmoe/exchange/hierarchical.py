@@ -1,10 +1,10 @@
 """All-to-all in two stages: first within the node, then between the ranks that have the same index in their nodes.
 
-Fewer and larger messages cross the slow network: a rank sends one to each node, not one to each rank of the node (the
+Fewer and larger messages cross the slow network: a rank sends one message to each node, not one to each rank (the
 hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows are
 sent twice, the first time over the fast links of the node.
 
-Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w % I. Others: `fmoe.exchange.base`.
+Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w % I. Other letters: `fmoe.exchange.base`.
 """
 
 import os
@@ -28,10 +28,10 @@ _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Subgroups]]"
 
 
 def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
-    """Return two groups: this rank's node, and the ranks with its index in all nodes. They are made once per ``group``
-    and ``node_size``.
+    """Return two groups: the ranks of this rank's node, and the ranks with the same index as this rank in their nodes.
+    The groups are made once per ``group`` and ``node_size``.
 
-    Every rank of ``group`` must call it.
+    Every rank of ``group`` must call this function.
     """
     known = _subgroups.setdefault(group, {})
     if node_size not in known:
@@ -53,7 +53,7 @@ class HierarchicalExchange(AllToAllExchange):
         group, num_experts, options: see `AllToAllExchange`.
         node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE, or the group's size if the
             variable is unset or larger.
-        groups: existing groups, as `node_groups` returns them, which then set I; None to make them.
+        groups: existing groups, as `node_groups` returns them; they then set I. None to make them.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class Hop:
         return self.unpack(_AllToAll.apply(rows_MD.to(self._wire(rows_MD)), self, False), rows_MD.dtype)
 
     def back(self, rows_RD: Tensor) -> Tensor:
-        """Return one row for each row sent by `forward`, in that order: [M, D]."""
+        """Return one row for each row sent by `forward`, in the same order: [M, D]."""
         return _AllToAll.apply(self.pack(rows_RD), self, True).to(rows_RD.dtype)
 
     def start(self, rows: Tensor, back: bool = False) -> "Handle":
@@ -132,8 +132,9 @@ def join_graph(x: Tensor, is_needed: bool) -> Tensor:
 
 
 def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Return an output of experts tied to their rows in the graph: all ranks then run the same collectives in the
-    backward pass and in a recomputation, even if no expert of this rank uses its rows or saves anything."""
+    """Tie an output of experts to their rows in the graph, and return the output. All ranks then run the same
+    collectives in the backward pass and in a recomputation, even if no expert of this rank uses its rows or saves
+    anything."""
     return _Tie.apply(out, *rows)
 
 

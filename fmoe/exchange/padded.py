@@ -25,8 +25,8 @@ class PaddedExchange(GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
-        slots: S, upper bound on the rows of one rank for one expert; None for the first batch's: the largest
-            ``Routing.max_load`` of any rank. Later batches must not exceed it.
+        slots: S, upper bound on the rows of one rank for one expert; None for the largest
+            ``Routing.max_load`` of any rank in the first batch. Later batches must not exceed S.
     """
 
     def __init__(

@@ -39,9 +39,9 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Estimate the seconds of a pass. It takes the GEMMs of the largest number of rows that a rank computes, 4
-        transfers of the largest number that a rank sends or receives (there and back, and their gradients), and 2 of
-        each shadowed expert (parameters, gradients)."""
+        """Estimate the seconds of a pass: the GEMMs of the largest number of rows that a rank computes, 4 transfers of
+        the largest number of rows that a rank sends or receives (there and back, and their gradients), and 2
+        transfers of each shadowed expert (parameters, gradients)."""
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
@@ -63,7 +63,7 @@ def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: C
 
 
 def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, device: torch.device) -> Cost:
-    """Measure the cost model for this group and for experts like this one. The result is equal on all ranks.
+    """Measure the cost model for this group and for experts like ``expert``. The result is equal on all ranks.
 
     Args:
         expert: parameters of one expert.

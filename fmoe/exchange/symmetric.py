@@ -93,7 +93,7 @@ class _Counts(HopCounts):
 
 @dataclass(frozen=True, eq=False)
 class _SymmetricHop(Hop):
-    """Rows to the ranks of their experts, sorted by expert there, and back."""
+    """Hop of rows to the ranks of their experts and back; at the experts' ranks, rows arrive sorted by expert."""
 
     counts: _Counts | None = None
 

@@ -1,8 +1,8 @@
 """Experts of a rank as one module: ``experts(rows, counts_L) -> rows``, where rows are sorted by local expert.
 
 ``counts_L``, the number of rows of each local expert, is an int64 tensor on the CPU. The option ``expert`` takes a name
-below, a module class or factory, or a sequence with one entry per expert. `build_experts` makes the module: stacked
-weights (`FFNExperts`) or a list of modules (`ModuleExperts`).
+of `EXPERTS`, a module class or factory, or a sequence with one entry per expert. `build_experts` makes the module:
+stacked weights (`FFNExperts`) or a list of modules (`ModuleExperts`).
 """
 
 import functools
@@ -34,7 +34,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
     Args:
         factory: returns all experts of a rank as one module, called as in `EXPERTS`.
         stacked: False if ``factory(d_model, d_hidden, **options)`` returns a single expert, which maps rows [n, D] to
-            [n, D]. It is called once per expert, each time under another random seed.
+            [n, D]. The factory is called once per expert, each time under another random seed.
 
     Raises:
         UserError: the name is not a string, is empty, or belongs to other experts.
@@ -43,8 +43,8 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
 
 
 def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``options`` that the experts named ``name`` accept. Options that they fix are not accepted, such
-    as the activation of swiglu."""
+    """Return the ``options`` that the experts named ``name`` accept. Options that the experts fix,
+    such as the activation of swiglu, are not accepted."""
     factory = EXPERTS.get(name)
     taken, fixed = option_names(factory), getattr(factory, "keywords", {})
     return {key: value for key, value in options.items() if (taken is None or key in taken) and key not in fixed}
@@ -73,7 +73,7 @@ def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) 
 
 @torch.no_grad()
 def truncated_normal_(weight: Tensor, scale: float = 0.1) -> Tensor:
-    """Fill a [out, in] matrix from a normal distribution of standard deviation ``sqrt(scale / in)``, truncated at two
+    """Fill an [out, in] matrix from a normal distribution of standard deviation ``sqrt(scale / in)``, truncated at two
     standard deviations; return it.
 
     This is the Switch Transformer's initialization (arXiv 2101.03961 section 2.4): a tenth of the usual scale makes the
@@ -104,9 +104,9 @@ def build_experts(
         backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
 
     Raises:
-        UserError: an unknown name (lists the known ones), a sequence whose length is not ``num_experts``, options for
-            experts that take none, a ``tensor_group`` for experts other than ffn, swiglu and geglu, an unavailable
-            backend.
+        UserError: an unknown name (the message lists the known ones), a sequence whose length is not ``num_experts``,
+            options for experts that take none, a ``tensor_group`` for experts other than ffn, swiglu and geglu, or an
+            unavailable backend.
     """
     count = local.stop - local.start
     if backend not in BACKENDS:

@@ -2,8 +2,8 @@
 
 Thin adapters for TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.1.2).
 Parameters stay in fmoe's own layout, so that checkpoints, optimizers and the layer do not depend on the package; each
-adapter states the cost of converting to the layout of its package. With ``backend="auto"``, `fastest_ffn` measures them
-against the operation of fmoe's cuda backend.
+adapter states the cost of converting to the layout of its package. With ``backend="auto"``, `fastest_ffn` measures the
+packages against the operation of fmoe's cuda backend.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -111,7 +111,8 @@ def ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
-    tokens, which are gathered, computed and combined, [T, D] to [T, D]. ``weight_TK`` alone: see `weigh_gradient`.
+    tokens, which are gathered, computed and combined, [T, D] to [T, D]. For ``weight_TK`` alone, see
+    `weigh_gradient`.
 
     If the counts are on the device, the host waits for them, except with "sonicmoe" if the rows are tokens with fewer
     choices than there are experts.
@@ -154,7 +155,8 @@ def _of_rows(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute rows sorted by expert. If there are none, torch computes, so that gradients are zero and not None."""
+    """Run the experts on rows sorted by expert. Torch computes an empty batch, so that gradients
+    are zero and not None."""
     if not sum(counts):
         return expert_ffn(rows_MD, *stacks, counts, activation, gated)
     if backend == "te":
@@ -176,7 +178,7 @@ def _by_te(
     rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
 ) -> Tensor:
     """Compute by TransformerEngine. Its module takes a parameter per expert, here slices of the stack. Autograd stacks
-    their gradients again, an additional pass over the gradients of the weights, which fmoe's own operations avoid."""
+    their gradients again. This is an additional pass over the weights' gradients; fmoe's own operations avoid it."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
     return _linear(gate(activation, hidden) if gated else activation(hidden), w_out, b_out, counts)
@@ -201,8 +203,8 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
     """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires.
 
     The host must know their number, so dropped assignments stay, as rows of an arbitrary expert with a score of 0. They
-    are removed, and the host waits for their number, only if each token has a choice for every expert: gates with so
-    many choices drop most of them.
+    are removed, and the host waits for the number of the rest, only if each token has a choice for every expert: gates
+    with so many choices drop most of them.
     """
     (num_tokens, top_k), num_experts, device = inverse_TK.shape, len(end_L), inverse_TK.device
     row_N = inverse_TK.reshape(-1)
@@ -218,8 +220,8 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
 
 
 def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
-    """Compute tokens by SonicMoE, without a wait or a copy: it reads fmoe's layout, and computes its metadata on the
-    device."""
+    """Run the experts on tokens by SonicMoE, without a wait or copy: it reads fmoe's layout, and computes
+    its metadata on the device."""
     w_in, b_in, w_out, b_out = stacks
     out, _frequency = _module("sonicmoe").moe_general_routing_inputs(
         x.contiguous(),
@@ -243,7 +245,8 @@ def candidates(
     rows: Tensor, w_in_LPD: Tensor, w_out_LDH: Tensor, activation: Callable[[Tensor], Tensor], gated: bool
 ) -> tuple[str, ...]:
     """Return the installed backends that ``backend="auto"`` measures for such experts: "te" on GPUs, and "sonicmoe" for
-    swiglu in its sizes on sm_90; both for 16 bits only, and not under torch.compile, which cannot trace them."""
+    swiglu of supported sizes on sm_90. Both are left out for rows that are not in 16 bits, and under torch.compile,
+    which cannot trace them."""
     if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
         return ()
     fits = _fits_sonic(len(w_out_LDH), *w_out_LDH.shape[1:]) and gated and activation is F.silu
@@ -372,7 +375,7 @@ _checked: dict[tuple[str, torch.device], str | None] = {}
 
 
 def _wrong(backend: str, device: torch.device) -> str | None:
-    """Return the reason why ``backend="auto"`` must not use a backend on a device; None if its results are right there.
+    """Return the reason why ``backend="auto"`` must not use a backend on a device; None if its results are right.
 
     A backend is checked once per device, and a failure is logged as a warning. While a CUDA graph is captured, a
     backend that has not been checked is left out.

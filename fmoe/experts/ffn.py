@@ -50,7 +50,8 @@ BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 class Stacked(nn.Module):
     """A module whose own parameters stack experts along the first axis.
 
-    These have the mark ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a separate tensor.
+    These parameters have the mark ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a separate
+    tensor.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -179,11 +180,11 @@ class FFNExperts(Stacked):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw each parameter from (seed, global id of the expert, name): equal at every expert parallel size.
+        """Draw each parameter from (seed, global id of the expert, name), so that it is equal at every EP size.
 
-        Values are drawn on the device of the parameters, with the same bits on every device; meta tensors are left. An
-        initializer other than `torch.nn.init.normal_` fills each expert's matrix separately, on the CPU, because it
-        would compute the fan-in of a stack from the wrong axes.
+        Values are drawn on the device of the parameters, with the same bits on every device; meta tensors are left
+        as they are. An initializer other than `torch.nn.init.normal_` fills each expert's matrix separately, on the
+        CPU, because it would compute the fan-in of a stack from the wrong axes.
         """
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -242,7 +243,7 @@ class FFNExperts(Stacked):
 
     @property
     def kind(self) -> str:
-        """Description of the experts, which must be equal on all ranks."""
+        """Description of the experts. It must be equal on all ranks."""
         activation = getattr(self.activation, "__name__", repr(self.activation))
         return f"{type(self).__name__}({activation}, gated={self.gated}, bias={self.bias_in is not None})"
 
@@ -254,7 +255,7 @@ class FFNExperts(Stacked):
     def run_with(
         self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Tensor:
-        """Run rows as `forward` does through experts of other ranks, given their parameters from `shadow`."""
+        """Run rows through experts of other ranks, given their parameters from `shadow`; otherwise like `forward`."""
         stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
         weight_in, bias_in = next(stacks), None if self.bias_in is None else next(stacks)
         weight_out, bias_out = next(stacks), None if self.bias_out is None else next(stacks)
@@ -282,7 +283,7 @@ class FFNExperts(Stacked):
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
-        """Compute by the backend's operation; None if it has none for this input.
+        """Return the output of the backend's operation; None if the backend has none for this input.
 
         Args:
             x_TD: tokens of a plan, which are permuted, computed and combined; or rows, sorted by expert.
@@ -295,7 +296,7 @@ class FFNExperts(Stacked):
         return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments) if operation else None
 
     def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
-        """Return the backend's operation for these tensors; None for torch's."""
+        """Return the backend's operation for these tensors; None if torch computes them."""
         if self.backend == "torch" or (self.dropout and self.training):
             return None
         if self.backend in external.BACKENDS:
@@ -396,8 +397,8 @@ class ExpertCall:
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
-        """Permute, compute and combine, by one operation if the experts have it; this does not save their outputs for
-        the gradient of the combine weights.
+        """Permute, compute and combine, by one operation if the experts have one. This operation does not save the
+        experts' outputs for the gradient of the combine weights.
 
         Args:
             plan: plan of tokens that are on this rank; assignments to experts of other ranks are dropped in it.
@@ -410,8 +411,8 @@ class ExpertCall:
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
     def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
-        """Call `FFNExperts.fused_forward`; None if it returns None, or for experts with hooks, dropout in training or
-        another ``forward``."""
+        """Return the result of `FFNExperts.fused_forward`; None if it returns None, or if the experts have hooks,
+        dropout in training or another ``forward``."""
         if self.needs_keys or not self._is_plain():
             return None
         out = self.module.fused_forward(inputs[0], counts_L, **arguments)
@@ -428,7 +429,7 @@ class ExpertCall:
     def run_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None
     ) -> list[Tensor]:
-        """Run rows through experts of other ranks, given their parameters; with ``weight_R`` as `weighed` does."""
+        """Run rows through experts of other ranks, given their parameters; with ``weight_R``, like `weighed`."""
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
         outputs = self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
         return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]

@@ -24,7 +24,7 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
 
     Args:
         scale: bound of the uniform numbers, or standard deviation of the normal ones.
-        is_normal: normal numbers, within 4.62 standard deviations, instead of uniform ones.
+        is_normal: draw normal numbers, within 4.62 standard deviations, instead of uniform ones.
     """
     keys_L = torch.tensor(keys, dtype=torch.int64, device="cpu").to(device)
     if device.type == "cpu" and backends.native_is_loaded and type(keys_L) is Tensor:  # not a fake tensor
@@ -43,8 +43,8 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
 
 
 def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
-    """Return mean and standard deviation if ``method`` is `torch.nn.init.normal_`, or a partial of it with no arguments
-    but these as keywords; else None.
+    """Return mean and standard deviation if ``method`` is `torch.nn.init.normal_`, or a partial of it whose only
+    arguments are the keywords ``mean`` and ``std``; else None.
 
     Megatron-core's initializers are of this form.
     """

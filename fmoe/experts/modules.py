@@ -19,9 +19,9 @@ from fmoe.errors import UserError
 class ModuleExperts(nn.ModuleList):
     """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be pytrees of tensors.
 
-    A module whose forward requires two arguments, or names one ``fwd_expert_count`` or ``fec``, also gets its number of
-    rows, int64 [1], as FastMoE's experts do. A module without rows is called with zero rows, so that its gradients are
-    zero and not None.
+    A module whose forward requires two arguments, or has one named ``fwd_expert_count`` or ``fec``, also gets its
+    number of rows, int64 [1], as FastMoE's experts do. A module without rows is called with zero rows, so that its
+    gradients are zero and not None.
 
     Args:
         modules: the experts of this rank.
@@ -63,7 +63,7 @@ class ModuleExperts(nn.ModuleList):
     def run_with(
         self, parameters: list[list[Tensor]], rows: Any, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Any:
-        """Run rows as `forward` does through experts of other ranks, given their parameters from `shadow`."""
+        """Run rows as `forward` does, but through experts of other ranks, whose parameters `shadow` returned there."""
         names = [name for name, _ in self[0].named_parameters()]
         calls = [
             functools.partial(_call_with, self[0], dict(zip(names, tensors, strict=True))) for tensors in parameters

@@ -21,7 +21,7 @@ from fmoe.runtime import collectives
 
 
 class ShardedFFNExperts(FFNExperts):
-    """`FFNExperts` of which each rank of ``group`` holds ``d_hidden / W`` hidden units of every expert.
+    """`FFNExperts` split over ``group``: each rank holds ``d_hidden / W`` hidden units of every expert.
 
     Every rank holds the whole ``bias_out``.
 

@@ -20,9 +20,10 @@ class FasterGate(NaiveGate):
     """Top-2 gate that keeps choices within the node if more than ``limit = int(fraction * T)`` of a rank's T tokens
     have their best expert on another node.
 
-    Otherwise every token gets its two best experts of all nodes. With more than ``limit`` such tokens, the first choice
-    of every token is the best expert within its node. The ``limit`` such tokens with the largest logits have their best
-    expert as second choice; all other tokens have the second best expert within their node, or -1 if it has only one.
+    Up to the limit, every token gets its two best experts of all nodes. Above it, the first choice of every token is
+    the best expert within its node. Of the tokens whose best expert is on another node, the ``limit`` with
+    the largest logits have that expert as second choice. All other tokens have the second best expert within their
+    node, or -1 if the node has only one.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.
@@ -76,7 +77,7 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a function that builds the `FasterGate` of this ``rank`` of ``moe_group``: a layer's ``gate``."""
+    """Return a function that builds the `FasterGate` of ``rank`` in ``moe_group``; pass it as a layer's ``gate``."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:

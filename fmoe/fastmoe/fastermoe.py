@@ -1,6 +1,6 @@
 """FasterMoE's functions (PPoPP'22), as in FastMoE 1.1.
 
-Shadowing sends the parameters of a hot expert to all ranks, instead of their tokens to its rank. In new code, use
+Shadowing sends the parameters of a hot expert to all ranks, instead of sending tokens to the expert. In new code, use
 ``FMoE(exchange_options={"chunks": ..., "shadow": ...})`` instead (docs/parallelism.md).
 
 Shape letters: W ranks, L experts per rank, E = W * L, T tokens, K choices, D width, R rows.
@@ -89,8 +89,9 @@ def _fmoe_general_global_forward(
     Args:
         inp: [T, D].
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
-        expert_fn: called with an expert's rows [R, D], a tensor [1] that holds R, and the expert's index on its rank:
-            once per expert of this rank, and once per shadowed expert, whose parameters ``experts[index]`` then has.
+        expert_fn: called with an expert's rows [R, D], a tensor [1] that holds R, and the expert's index on its rank.
+            It is called once per expert of this rank, and once per shadowed expert, whose parameters
+            ``experts[index]`` then has.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
         stored_models: bool [W * L], True for experts to shadow, ignored on a single rank; None for the policy of
             `get_shadow_policy`.

@@ -1,4 +1,4 @@
-"""FastMoE's dispatch functions, for user code that builds layers and gates from them (`fmoe.FMoE` does not).
+"""FastMoE's dispatch functions, for user code that builds layers and gates from them (`fmoe.FMoE` uses none).
 
 Ranks communicate over the group that `ensure_comm` set last, or else over all processes. Counts are int64; rank w owns
 the experts w * num_expert ... (w + 1) * num_expert - 1.
@@ -72,7 +72,7 @@ def count_by_gate(
     Returns:
         ``pos`` [M], indices into ``gate.view(-1)``, sorted by expert and then by index; None without ``require_pos``;
         ``local_expert_count`` [W * L], the number of this rank's choices of each expert;
-        ``global_expert_count`` [W * L], for each rank in order, its choices of each of this rank's experts.
+        ``global_expert_count`` [W * L], the number of each rank's choices of each of this rank's experts.
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
@@ -118,7 +118,7 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [T, D] to [R, D]; ``pos`` [M] is each choice's token, sorted by expert. ``fwd_batch_size`` is ignored."""
+        """Map [T, D] to [R, D]; ``pos`` [M]: each choice's token, sorted by expert. ``fwd_batch_size`` is ignored."""
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD

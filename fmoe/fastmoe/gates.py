@@ -2,8 +2,8 @@
 
 A gate is built by ``gate(d_model, num_expert, world_size, top_k)``.
 
-The gates behave as release 1.1 documents them; docs/migration.md lists the bugs that are fixed. In new code, use the
-routers of `fmoe.gates`.
+The gates behave as FastMoE 1.1 documents them; docs/migration.md lists the bugs of FastMoE that are fixed here. In new
+code, use the routers of `fmoe.gates`.
 
 Shape letters: T tokens, D width, K choices, E experts of all ranks, L experts of a rank, W ranks.
 """
@@ -100,8 +100,8 @@ class NaiveGate(BaseGate):
 class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
-    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise,
-    and the load of an expert is its number of tokens; so is the load in training if K = E.
+    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise.
+    In evaluation, and in training if K = E, the load of an expert is its number of tokens.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -183,7 +183,7 @@ class SwitchGate(NaiveGate):
 
     In training, noise in [1 - eps, 1 + eps] is added to the logits. The paper multiplies the input by the noise, as the
     router "switch" of `fmoe.gates` does. Every expert accepts at most ``ceil(factor * T * K / num_expert)`` choices of
-    all ranks together, with T of the expert's rank.
+    all ranks together, where T counts the tokens of the expert's rank.
 
     Args:
         topk: K; 1 in layers that are built without ``top_k``.
@@ -225,8 +225,8 @@ class SwitchGate(NaiveGate):
 class SwipeGate(NaiveGate):
     """Top-k gate with equal load on all ranks in training.
 
-    Choices beyond the capacity of a rank then move to ranks with free capacity: first choices in the first round,
-    second choices in the second, and so on. All ranks must hold the same number of tokens.
+    In training, choices beyond the capacity of a rank move to ranks with free capacity: first choices in the first
+    round, second choices in the second, and so on. All ranks must hold the same number of tokens.
     """
 
     runs_collectives = True
@@ -329,7 +329,7 @@ def limit_by_capacity(
 
 
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
-    """Return the number of accepted choices [W, X] of each rank, in order of ranks, up to capacity.
+    """Return how many choices of each rank are accepted, [W, X]: up to capacity, in order of ranks.
 
     X is the number of experts or ranks that accept choices.
     """

@@ -149,11 +149,11 @@ def _of(part: str, name: str) -> property:
 class FMoE(MoE):
     """A Mixture-of-Experts layer that replaces a feed-forward block (FastMoE, arXiv 2103.13262).
 
-    ``y = sum over the K experts that the gate chooses of weight * expert(x)``. With ``moe_group`` the experts are split
+    ``y = sum of weight * expert(x)`` over the K experts that the gate chooses. With ``moe_group`` the experts are split
     over its ranks; the result equals the result of one rank with all experts. There are two signatures:
 
     ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
-        `fmoe.MoE` by its options (`fmoe.build.Spec`): ``num_experts`` counts the experts of all ranks;
+        The options of `fmoe.MoE.build` (`fmoe.build.Spec`): ``num_experts`` counts the experts of all ranks;
         auxiliary losses are applied by default.
     ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
         FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`): ``num_expert`` counts the experts of a rank;
@@ -162,7 +162,7 @@ class FMoE(MoE):
     Args:
         num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
-        mask: FastMoE's signature only; integers, one per token: tokens are routed if theirs is 0. Ignored without
+        mask: FastMoE's signature only; integers, one per token: a token is routed if its integer is 0. Ignored without
             ``mask_dict``.
         mask_dict: FastMoE's signature only; maps mask values to outputs, which are multiplied by the sum of the
             token's gate weights.
@@ -255,7 +255,7 @@ class FMoE(MoE):
         return 0 if self.slice_group is None else self.slice_group.rank()
 
     def expert_fn(self, inp: Any, fwd_expert_count: Tensor) -> Any:
-        """Return the experts' outputs for their rows; a subclass may override it."""
+        """Return the experts' outputs for their rows; a subclass may override this method."""
         if type(self.experts) is nn.ModuleList:  # set by a subclass; FastMoE calls its items, not the list
             forward: Callable[..., Any] = ModuleExperts.forward
             return forward(self.experts, inp, fwd_expert_count)

@@ -1,7 +1,7 @@
 """FastMoE's Megatron-LM plugin, importable without Megatron.
 
 `fmoefy` converts megatron-core models, and models with the layout of Megatron-LM 2.2 to 3.0. FastMoE also replaced
-parts of Megatron-LM's training loop; the functions that did so raise an error here that names a substitute.
+parts of Megatron-LM's training loop; here, the functions that did so raise an error that names a substitute.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fmoe.fastmoe.transformer import FMoETransformerMLP
 
 
 def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add FastMoE's arguments; ``--num-experts`` is named ``--fmoe-num-experts`` if the parser has the former."""
+    """Add FastMoE's arguments; if the parser has ``--num-experts`` already, FastMoE's is ``--fmoe-num-experts``."""
     group = parser.add_argument_group("fastmoe")
     taken = "--num-experts" in parser._option_string_actions
     group.add_argument("--fmoefy", action="store_true")
@@ -73,14 +73,14 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Discard all metrics, and make room for metrics of ``num_layers`` layers; None keeps their number."""
+    """Discard all metrics, and make room for metrics of ``num_layers`` layers; None keeps the number of layers."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())
 
 
 def get_balance_profile() -> dict[str, list]:
-    """Return, for each metric by name, a list of its latest values by layer; None for a layer that has not run."""
+    """Return, for each metric by name, a list of its latest values by layer, with None for a layer that has not run."""
     return _profile
 
 
@@ -143,7 +143,7 @@ class MegatronMLP(FMoETransformerMLP):
         gate: gate to use instead of the strategy's.
 
     Raises:
-        UserError: the strategy is unknown; Megatron's tensor parallel size is above 1, which is not supported.
+        UserError: the strategy is unknown, or Megatron's tensor parallel size is above 1, which is not supported.
     """
 
     def __init__(self, args: Any, layer_idx: int, gate: Any = None):
@@ -178,7 +178,8 @@ class MegatronMLP(FMoETransformerMLP):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw experts as Megatron draws an MLP: standard deviation sigma and sigma / sqrt(2 * layers), biases zero."""
+        """Draw experts as Megatron draws an MLP: first matrix with standard deviation sigma, second with
+        sigma / sqrt(2 * layers), biases zero."""
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
                 for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
@@ -213,15 +214,15 @@ def fmoefy(
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether experts are split over ranks: over the data parallel group, in megatron-core over
-            the expert parallel group, and without Megatron over all ranks.
+        distributed_experts: whether experts are split over ranks: those of the data parallel group or, in
+            megatron-core, of the expert parallel group; without Megatron, all ranks.
         hidden_hidden_size: hidden width of an expert, by default the MLP's.
-        gate: a gate class of FastMoE, by default as ``balance_strategy`` says; in megatron-core and other models a
-            class of `STRATEGIES`, or any router by name or class, by default `fmoe.fmoefy`'s.
+        gate: a gate class of FastMoE; None for the gate of ``balance_strategy``. In megatron-core and other models, a
+            class of `STRATEGIES`, or any router by name or class; None for the default of `fmoe.fmoefy`.
         megatron_version: ignored; the model's layout determines the version.
 
     Raises:
-        UserError: ``fmoe_num_experts`` is missing; the gate or the model is not supported.
+        UserError: ``fmoe_num_experts`` is missing, or the gate or the model is not supported.
     """
     args = megatron_args()
     settings = SimpleNamespace(**(vars(args) if args is not None else {}))

@@ -1,4 +1,4 @@
-"""Translation of FastMoE's arguments of `FMoE` (README and doc/parallelism of version 1.1) to `fmoe.build.Spec`."""
+"""Translation of FastMoE's arguments (README and doc/parallelism of FastMoE 1.1) to options of `fmoe.build.Spec`."""
 
 import warnings
 from collections.abc import Iterable
@@ -31,13 +31,13 @@ def translate(
     Args:
         world_size: number of expert-parallel ranks, which hold different experts.
         mp_group: old name of ``slice_group``.
-        moe_group: expert-parallel group; ignored if ``world_size`` is 1, otherwise None for all processes.
+        moe_group: expert-parallel group; None for all processes. Ignored if ``world_size`` is 1.
         expert: class or function called with ``d_model``, or a list of them, one per expert of this rank. None if a
             subclass sets ``self.experts``, which is called as ``experts(rows, counts)``.
 
     Raises:
-        UserError: ``moe_group`` does not have ``world_size`` ranks; torch.distributed is not initialized, which
-            ``world_size`` above 1 needs; ``gate`` or ``expert`` is a name.
+        UserError: ``moe_group`` does not have ``world_size`` ranks; ``world_size`` is above 1 and
+            torch.distributed is not initialized; ``gate`` or ``expert`` is a name.
     """
     d_model = 1024 if d_model is None else d_model
     world_size = 1 if world_size is None else world_size

@@ -34,15 +34,15 @@ class _Expert(nn.Module):
 class FMoETransformerMLP(FMoE):
     """`FMoE` with two-layer feed-forward experts, which replaces a transformer's MLP.
 
-    It has the two signatures of `FMoE`. With FastMoE's, the experts are a list of `_Expert` (``htoh4``, ``h4toh``), and
-    the parameters are tagged for `DistributedGroupedDataParallel`.
+    It has the two signatures of `FMoE`. With FastMoE's signature, the experts are a list of `_Expert` (``htoh4``,
+    ``h4toh``), and the parameters are tagged for `DistributedGroupedDataParallel`.
 
     Args:
-        num_expert, expert_dp_comm, expert_rank: FastMoE's signature only.
+        num_expert, expert_dp_comm, expert_rank: only in FastMoE's signature.
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
-        activation: function or module, with ``num_experts=`` also a name of `fmoe.experts.ffn.ACTIVATIONS`; None for
-            GELU, or for the one of another ``expert``.
+        activation: function or module or, with ``num_experts=``, a name in `fmoe.experts.ffn.ACTIVATIONS`; None for
+            GELU or, with another ``expert``, for the default of that expert.
         options: all other arguments of `FMoE`.
     """
 

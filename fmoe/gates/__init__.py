@@ -90,13 +90,13 @@ def build_gate(
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Call ``end_step(group)`` of every gate of ``model`` with this method and ``record`` (`fmoe.gates.SigmoidRouter`).
+    """Call ``end_step(group)`` of every gate of ``model`` that has this method and ``record`` (see `SigmoidRouter`).
 
     Call it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
     ``optimizer.step()``.
 
     Args:
-        group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
+        group: the ranks that see different tokens of the batch; loads are summed over them; None for one process.
             Without this sum, biases would differ between the ranks of a data parallel job.
     """
     module: Any  # the type nn.Module lacks these methods
@@ -117,7 +117,7 @@ def skip_step(model: nn.Module) -> None:
 def attach_end_step(optimizer: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None) -> RemovableHandle:
     """Call ``end_step(model, group)`` at the end of every ``optimizer.step()``.
 
-    Attach only one optimizer per model: two would call it twice per step.
+    Attach only one optimizer per model: two would call `end_step` twice per step.
 
     Returns:
         A handle whose ``remove()`` undoes this.

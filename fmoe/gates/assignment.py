@@ -21,8 +21,8 @@ def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | 
     rounded to multiples of 2^-32 times the group's largest absolute score.
 
     A price per expert, subtracted from its scores, nearly balances the loads. Each token starts at its best expert at
-    these prices, which is optimal for the resulting loads. While the loads or the sum of scores can be improved, tokens
-    move along the cheapest chain of experts, which preserves optimality (successive shortest paths: Ahuja, Magnanti,
+    these prices; this is optimal for the resulting loads. While the loads or the sum of scores can be improved, tokens
+    move along the cheapest chain of experts; this preserves optimality (successive shortest paths: Ahuja, Magnanti,
     Orlin, "Network Flows"). Among equal tokens, the first ones move.
 
     Args:
@@ -55,9 +55,9 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
-    """Return a price for each expert at which the tokens spread roughly evenly: Sinkhorn's iteration, whose column
-    scalings are the prices, at decreasing temperatures. Prices decide between solutions of equal sum. They are rounded,
-    so that the rounding errors of a matrix product over more groups do not change them."""
+    """Return prices of the experts at which the tokens spread roughly evenly. The prices come from the column
+    scalings of Sinkhorn's iteration at decreasing temperatures. They decide between solutions of equal sum, and are
+    rounded so that they do not depend on rounding errors, which vary with the number of groups in a matrix product."""
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E

@@ -18,7 +18,7 @@ class ExpertChoiceRouter(TopKRouter):
     The experts of a token depend on the later tokens of its group: a causal language model would see the future.
 
     A token's row of the result lists its experts, best first, then -1. The length of rows is the largest number of
-    experts of any token, at least 1, or E while torch.compile traces.
+    experts of any token, at least 1; while torch.compile traces, it is E.
 
     Args:
         top_k: the default of ``capacity_factor``.
@@ -26,7 +26,7 @@ class ExpertChoiceRouter(TopKRouter):
         eval_capacity_factor: c in evaluation; None for ``capacity_factor``.
 
     Raises:
-        UserError: see `TopKRouter`; a capacity factor exceeds E.
+        UserError: as in `TopKRouter`, or a capacity factor exceeds E.
     """
 
     routes_by_logits = True

@@ -22,7 +22,8 @@ def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, n
 
     Args:
         name: the layer's name in errors.
-        check: also raise if a combine weight is not finite, and check expert ids on a GPU too; the host waits for it.
+        check: also raise if a combine weight is not finite, and check expert ids on a GPU too; the host then waits for
+            the GPU.
 
     Raises:
         UserError: the gate returned an invalid routing.
@@ -38,8 +39,8 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
     """Return the result of a gate as a `Routing`.
 
     Raises:
-        UserError: the result is neither a `Routing` nor (index, score), has an invalid shape or an expert id out of
-            range (on a GPU only with ``check``); with ``check``, a combine weight is not finite.
+        UserError: the result is neither a `Routing` nor (index, score), or has an invalid shape or an expert id out
+            of range (on a GPU only with ``check``); with ``check``, a combine weight is not finite.
     """
     num_tokens = groups.num_tokens
     routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)

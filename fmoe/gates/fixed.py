@@ -27,7 +27,7 @@ class ZeroRouter(FixedRouter):
 
 class RandomRouter(FixedRouter):
     """Gate that draws K different experts at random for each token, weighted 1 / K, in training and in evaluation
-    (THOR, arXiv 2110.04260, draws once per batch; Roller et al., arXiv 2106.04426, compare with this gate).
+    (THOR, arXiv 2110.04260, draws once per batch; Roller et al., arXiv 2106.04426, use this gate as a baseline).
 
     The draw depends on (seed, layer, step, routing group), like all noise (`fmoe.random`), and is new at each step.
     """
@@ -53,8 +53,8 @@ class HashRouter(FixedRouter):
 
     Args:
         seed: seed of the hash function ("random hash"). Layers with different seeds assign tokens differently.
-        table: int64 [vocabulary, K], experts by token id, which replaces the hash: for the paper's "balanced" and
-            "clustered" assignments, computed by the user from the training data. Saved with the model.
+        table: int64 [vocabulary, K], the experts of each token id, used instead of the hash. The paper's "balanced" and
+            "clustered" assignments are such tables; compute them from the training data. Saved with the model.
 
     Raises:
         UserError: the table is not int64 with K columns of experts; a call has no token ids, or ids that are negative,

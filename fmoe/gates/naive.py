@@ -89,8 +89,8 @@ class NaiveRouter(TopKRouter):
 def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_of: int = 1) -> Tensor:
     """Return the scores with -inf for experts outside each token's best ``num_kept`` of ``num_groups`` groups.
 
-    A group's score is the sum of the scores of its ``best_of`` best experts: of 1 in DeepSeek-V2 (arXiv 2405.04434
-    section 2.2.2), of 2 in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
+    A group's score is the sum of the scores of its ``best_of`` best experts: one in DeepSeek-V2 (arXiv 2405.04434
+    section 2.2.2), two in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
     """
     grouped_TGE = scores_TE.unflatten(-1, (num_groups, -1))
     group_TG = grouped_TGE.topk(min(best_of, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)

@@ -99,7 +99,7 @@ class Router(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
 
     def reset_parameters(self) -> None:
-        """Draw the gate's parameters again, as the constructor did; does nothing for a gate without parameters."""
+        """Draw the gate's parameters again, as the constructor did; a gate without parameters does nothing."""
 
     def finish(self, choice: Choice, entropy_T: Tensor, groups: RoutingGroups) -> Routing:
         """Apply capacity, collect statistics and return the routing. ``choice`` has -1 for padding."""
@@ -113,7 +113,7 @@ class Router(nn.Module):
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        """Return an upper bound on the assignments of any expert; None for no better one than T * K."""
+        """Return an upper bound on the assignments of any expert; None if no bound is better than T * K."""
         if (factor := self._factor()) is None:
             return None
         return sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
@@ -155,7 +155,7 @@ class TopKRouter(Router):
         init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), as in torch's Linear.
 
     Raises:
-        UserError: see `Router`; ``balance_group`` is given for a gate without the balance loss.
+        UserError: see `Router`; or ``balance_group`` is given for a gate without the balance loss.
     """
 
     common_losses: tuple[str, ...] = ("balance", "z")
@@ -213,13 +213,13 @@ class TopKRouter(Router):
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """Return the rule by which a kernel (`fmoe.kernels.cuda.routing`) can replace `choose`, and the bias that it
-        adds to the scores; None if no kernel can. An override must check with `decides_as` that no subclass changes
-        `choose` or `scores`."""
+        """Return the rule by which a kernel (`fmoe.kernels.cuda.routing`) can replace `choose`, and the bias that the
+        rule adds to the scores; None if no kernel can. An override must check with `decides_as` that no subclass
+        changes `choose` or `scores`."""
         return None
 
     def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
-        """Return the noise of `router_input`, for a kernel that applies it instead; None without noise."""
+        """Return the noise of `router_input`, for a kernel that applies the noise itself; None without noise."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
@@ -291,8 +291,8 @@ class TopKRouter(Router):
         return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
 
     def _takes_16_bits(self) -> bool:
-        """Return whether only `TopKRouter.logits` reads the tokens. They can then stay in 16 bits, because it computes
-        in float32 anyway."""
+        """Return whether only `TopKRouter.logits` reads the tokens. They can then stay in 16 bits, because `logits`
+        computes in float32 anyway."""
         kind, base = type(self), TopKRouter
         is_plain = kind.logits is base.logits and kind.router_input is base.router_input
         return is_plain and routes_by_logits(self)

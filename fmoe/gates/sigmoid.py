@@ -32,7 +32,7 @@ class SigmoidRouter(TopKRouter):
     16-bit model, because 16 bits would round its steps away.
 
     The loss ``sequence_balance`` (equations 17-20) prevents extreme imbalance within single sequences: a routing group
-    is one sequence unless ``group_size`` is set. It counts the K largest scores without the bias (equation 18).
+    is one sequence unless ``group_size`` is set. The loss counts the K largest scores without bias (equation 18).
 
     Args:
         bias_step: u, the change of a bias per step; 0 leaves balancing to the loss.
@@ -138,7 +138,7 @@ class SigmoidRouter(TopKRouter):
         return Choice(expert_TK, weight_TK, losses)
 
     def record(self, routing: Routing) -> None:
-        """Count the load of one micro batch; the layer calls it once, usually in its backward pass."""
+        """Count the load of one micro batch; the layer calls this once, usually in its backward pass."""
         if routing.stats is None:
             return
         load_E = routing.stats.load_E.to(sum_dtype(routing.stats.load_E.device))
@@ -149,8 +149,8 @@ class SigmoidRouter(TopKRouter):
         """Add ``bias_step * sign(mean load - load)`` to the bias, with the loads since the last call, and reset them.
 
         Args:
-            group: the data and expert parallel ranks, which have this gate and different tokens, over which loads are
-                summed; None for no sum. All ranks of the group must make this call.
+            group: the data and expert parallel ranks, which share this gate and see different tokens; loads are summed
+                over them; None for no sum. All ranks of the group must make this call.
         """
         load_E = self._load_E
         if load_E is None:

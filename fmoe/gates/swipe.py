@@ -15,8 +15,8 @@ class SwipeRouter(TopKRouter):
 
     First choices are assigned first: an expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others
     are moved. Second choices follow, up to ``ceil(2 tokens / E)`` including the first ones, and so on. FastMoE
-    moves a token to the next expert with room, which may be one that it already has. Here the moved tokens make loads
-    as even as possible, with the maximal sum of their logits, and a token's experts differ.
+    moves a token to the next expert with room, which may be one that the token already has. Here the moved tokens make
+    loads as even as possible, with the maximal sum of their logits, and a token's experts differ.
     """
 
     routes_by_logits = True

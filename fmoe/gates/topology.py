@@ -23,14 +23,15 @@ class TopologyRouter(TopKRouter):
     share of the group's assignments, or the largest load without a bonus if that is more. Weights are the softmax over
     the logits of the chosen experts, without the bonus. The gate has the balance and z losses of the naive gate.
 
-    Decisions depend on the node of a token, and so on the split of the job: use the gate for speed, not for comparing
-    runs on different clusters. On one node it equals the naive gate.
+    Decisions depend on the node of a token, and so on the parallel split of the job: use the gate for speed, not for
+    comparing runs on different clusters. On one node it equals the naive gate.
 
     Args:
         d_model, num_experts, top_k, options: see `TopKRouter`.
         bonus: largest bonus, in units of logits.
         skew: bound on an expert's load, as a multiple of the even share; at least 1.
-        node_size: ranks per node; None for LOCAL_WORLD_SIZE, or all ranks of the group if that is unset or larger.
+        node_size: ranks per node; None for LOCAL_WORLD_SIZE, or for all ranks of the group if LOCAL_WORLD_SIZE is unset
+            or larger than the group.
         num_nodes: number of nodes, over which the experts are spread evenly; None to derive it from ``node_size``.
         node_of: function of the `RoutingGroups` that returns the node of each group, int64 [G]; None for this rank's
             node.

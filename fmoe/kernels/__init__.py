@@ -1,6 +1,6 @@
 """Kernels of the layer: `permute`, `combine`, `reorder` (rows), `grouped_linear` and `expert_ffn` (GEMMs).
 
-`reference` has the same operations in plain differentiable torch, with which tests compare values and gradients.
+`reference` has the same operations in plain differentiable torch; tests compare values and gradients with its results.
 """
 
 from fmoe.kernels.ffn import expert_ffn, grouped_linear

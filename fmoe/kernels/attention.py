@@ -66,7 +66,10 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend with as many keys as queries. A block of W queries sees the keys of that block and of the previous one."""
+    """Attend in blocks, given as many keys as queries.
+
+    A block of W queries sees the keys of that block and of the previous one.
+    """
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []

@@ -31,9 +31,10 @@ def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
 
 
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `native.ops.expert_ffn` takes these: CPU tensors of one dtype, float32 or bfloat16.
+    """Return whether `native.ops.expert_ffn` takes these arguments.
 
-    The activation must be one of `ACTIVATIONS`, and the backend must be loaded.
+    The tensors must be on the CPU and of one dtype, float32 or bfloat16; the activation must be one of
+    `ACTIVATIONS`, and the backend must be loaded.
     """
     given = [rows, *(p for p in parameters if p is not None)]
     return (
@@ -61,24 +62,24 @@ def cuda_takes(*tensors: Tensor | None) -> bool:
 
 
 def cuda_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `cuda.ffn.expert_ffn` takes these: a known activation, and tensors of one supported dtype."""
+    """Return whether `cuda.ffn.expert_ffn` takes this activation, and tensors of these devices and dtypes."""
     given = [rows, *(p for p in parameters if p is not None)]
     return activation_code(activation) is not None and cuda_takes(*given) and all(t.dtype == rows.dtype for t in given)
 
 
 def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether `cuda.rows` moves these rows, and writes them in ``dtype`` (None: their own)."""
+    """Return whether `cuda.rows` can move these rows, and write them in ``dtype`` (None: their own)."""
     is_matrix = rows.dim() == 2 and rows.is_floating_point()
     return is_matrix and cuda_takes(rows, *others) and (dtype is None or dtype in DTYPES)
 
 
 def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels sort assignments to this many experts, and drop those over capacity."""
+    """Return whether CUDA kernels can sort assignments to this many experts, and drop those over capacity."""
     return cuda_takes(expert_TK) and num_experts <= MAX_EXPERTS
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels route these tokens to this many experts, by float32 logits."""
+    """Return whether CUDA kernels can route these tokens to this many experts, by float32 logits."""
     return x_TD.is_floating_point() and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 

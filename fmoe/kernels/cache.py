@@ -62,7 +62,7 @@ def get(
 ) -> Path:
     """Return the entry of ``key``, built under its lock if it is missing.
 
-    If several processes need it at once, one builds it, and the others use its result or its error.
+    If several processes need the entry at once, one builds it, and the others use its result or its error.
 
     Args:
         make: called with the folder and whether the lock is held. It builds in a `workplace` and ends with `publish`,
@@ -125,7 +125,7 @@ def writable() -> Path:
     """Return the first writable folder of `folders`, created if it is missing.
 
     Raises:
-        BuildError: no folder is writable; gives the reason for each.
+        BuildError: no folder is writable; the message gives the reason for each.
     """
     reasons = []
     for folder in folders():
@@ -215,7 +215,7 @@ def last_failure(key: str) -> str | None:
 
 
 def clean() -> int:
-    """Remove all entries, failures and leftovers of dead builders in trusted `folders`, after running builders end.
+    """Wait for running builders; remove all entries, failures and leftovers of dead builders in trusted `folders`.
 
     Returns:
         Number of removed entries.

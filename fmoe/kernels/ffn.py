@@ -56,7 +56,7 @@ def expert_ffn(
 
     Args:
         activation: any differentiable function [n, H] -> [n, H].
-        gated: the first matrix has 2 H rows, and `gate` applies the activation. `SwiGLUOAI` requires it.
+        gated: the first matrix has 2 H rows, and `gate` applies the activation. `SwiGLUOAI` requires ``gated``.
 
     An expert without rows gets zero gradients, not None.
     """

@@ -2,12 +2,13 @@
 
 glibc requests every large block from the system, and returns it as soon as the program frees it. The system maps and
 clears the pages of a fresh block when they are first written. Gathering 32 MB of rows takes 35 ms into fresh memory and
-10 ms into reused memory; writing 256 MiB of gradients takes 112 ms and 9 ms. A layer uses a dozen blocks of rows, with
-nearly the same sizes in every step: they are kept for the next caller. A gradient's memory is kept with its parameter.
+10 ms into reused memory; writing 256 MiB of gradients takes 112 ms and 9 ms, respectively. A layer uses a dozen blocks
+of rows, with nearly the same sizes in every step: the blocks are kept for the next caller. A gradient's memory is kept
+with its parameter.
 
-One rule holds for both (`_is_free`): memory is reused once nothing else refers to its storage, no other process can see
-it, and the storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a
-reference; memory that is shared with another process is never reused.
+One rule holds for rows and gradients (`_is_free`): memory is reused once nothing else refers to its storage, no other
+process can see it, and the storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage
+object) adds a reference; memory that is shared with another process is never reused.
 """
 
 import math
@@ -91,7 +92,7 @@ def _is_free(block: Tensor) -> bool:
 def _is_own(block: Tensor) -> bool:
     """Return whether the block still has its original memory.
 
-    Sharing moves it to memory that an unknown number of other processes may write; resizing replaces it.
+    Sharing moves the block to memory that an unknown number of other processes may write; resizing gives it new memory.
     """
     storage = block.untyped_storage()
     return storage.nbytes() == block.nbytes and not storage.is_shared()

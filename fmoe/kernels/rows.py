@@ -1,8 +1,9 @@
 """Dispatch of rows from token order to expert order and back, by the indices of a `DispatchPlan`.
 
-Forward and backward passes gather rows. Autograd of ``index_select`` would add rows with ``index_add`` in the backward
-pass, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K
-rows are gathered and summed in the order of its choices. The CPU uses ``index_add`` if most assignments have no row.
+Forward and backward passes gather rows. In the backward pass, autograd of ``index_select`` would add rows with
+``index_add``, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here
+a token's K rows are gathered and summed in the order of its choices. The CPU uses ``index_add`` if most assignments
+have no row.
 
 Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks, R
 rows that this rank's experts compute.
@@ -86,7 +87,7 @@ class DispatchPlan:
         return weight_TK.reshape(-1).index_select(0, self.perm_N[:num_rows])
 
     def kept_only(self, num_rows: int) -> "DispatchPlan":
-        """Return the plan without rows of dropped assignments, for a host that has their number M."""
+        """Return the plan without rows of dropped assignments, for a host that knows ``num_rows``, which is M."""
         return replace(self, perm_N=self.perm_N[:num_rows])
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def _inverted(perm_N: Tensor) -> Tensor:
 
 
 def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` over assignments with a row; without weights, each is 1."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` over assignments with a row; without weights, each weight is 1."""
     num_rows = rows_MD.shape[0]
     if 2 * num_rows < inverse_TK.numel() and rows_MD.device.type == "cpu":
         return _scatter_sum(rows_MD, weight_TK, inverse_TK)
@@ -185,7 +186,7 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` where ``kept_TK`` (None: all); without weights, each is 1."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` where ``kept_TK`` (None: all); if no weights, each weight is 1."""
     if rows_MD.shape[0] == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
     if not _is_bag(rows_MD, weight_TK):
@@ -220,7 +221,8 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
 def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
     """Return whether to sum the rows in one pass, by ``embedding_bag``.
 
-    That function rounds sums of 16-bit rows at each step, has no fast kernel for float64, and its autograd scatters.
+    That function rounds sums of 16-bit rows at each step, has no fast kernel for float64, and scatters in the backward
+    pass.
     """
     return (
         rows_MD.dtype == torch.float32
@@ -314,7 +316,8 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
 def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
     """Return ``out_RD``; the backward pass multiplies its gradient by the weights, and computes the weights' gradient.
 
-    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` do not save it.
+    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` do not save their
+    outputs.
     """
     return _WeighGradient.apply(out_RD, weight_R)
 

@@ -38,7 +38,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _experts(*columns):
-    """Yield weight, gradient and state of each expert as views; all but the first get a copy of the step."""
+    """Yield weight, gradient and state of each expert as views; all but the first get a copy of ``step``."""
     *tensors, step = columns
     for expert in range(tensors[0].shape[0]):
         views = [None if tensor is None else tensor[expert] for tensor in tensors]

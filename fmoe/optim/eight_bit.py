@@ -60,7 +60,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
-        """Return values as the moment ``exp_avg`` or ``exp_avg_sq`` of a parameter, quantized if that has 8 bits.
+        """Return values as the moment ``exp_avg`` or ``exp_avg_sq`` of a parameter, quantized if the moment has 8 bits.
 
         Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
@@ -93,7 +93,8 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 def _find_scales(moment, values_BS: Tensor) -> None:
     """Set scale and codes of each block that some scale represents exactly; leave the others.
 
-    The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to its lowest value q < 0.
+    The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to the map's lowest value
+    q < 0.
     The scale is this magnitude divided by abs(q), up to two units in the last place.
     """
     largest_B = values_BS.abs().amax(1)

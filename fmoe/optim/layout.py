@@ -11,7 +11,7 @@ from fmoe.runtime import ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Return whether the parameter stacks experts along its first axis; each expert is a separate tensor.
+    """Return whether the parameter stacks experts along its first axis; optimizers treat each as a separate tensor.
 
     `fmoe.experts.Stacked` marks such parameters.
     """
@@ -21,7 +21,7 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return `is_stacked` without refreshing marks: for loops after `fmoe.runtime.ownership.refresh`."""
+    """Return `is_stacked` without refreshing marks, for use in loops after `fmoe.runtime.ownership.refresh`."""
     return getattr(parameter, "is_stacked", False)
 
 
@@ -53,9 +53,9 @@ class Blocks:
     Attributes:
         numel: elements of the parameter, which may itself be a tensor parallel slice.
         count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
-        groups: groups over whose ranks the blocks are divided, so that squares of norms are summed over each in turn:
-            the data parallel group of a distributed optimizer (ZeRO-1), the tensor parallel group of a split weight.
-            Groups of replicas are not listed.
+        groups: groups over whose ranks the blocks are divided, so that squares of norms are summed over each in turn.
+            These are the data parallel group of a distributed optimizer (ZeRO-1) and the tensor parallel group of a
+            split weight, but no groups of replicas.
     """
 
     numel: int
@@ -74,7 +74,8 @@ class Layout:
     """The parameters of an optimizer, and the tensors in its groups, which may be parts of parameters.
 
     Attributes:
-        parameters: all parameters, including those without elements on this rank; equal on all ranks of their groups.
+        parameters: all parameters, including those without elements on this rank; the list is equal on all ranks of
+            their groups.
         parts: (index of the parameter, offset in the flattened parameter) of each tensor that is stepped.
     """
 

@@ -47,7 +47,7 @@ class Matrices:
 
     @classmethod
     def of(cls, parameter: Tensor, parts: int = 1, **split: Any) -> "Matrices | None":
-        """Return the description of a matrix or a stack of experts; None for other tensors, and empty ones.
+        """Return the description of a matrix or a stack of experts; None for other tensors and for empty ones.
 
         Args:
             parts: number of matrices of equal height that are fused along the rows.
@@ -115,7 +115,7 @@ class Matrices:
 
 
 def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[Tensor, Matrices]:
-    """Return the trained hidden matrices of a model, found by the modules that own them.
+    """Return the trained hidden matrices of a model, found through the modules that own them.
 
     Hidden matrices are the parameters with two axes and the stacks of matrices, except those of embeddings (also where
     they are tied to other modules), of gates, of the gate of a shared expert's output, and of ``others``. Gated
@@ -162,8 +162,8 @@ _ON_CPU = 1 << 18
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     """Return an approximation of U V^T for matrices with singular value decomposition U S V^T.
 
-    The quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), with its published coefficients: after 5 steps,
-    singular values above 1/500 of the Frobenius norm have become 0.68 to 1.21, and zeros are still zero.
+    This is the quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), with its published coefficients. After 5
+    steps, singular values above 1/500 of the Frobenius norm have become 0.68 to 1.21, and zeros are still zero.
 
     Args:
         x: [..., M, N] in float32 or float64, the precision of the iteration.

@@ -49,7 +49,7 @@ class _Piece:
     Attributes:
         key: (number of the parameter, number of the block), which orders pieces alike on all ranks.
         begin, end: range of the flattened block.
-        others: range of the block on each other rank that steps a part of it, by its rank in the group.
+        others: the range of the block that each other rank steps, if any, keyed by the rank in the group.
     """
 
     tensor: Tensor
@@ -83,7 +83,7 @@ class Muon(Optimizer):
         w = w - lr * weight_decay * w - lr * scale * orthogonalize(u)
 
     Each expert of a stack and each part of a fused weight is a separate matrix (`Matrices`). The Newton-Schulz
-    iteration runs in float32 on every device, in float64 for float64 parameters.
+    iteration runs in float32 on every device, but in float64 for float64 parameters.
 
     Args:
         params: parameters or parameter groups.
@@ -94,7 +94,7 @@ class Muon(Optimizer):
             4); "original" for sqrt(max(1, M / N)).
         betas, eps: options of AdamW.
         matrices: the hidden matrices, from `hidden_matrices`. None takes every matrix and every stack of expert
-            matrices, and does not divide fused weights; do not use it with embeddings, output layers or gates.
+            matrices, and does not divide fused weights; do not use None with embeddings, output layers or gates.
 
     Raises:
         UserError: a number is out of range, or ``scale`` is unknown.
@@ -176,7 +176,7 @@ class Muon(Optimizer):
         return loss
 
     def _begin(self, tensors: list[Tensor], *names: str) -> list[list[Tensor]]:
-        """Count a step of the tensors, whose state is created if needed; return the state by name."""
+        """Count a step of the tensors and create missing state; return one list of states per name, then the steps."""
         for tensor in tensors:
             state = self.state[tensor]
             if not state:

@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which an optimizer steps its tensors, with O blocks."""
+    """The order in which an optimizer steps its tensors. O is the number of blocks of all parameters."""
 
     chunks: list[list[Slot]]  # each of one group, device, dtype and kind
     squares: Tensor  # [2, O]: squared norms of weights, and of gradients or updates
@@ -53,7 +53,7 @@ class Plan:
 class TrustOptimizer(Optimizer):
     """Base class that scales the update of each block by a trust ratio; subclasses compute update and ratio.
 
-    Tensors are stepped in chunks of many by torch's multi-tensor operations. 16-bit parameters have float32 state and
+    Torch's multi-tensor operations step many tensors at once. 16-bit parameters have float32 state and
     are rounded once per step.
     """
 
@@ -264,7 +264,7 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
 
 
 def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
-    """Replace the named state, after ``optimizer.load_state_dict``, with the state in ``state_dict``, in its dtypes.
+    """Set the named state from ``state_dict`` in the saved dtypes; call it after ``optimizer.load_state_dict``.
 
     torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
     """

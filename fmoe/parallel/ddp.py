@@ -18,10 +18,10 @@ from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's wrapper for dense parameters; reduces expert gradients over the ranks that hold the same experts.
+    """torch's wrapper for dense parameters, which also reduces expert gradients over the ranks with the same experts.
 
     Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. After the backward pass all gradients,
-    including those of experts, are averaged over the data parallel ranks. An expert without tokens has a gradient of
+    including expert gradients, are averaged over the data parallel ranks. An expert without tokens has a gradient of
     zeros, so that all ranks take part in its reduction. Communication hooks (fp16, bf16, PowerSGD, post-localSGD) apply
     to dense gradients only; gradients of experts are summed in their own dtype.
 
@@ -32,7 +32,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options: arguments of torch's wrapper, except ``process_group`` and ``device_mesh``.
 
     Raises:
-        UserError: a layer uses other ranks; no dense parameter requires gradients; a group or mesh is in ``options``.
+        UserError: a layer uses other ranks than ``groups.moe_group``; no dense parameter requires gradients; a group or
+            mesh is in ``options``.
         RuntimeError: in a forward pass, if the previous backward pass left gradients unreduced; in a backward pass, if
             an expert's gradient arrives twice.
     """
@@ -76,8 +77,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, so their gradients are not "
-                    "reduced: it raised an error, or the loss depends on no tensor found in the output of the forward "
-                    "pass (also in lists, tuples, dicts and dataclasses)"
+                    "reduced: it raised an error, or the loss depends on no tensor that the forward pass returned, "
+                    "directly or in lists, tuples, dicts and dataclasses"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()
@@ -166,10 +167,10 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names and values of buffers that differ between ranks: experts' buffers, and other non-persistent ones,
-    which depend on the rank and are not broadcast, with None as value.
+    """Yield names and values of buffers that differ between ranks: those of experts, and other non-persistent ones.
 
-    torch's wrapper would overwrite them with rank 0's values before every forward pass.
+    The latter are not broadcast, and have the value None. torch's wrapper would overwrite all of these buffers with
+    rank 0's values before every forward pass.
     """
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""

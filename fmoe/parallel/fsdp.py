@@ -37,7 +37,7 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             ``groups.data_mesh``.
 
     Raises:
-        UserError: a layer uses other ranks.
+        UserError: the experts of a layer are split over other ranks than ``groups.moe_group``.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard
@@ -97,7 +97,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a function that shards the second dimension if ``ranks`` divides it, and does not divide the first."""
+    """Return a function that shards the second dimension if ``ranks`` divides it but not the first."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

@@ -27,7 +27,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return `is_expert` without refreshing marks: for loops after `fmoe.runtime.ownership.refresh`."""
+    """Return `is_expert` without refreshing marks, for use in loops after `fmoe.runtime.ownership.refresh`."""
     return not getattr(parameter, "allreduce", True)
 
 

@@ -39,7 +39,7 @@ class ParallelGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ep: str = "ep", dp: str = "dp") -> "ParallelGroups":
-        """Make groups from two dimensions of a mesh, which may have others (tensor, pipeline).
+        """Make groups from two dimensions of a mesh, which may have further dimensions (tensor, pipeline).
 
         Call it on every rank of the mesh.
 
@@ -106,7 +106,7 @@ def init(
     script runs with and without torchrun.
 
     Args:
-        ep: number of ranks over which experts are split; adjacent ranks, so that they share a machine if possible.
+        ep: number of ranks over which experts are split; these ranks are adjacent, to share a machine if possible.
         dp: number of ranks that hold the same experts; None for ``processes / ep``.
         device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK). None for the device of torch.distributed
             if that is running, else cuda if available, else cpu.

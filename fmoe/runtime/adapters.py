@@ -9,7 +9,7 @@ def adapted(module: Any) -> Any:
 
     Read attributes and classes of a gate or experts from the result, but call ``module``, which applies the adapter.
     LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy for each
-    adapter: the first active one is returned, or the original if none is active.
+    adapter: the copy of the first active adapter is returned, or the original if none is active.
     """
     if (layers := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nothing is adapted before PEFT is imported
         return module

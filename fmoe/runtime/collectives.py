@@ -147,7 +147,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Keep running collectives permanently: the child lacks the threads that would release them."""
+    """Keep unfinished collectives permanently: the child lacks the threads that would release them."""
     _leak(set(_started))
     _started.clear()
 

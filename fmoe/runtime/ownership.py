@@ -1,4 +1,4 @@
-"""Marks on parameters, which modules set on the parameters they own.
+"""Marks that modules set on the parameters they own.
 
 Optimizers, Megatron and gradient reductions see parameters without their modules, so a module marks its parameters
 (``allreduce``, ``is_stacked``, ``dp_comm``) by attributes of the tensors. A parameter that replaced another (by

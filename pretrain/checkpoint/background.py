@@ -20,7 +20,7 @@ class BackgroundWriter:
     that an error surfaces, and the next task begins, at the same step everywhere.
 
     The constructor, `start`, `poll` and `wait` are collective. With several ranks, there are two gloo groups: one for
-    the thread, one to agree on whether the threads have ended. With one rank, work gets None instead of a group.
+    the thread, one to agree on whether the threads have ended. With one rank, ``work`` gets None instead of a group.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def poll(self) -> None:
-        """If the work has ended on every rank, clear it and raise its error, if any; free when there is no work."""
+        """If the work has ended on every rank, clear it and raise its error, if any; cheap when there is no work."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 
@@ -57,7 +57,7 @@ class BackgroundWriter:
                 raise error
 
     def abandon(self) -> None:
-        """Wait for the thread and log its error. For a rank that fails without knowing the state of the others."""
+        """Wait for the thread and log its error. Call it when this rank fails and the others' state is unknown."""
         if self._thread is not None and (error := self._join()) is not None:
             logger.warning("the thread that writes checkpoints has failed: %s", error)
 

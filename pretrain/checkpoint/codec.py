@@ -22,7 +22,7 @@ def dumps(value: Any, name: str) -> bytes:
 
     Raises:
         TypeError: a value of another type, a tensor of a dtype not in ``CODES``, or a key that is no string or begins
-            with ``$``; the message has its path, as ``state.optimizer.lr``.
+            with ``$``; the message has its path, such as ``state.optimizer.lr``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()
 

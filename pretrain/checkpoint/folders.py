@@ -81,7 +81,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
-    """Remove folders that dead processes left partly written or partly removed. Call it on one rank, while none saves.
+    """Remove folders that dead processes left partly written or removed. Call it on one rank, while no rank saves.
 
     Only folders with names that this package creates are removed: all other files belong to the user.
     """
@@ -112,12 +112,12 @@ def set_aside(path: Path) -> Path:
 def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
     """Remove all complete checkpoints but the newest ``n`` and those of ``keep_every``; call it on one rank.
 
-    Each is first renamed to ``step-N.trash``, so that a crash never leaves a partial checkpoint under its final name.
-    The trash that an earlier crash left is removed too.
+    A checkpoint is renamed to ``step-N.trash`` before its removal, so that a crash never leaves a partial one under its
+    final name. The trash that an earlier crash left is removed too.
 
     Args:
         n: at least 1.
-        keep_every: keep all steps that it divides; None for no others.
+        keep_every: also keep all steps that it divides; None keeps only the newest ``n``.
 
     Returns:
         The removed steps, ascending.

@@ -2,7 +2,7 @@
 
 A block is a rectangle of the global tensor. A distributed optimizer cuts flattened blocks anywhere, so a rank's range
 is in general not a rectangle. In row-major order it consists of a few rectangles, its boxes (head row, full rows, tail
-row, recursively), each contiguous in the range. Reading at another split and checking coverage then only
+row, recursively), each contiguous in the range. Reading at another parallel split and checking coverage then only
 intersect boxes.
 """
 
@@ -100,7 +100,7 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 
 
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
-    """Return the labels of two boxes that share elements and the offset of the first shared one; None if no two do.
+    """Return the labels of two boxes that share elements, and the offset of the first shared one; None if no two do.
 
     Sweeps along the axis with the most distinct offsets, so that a tensor cut into n pieces costs about n log n.
     """

@@ -26,11 +26,11 @@ def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
     """Open a step folder, or the newest one in a checkpoints folder or a run folder.
 
     Args:
-        verify: compare the SHA-256 of each file with the manifest's before its first use.
+        verify: compare the SHA-256 of each file with the manifest's before the file is first used.
 
     Raises:
-        UserError: the path has no checkpoint; or the manifest or state of the newest is damaged, or a file of it is
-            missing or of another size than recorded. The shards are not read.
+        UserError: the path has no checkpoint; or the checkpoint's manifest or state is damaged, or one of its files is
+            missing or of another size than recorded. Opening does not read the shards.
     """
     path = Path(path)
     if path.suffix in (TMP, TRASH) and step_of(path.stem) is not None:
@@ -74,7 +74,7 @@ class Checkpoint:
         """Return the state of a rank of the run that the checkpoint comes from.
 
         Raises:
-            UserError: it has no state of this rank, or the rank's file is damaged.
+            UserError: the checkpoint has no state of this rank, or the rank's file is damaged.
         """
         if not 0 <= rank < self.num_ranks:
             raise UserError(f"{self.path} has no state of rank {rank}, only those of {self.num_ranks} ranks")
@@ -103,7 +103,7 @@ class Checkpoint:
     ) -> Tensor:
         """Return a block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
 
-        Apart from verification, reads only pieces that overlap the region, at whatever split the tensor was saved.
+        Apart from verification, this reads only pieces that overlap the region, at whatever split the tensor was saved.
 
         Args:
             offset: offset of the block in the tensor; default zeros.

@@ -60,8 +60,8 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     """Check that the pieces of a tensor hold each of its elements exactly once.
 
     Raises:
-        UserError: pieces overlap (the message names two files and the offset), or elements are missing (it gives
-            their number).
+        UserError: pieces overlap (the message names two files and the offset), or elements are missing (the message
+            gives their number).
     """
     size = prod(tensor.shape)
     boxes = [("", box) for region in merged(piece.region for piece in tensor.pieces) for box in region.boxes]

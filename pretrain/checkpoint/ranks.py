@@ -33,9 +33,9 @@ class Ranks:
     def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
         """Leave the block on every rank at once: normally, or with an exception on every rank if any rank raised.
 
-        A failing rank raises its own exception, the others raise one with the message of the lowest failing rank:
-        `UserError` and `SaveError` keep their type, any other becomes RuntimeError. An OSError becomes a `SaveError` on
-        all ranks. The block must not call collectives.
+        A failing rank raises its own exception; the others raise a copy of the lowest failing rank's. In the
+        copy, `UserError` and `SaveError` keep their type; any other becomes RuntimeError. An OSError becomes a
+        `SaveError` on all ranks. The block must not call collectives.
 
         Args:
             undo: called on rank 0 if a rank has failed, once every rank has left the block; must not raise. All ranks

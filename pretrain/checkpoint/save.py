@@ -124,7 +124,7 @@ def collect(
 
     Args:
         copy: also copy tensors that are on the host already. Needed if training continues before `write` is done.
-        buffers: destination of the copies; implies ``copy``. The previous snapshot must have been written by now.
+        buffers: destination of the copies; implies ``copy``. The previous snapshot in them must be written already.
 
     Raises:
         UserError: a piece is invalid (see ``Piece.check``).

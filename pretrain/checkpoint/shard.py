@@ -1,7 +1,7 @@
 """Writer of safetensors files that writes and hashes in a single pass.
 
-The writer of the library safetensors gives neither a digest nor an OSError: hashing its files would mean reading them
-again.
+The writer of the library safetensors raises no OSError and returns no digest: hashing its files would mean reading
+them again.
 """
 
 import json

@@ -16,8 +16,8 @@ def main(argv: list[str]) -> int:
     """Print the comparison as tables or JSON; see docs/pretraining.md.
 
     Raises:
-        UserError: a folder is given twice, damaged, not a run's or without validation; losses are not comparable; or
-            the figure cannot be written.
+        UserError: a folder is given twice, is damaged, is not a run's or has no validation; losses are not comparable;
+            or the figure cannot be written.
     """
     parser = Parser(
         prog="fmoe compare",

@@ -50,7 +50,7 @@ def text(groups: Sequence[Group]) -> str:
 
 def values(groups: Sequence[Group]) -> dict[str, Any]:
     """Return ``groups``, ``reaches`` (where each group reaches the final loss of each other group, or null) and
-    ``notes``. Losses are in nats per token; null if not finite."""
+    ``notes``. Losses are in nats per token; a loss that is not finite is null."""
     keys = differing_keys(groups)
     return {
         "groups": [_group_values(group, keys) for group in groups],

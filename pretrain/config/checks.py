@@ -166,7 +166,7 @@ def check_values(recipe: Any) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for the values in a list or table at any depth and the names in a table, or for ``value``."""
+    """Yield (key, value) for each value and table key inside a list or table, at any depth, or for ``value`` itself."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield key, name
@@ -179,13 +179,13 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:
-    """Raise UserError, which names both, unless ``value`` divides ``of``."""
+    """Raise a UserError that names both keys unless ``value`` divides ``of``."""
     if of % value:
         raise UserError(f"{name}={value} does not divide {of_name}={of}")
 
 
 def check_text(key: str, text: str) -> None:
-    """Raise UserError for control characters other than tab and line feed, line separators, invalid UTF-8, an invalid
+    """Raise UserError for control characters (except tab and line feed), line separators, invalid UTF-8, an invalid
     path, and the empty text if the key is one of `NOT_EMPTY`."""
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"

@@ -39,7 +39,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     """Return the floating point operations per token of a training step, forward and backward.
 
-    Counts 6 operations for each active parameter of a matrix, output layer included, and adds those between tokens in
+    Counts 6 operations for each active parameter of a matrix, output layer included. Adds operations between tokens in
     attention, without halving them for causal masks (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms, biases,
     embeddings and Transformer-XL's projection of distances are not counted. For a T5, returns the mean over the tokens
     of both stacks."""

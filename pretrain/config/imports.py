@@ -1,5 +1,7 @@
-"""Import of the modules in which users register gates, experts, exchanges, callbacks, optimizers, kinds of models and
-metrics: the entries of ``run.imports``, and the entry points of the group ``fmoe.plugins`` of installed packages."""
+"""Import of plugins: modules in which users register gates, experts, exchanges, callbacks, optimizers and the like.
+
+Plugins are the entries of ``run.imports``, and the entry points of the group ``fmoe.plugins`` of installed packages.
+"""
 
 import hashlib
 import importlib
@@ -61,8 +63,8 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file and package, not of installed modules, that `import_plugins` put into
-    ``run.imports``, by path."""
+    """Return the SHA-256 of each file or package in the ``run.imports`` that `import_plugins` returned, keyed by
+    path. Installed modules have none."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):
@@ -126,8 +128,8 @@ def _import(entry: str, folders: list[Path]) -> str:
 
 
 def _import_file(path: Path) -> None:
-    """Execute a file as a module under a unique name, which hides no installed module. While it runs, it can import
-    other files of its folder."""
+    """Execute a file as a module under a unique name, which hides no installed module. While the file runs, it can
+    import other files of its folder."""
     if path in _FILES:
         return
     is_package = path.name == "__init__.py"

@@ -1,4 +1,4 @@
-"""The options of a recipe's MoE layers: the keywords of gate, experts, exchange and losses, and the sizes of their
+"""The options of a recipe's MoE layers (keywords of gate, experts, exchange and losses), and the shapes of the layers'
 parameters."""
 
 from collections.abc import Callable, Mapping
@@ -42,10 +42,10 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "loss": {"balance": "`model.balance_loss`", "z": "`model.z_loss`"},
 }
-"""Options that the tables of options refuse, by part, with the key that sets each, or the reason why there is none."""
+"""Options that a recipe's tables of options refuse, by part: each with the key that sets it, or why there is no key."""
 
 OF_LAYER = ("d_model", "num_experts", "top_k", "d_hidden", "first_expert", "seed", "group")
-"""Arguments that the layer passes itself. A gate's ``seed`` is an option."""
+"""Arguments that the layer passes itself. Of these, only a gate's ``seed`` is also an option."""
 
 
 def is_shipped(factory: Any) -> bool:
@@ -57,7 +57,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
 
     Raises:
-        UserError: an unknown gate, an option that it lacks, or one in the table that is also a key of the recipe.
+        UserError: the gate is unknown or lacks an option, or the table sets an option that has its own key.
     """
     if model.gate not in GATES:
         raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
@@ -85,7 +85,7 @@ def expert_options(model: ModelConfig) -> dict[str, Any]:
     """Return ``model.expert_options``, checked.
 
     Raises:
-        UserError: the experts are unknown or have no such option.
+        UserError: the experts are unknown or lack an option.
     """
     if model.expert not in EXPERTS:
         raise UserError(f"model.expert={model.expert} is not known; {known_names(model.expert, sorted(EXPERTS))}")
@@ -98,7 +98,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     """Return the factors of the auxiliary losses that the recipe sets.
 
     Raises:
-        UserError: an unknown loss, one that is also a key of the recipe, or a factor that is negative or not a number.
+        UserError: an unknown loss, a loss that has its own key, or a factor that is negative or not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
@@ -114,7 +114,7 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     differ from their defaults.
 
     Raises:
-        UserError: an unknown exchange, an option that it lacks, or one in the table that is also a key of the recipe.
+        UserError: the exchange is unknown or lacks an option, or the table sets an option that has its own key.
     """
     if parallel.exchange not in EXCHANGES:
         names = known_names(parallel.exchange, sorted(EXCHANGES))
@@ -145,7 +145,7 @@ def _from_table(
     """Return a table of options after a check of their names.
 
     Args:
-        owner: what the options belong to, for the message: a gate, experts, an exchange.
+        owner: name, for the message, of the gate, experts or exchange that the options belong to.
         known: options that the owner takes; None if it takes any.
     """
     homes = HOMES[part]
@@ -182,7 +182,7 @@ def moe_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], object], ...] = (), **more: Any) -> MoE:
-    """Build a layer of the recipe's experts in this process, without Megatron-core, for inputs [B, S, D].
+    """Build one MoE layer of the recipe in this process, without Megatron-core, for inputs [B, S, D].
 
     Args:
         init_methods: the first fills the gate's matrix and the experts' input matrices, the second their output
@@ -206,7 +206,7 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the gate's parameters. For a gate that is not imported, or that refuses its options, return
-    that of one matrix [experts, hidden_size]."""
+    the shape of one matrix [experts, hidden_size]."""
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
         with torch.device("meta"), random.keyed("sizes"):
@@ -216,7 +216,7 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of one routed expert; ``ffn``'s for experts that are not imported."""
+    """Return the shapes of the parameters of one routed expert; those of ``ffn`` for experts that are not imported."""
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
     options = {**taken_options(name, of_model), **given}

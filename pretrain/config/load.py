@@ -43,8 +43,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a TOML recipe, apply ``--section.key value`` options, and check it.
 
     Raises:
-        UserError: no such recipe, invalid TOML, an unknown key (names the nearest), an invalid value or combination of
-            values, or a word that belongs to no option.
+        UserError: no such recipe, invalid TOML, an unknown key (the message names the nearest), an invalid value or
+            combination of values, or a word that belongs to no option.
     """
     options, rest = split_overrides(overrides)
     if rest:
@@ -177,8 +177,8 @@ _BOOLS = {"true": True, "false": False}
 def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Split a command line into ``--section.key value`` options, as (key, value) in order, and the remaining words.
 
-    ``_`` and ``-`` are equivalent; ``--section.key=value`` and, for a bool, ``--section.key`` and
-    ``--section.no-key`` are alternatives. A list takes all words up to the next option. An option within a table is
+    ``_`` and ``-`` are equivalent. ``--section.key=value`` and, for a bool, ``--section.key`` and
+    ``--section.no-key`` are accepted too. A list takes all words up to the next option. An option within a table is
     ``--section.table.option``.
 
     Raises:

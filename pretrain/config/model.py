@@ -35,8 +35,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Normalize queries and keys of self-attention before the scores."""
     qk_norm_over: Literal["head", "all"] = "head"
-    """Elements that qk_norm normalizes together: head for those of each head, all for those of all heads (OLMoE; needs
-    norm=rms)."""
+    """Elements that qk_norm normalizes together: with head, those of each head; with all, those of all heads (OLMoE;
+    needs norm=rms)."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
     attention_output_bias: bool = False
@@ -45,8 +45,8 @@ class ModelConfig:
     """Add exp(s) to the denominator of attention's softmax, with a learned s per head, initially 0 (GPT-OSS, arXiv
     2508.10925; needs model.kind=gpt)."""
     sliding_window: int | None = None
-    """Number of tokens, up to and including itself, that a token attends to in `sliding_layers`; None for all (needs
-    model.kind=gpt)."""
+    """Number of tokens that a token attends to in `sliding_layers`: itself and those just before it; None for all
+    (needs model.kind=gpt)."""
     sliding_layers: tuple[int, ...] = ()
     """Numbers of the layers with `sliding_window`, from 1; empty for all."""
     kv_lora_rank: int | None = None
@@ -55,7 +55,7 @@ class ModelConfig:
     q_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention compresses queries; None for uncompressed queries."""
     qk_head_dim: int | None = None
-    """Number of elements without position in each query and key head (multi-latent attention)."""
+    """Number of elements without a rotary position in each query and key head (multi-latent attention)."""
     qk_rope_head_dim: int | None = None
     """Number of elements with a rotary position in each query head, and in the rotary key that all heads share
     (multi-latent attention)."""
@@ -78,13 +78,13 @@ class ModelConfig:
     linear_bias: bool = False
     """Add biases to the linear maps of attention and feed-forward blocks (needs model.kind=bert and num_experts=0)."""
     position: Literal["rope", "learned_absolute", "relative", "transformer_xl"] = "rope"
-    """Position encoding: rope for rotary positions; learned_absolute for learned vectors added to the embedding;
-    relative, for t5 only, for one bias per head and range of distances (32 ranges, up to 128 tokens), added to the
-    scores of all layers of a stack; transformer_xl, for gpt only, for projected sinusoids of the distance and two
-    biases per head (Transformer-XL, arXiv 1901.02860)."""
+    """Position encoding. rope: rotary positions; learned_absolute: learned vectors added to the embedding; relative (t5
+    only): one bias per head and range of distances (32 ranges, up to 128 tokens), added to the scores of all layers
+    of a stack; transformer_xl (gpt only): projected sinusoids of the distance and two biases per head
+    (Transformer-XL, arXiv 1901.02860)."""
     memory_length: int = 0
-    """Number of tokens before a sequence whose hidden states it attends to in each layer (Transformer-XL). If positive,
-    each epoch is read as global_batch contiguous streams of text. Needs position=transformer_xl."""
+    """Memory of a Transformer-XL: in each layer, a sequence attends to the hidden states of this many tokens before it.
+    If positive, each epoch is read as global_batch contiguous streams of text. Needs position=transformer_xl."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
     rotary_fraction: float = 1.0
@@ -126,7 +126,7 @@ class ModelConfig:
     segment embedding."""
     dropout: float = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
-    token and feature, so they are the same at every split."""
+    token and feature, so they are the same for every parallel split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
     tied_output_bias: bool = True
@@ -138,7 +138,7 @@ class ModelConfig:
     """Add a bias to the logits (needs model.kind=gpt)."""
     mtp_layers: int = 0
     """Number of further tokens that each position predicts in training (multi-token prediction, DeepSeek-V3, arXiv
-    2412.19437 section 2.2), each by a layer of its own, which has experts if the last layer has them. Needs
+    2412.19437 section 2.2), each by a layer of its own, which has experts if the model's last layer does. Needs
     model.kind=gpt."""
     mtp_loss: float = 0.3
     """Factor with which the mean loss of the further tokens is added to the training loss."""
@@ -186,10 +186,10 @@ class ModelConfig:
     """Step size of the expert biases with which the sigmoid gate balances loads; 0 leaves balancing to the loss; None
     for the gate's default, 0.001."""
     capacity_factor: float | None = 1.25
-    """Maximum assignments per expert and routing group, relative to an even share; None for no maximum (with
-    gate=expert_choice: for granularity x top_k)."""
+    """Maximum assignments per expert and routing group, relative to an even share; None for no maximum; with
+    gate=expert_choice, None means granularity x top_k."""
     eval_capacity_factor: float | None = 2.0
-    """Capacity factor in evaluation; None for no maximum (with gate=expert_choice: for capacity_factor)."""
+    """Capacity factor in evaluation; None for no maximum; with gate=expert_choice, None means capacity_factor."""
     jitter: float = 0.01
     """Half width of the multiplicative noise that the switch gate applies to its input in training."""
     group_size: int | None = None
@@ -206,7 +206,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """Prediction task, named by the kind that has it: gpt (also for registered kinds), t5 or bert."""
+        """Prediction task, named after a kind of model: gpt (also for registered kinds), t5 or bert."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property

@@ -30,7 +30,8 @@ class OptimizerConfig:
     min_lr: float = 2e-4
     """Learning rate after the decay, before lr_scaling; at most lr."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Factor of lr and min_lr: none for 1, linear for train.global_batch / base_batch, sqrt for its square root."""
+    """Factor of lr and min_lr: none for 1, linear for train.global_batch / base_batch, sqrt for the root of
+    that ratio."""
     base_batch: int | None = None
     """Global batch in sequences at which lr and min_lr apply unscaled; needs lr_scaling."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -55,7 +56,7 @@ class OptimizerConfig:
     """Newton-Schulz iterations per step, for muon."""
     muon_scale: Literal["rms", "original"] = "rms"
     """Factor of muon's orthogonal updates of matrices [M, N]: rms for 0.2 sqrt(max(M, N)), with which adamw's lr and
-    weight_decay apply, original for sqrt(max(1, M / N))."""
+    weight_decay apply; original for sqrt(max(1, M / N))."""
     trust_coefficient: float = 1e-3
     """Factor of lars' trust ratio, which is the norm of the weights over (norm of the gradient + weight_decay x norm of
     the weights)."""
@@ -73,7 +74,7 @@ class OptimizerConfig:
     """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
     cpu_offload: float = 0.0
     """Share of adamw's moments and master weights that are kept and updated in host memory, rounded up to whole
-    tensors. Needs a GPU, distributed, and train.precision=bf16 or fp16."""
+    tensors. Needs a GPU, distributed=true, and train.precision=bf16 or fp16."""
     loss_scale: float | None = None
     """Constant loss scale for train.precision=fp16; None for a dynamic scale."""
     initial_loss_scale: float | None = None

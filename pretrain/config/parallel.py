@@ -14,7 +14,7 @@ class ParallelConfig:
     """The split of the job over ranks (docs/parallelism.md).
 
     World size: ``pipeline x max(tensor x context, expert_tensor x expert) x data``. Experts are spread over
-    tensor and context parallel ranks, then over data parallel ranks. One of the two products must divide the other.
+    tensor and context parallel ranks, then over data parallel ranks. One product in ``max`` must divide the other.
     """
 
     tensor: int = 1
@@ -23,7 +23,7 @@ class ParallelConfig:
     """Sequence parallelism: cut activations outside of attention and feed-forward blocks along the sequence; None
     enables it if tensor > 1."""
     context: int = 1
-    """Context parallel size: the number of ranks among which each sequence is divided. In attention, each of them has
+    """Context parallel size: the number of ranks among which each sequence is divided. In attention, each rank has
     whole sequences and a part of the heads instead. More than 1 needs model.kind=gpt."""
     pipeline: int = 1
     """Pipeline parallel size: the number of stages that the layers are cut into."""
@@ -40,8 +40,8 @@ class ParallelConfig:
     """Replicas of the smallest group of ranks that holds the whole model. If experts span more ranks than the dense
     layers, the dense layers are also replicated within the group, each replica with its own sequences."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute nothing (none), feed-forward blocks with gate, exchange and experts (selective), or whole layers (full)
-    in the backward pass."""
+    """In the backward pass, recompute nothing (none), feed-forward blocks including gate, exchange and experts
+    (selective), or whole layers (full)."""
     overlap_gradients: bool = False
     """Overlap the gradient reduction over data parallel ranks with the backward pass."""
     overlap_parameters: bool = False

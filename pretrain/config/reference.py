@@ -122,7 +122,7 @@ def _default(field: Field) -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string literal after each field of a dataclass, in which ``"none"`` replaces the word None.
+    """Return the string literal after each field of a dataclass, with ``"none"`` in place of the word None.
 
     Raises:
         ValueError: a field has no docstring.

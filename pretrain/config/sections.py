@@ -12,7 +12,7 @@ MAX_RAMP = 100_000  # upper bound on the batch sizes of a ramp, which are kept i
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Input files, and how samples are made of them. Paths are relative to the current folder."""
+    """Input files, and how samples are made from them. Paths are relative to the current folder."""
 
     tokenizer: str = "data/pylib/out/tokenizer.model"
     """Tokenizer file: a sentencepiece model, or a tokenizer.json of Hugging Face tokenizers; ``fmoe data tokenizer``
@@ -111,17 +111,17 @@ class GuardConfig:
     spike_window: int = 128
     """Number of latest applied (not skipped) steps over which the median is taken; 0 disables spike skips."""
     spike_history: int = 64
-    """Minimum number of applied steps in the window for a step to be skipped as a spike."""
+    """Minimum number of applied steps within spike_window for a step to be skipped as a spike."""
     collapse_window: int = 100
     """Steps over which expert loads and router entropies are summed to detect collapse; 0 disables the warnings."""
     collapse_cv: float = 1.5
-    """Coefficient of variation of a layer's expert loads above which a warning is logged; it is sqrt(E - 1) if one of
-    E experts gets all tokens."""
+    """Coefficient of variation of a layer's expert loads above which a warning is logged; sqrt(E - 1) is the value if
+    one of E experts gets all tokens."""
     collapse_dead: float = 0.25
-    """Share of a layer's experts without a token in the window above which a warning is logged."""
+    """Maximum share of a layer's experts without a token within collapse_window; a larger share causes a warning."""
     collapse_uniform: float = 5e-4
-    """Distance, in nats, of a router's mean entropy from its maximum, the logarithm of the number of experts, below
-    which a warning is logged: the choice of experts is then arbitrary. 0 disables this check; gate=random has none."""
+    """Log a warning if a router's mean entropy is within this distance, in nats, of its maximum, the logarithm of the
+    number of experts: the choice of experts is then arbitrary. 0 disables this check; gate=random is exempt."""
     hang_minutes: float = 8.0
     """Minutes without progress after which all ranks write their stacks and exit; 0 disables."""
 
@@ -154,8 +154,8 @@ class RunConfig:
     """Folder of the run: its resolved recipe, metrics, logs and checkpoints."""
     imports: tuple[str, ...] = ()
     """Python files or modules to import, which register gates, experts, callbacks and more by name. Paths are relative
-    to the current folder, or to that of the recipe's file."""
+    to the current folder, or to the folder of the recipe's file."""
     callbacks: tuple[str, ...] = ()
     """Names of registered callbacks to run, in this order, after guards and validation and before tracking."""
     callback_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of the callbacks' options: ``callback_options.NAME.OPTION``, with a callback's name."""
+    """Table of the callbacks' options: ``callback_options.NAME.OPTION``, where NAME names a callback."""

@@ -43,7 +43,7 @@ def score_factor(model: ModelConfig) -> float:
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
     """Return the indices of the last pair that keeps its frequency, and of the first whose frequency is divided by the
-    whole ``rope_factor``; fractions with ``model.rope_truncate=false``."""
+    whole ``rope_factor``. With ``model.rope_truncate=false``, they are fractions."""
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (

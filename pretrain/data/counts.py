@@ -1,7 +1,7 @@
 """Token counts of a corpus by id, counted once and stored next to the corpus.
 
 ``PREFIX.json`` holds the counts of a corpus written by `pretrain.data.indexed.IndexedWriter`. For any other corpus, or
-a ``.bin`` newer than this file, ``PREFIX.counts`` holds them, with the size and modification time of the ``.bin``.
+a ``.bin`` newer than its JSON, ``PREFIX.counts`` holds them, with the size and modification time of the ``.bin``.
 """
 
 import json
@@ -47,7 +47,7 @@ class TokenCounts:
 
     @classmethod
     def from_json(cls, values: Any, num_tokens: int) -> "TokenCounts | None":
-        """Return the counts of a corpus of ``num_tokens`` tokens; None without a known version.
+        """Return the counts of a corpus of ``num_tokens`` tokens; None if ``values`` has no known version.
 
         Raises:
             ValueError: the counts are incomplete, or contradict each other or ``num_tokens``.
@@ -72,7 +72,7 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """Incremental counter of tokens; holds a count per id, and added arrays until they have a million tokens."""
+    """Incremental counter of tokens; holds a count per id, and keeps added arrays until they have a million tokens."""
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
@@ -127,7 +127,7 @@ def counts_path(prefix: Path) -> Path:
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
-    """Write the counts next to the corpus; return the reason if that fails, or None. An existing file that is
+    """Write the counts next to the corpus; return the reason if that fails, else None. An existing file that is
     not a JSON object is not replaced."""
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
     is_other = f"{counts_path(prefix)} exists and is not a file of counts"

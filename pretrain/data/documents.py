@@ -130,8 +130,8 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
         source: the file, folder or stream.
         text_key: key or column with the text; not used for text, bytes and streams.
         on_error: called with the error of an unreadable document. If it returns, the document is skipped; so is the
-            rest of a file that is damaged from there on. Errors of a table or stream as a whole, e.g. a missing column,
-            are always raised.
+            rest of a file that is damaged from this document on. Errors of a table or stream as a whole, e.g. a
+            missing column, are always raised.
 
     Raises:
         UserError: the content does not fit the format, or the source is unreadable or changed while it was read.
@@ -187,7 +187,7 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
 
 
 def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_error: OnError) -> bool:
-    """Return whether a whole file is readable; report its error otherwise. A file is skipped only as a whole."""
+    """Return whether a text or bytes file, which is one document, is wholly readable; report its error otherwise."""
     try:
         for _ in read(source):
             pass

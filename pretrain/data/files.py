@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Yield a binary file next to each path for the block to write; when the block ends, rename the files to the paths.
 
-    Files are synced, then renamed in the given order, by one process at a time. The last path is the commit record: its
-    old file is removed before the first rename, so while it exists, all files are complete and from one run. An error
-    in the block removes the temporary files and keeps the old files. A killed process leaves ``NAME.PID.tmp``, which
-    the next writer of these paths removes.
+    Files are synced, then renamed in the given order, by one process at a time. Of several paths, the last is the
+    commit record: its old file is removed before the first rename. While this path exists, all files are complete and
+    from one run. An error in the block removes the temporary files and keeps the old files. A killed process leaves
+    ``NAME.PID.tmp``, which the next writer of these paths removes.
 
     Raises:
-        UserError: a file cannot be created there, or the disk is full.
+        UserError: a file cannot be created next to its path, or the disk is full.
     """
     for path in paths:
         _remove_leftovers(path)
@@ -62,7 +62,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise a `UserError` if a path is one of ``inputs``, exists without ``overwrite``, or exists and is not a file."""
+    """Raise a `UserError` for a path that is in ``inputs``, exists but is not a file, or must not be replaced."""
     paths = list(paths)
     refuse_inputs(paths, inputs)
     for path in paths:
@@ -92,7 +92,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def with_ending(prefix: Path, suffix: str) -> Path:
-    """Append ``suffix`` to ``prefix``; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``.
+    """Append ``suffix`` to ``prefix``. Unlike ``with_suffix``, keep the dots of a name such as ``v1.5``.
 
     Raises:
         UserError: the prefix has no file name, such as ``.``, ``..`` or ``/``.

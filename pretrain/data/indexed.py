@@ -43,13 +43,13 @@ def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
 
 
 def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """Return ``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``: in the order of renaming, the index last."""
+    """Return ``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``, in the order in which a writer renames them."""
     prefix = Path(prefix)
     return with_ending(prefix, ".bin"), with_ending(prefix, ".json"), with_ending(prefix, ".idx")
 
 
 class IndexedWriter:
-    """Incremental writer of a corpus, which holds 12 bytes per document and the token counts in memory.
+    """Incremental writer of a corpus; it holds 12 bytes per document and the token counts in memory.
 
     As a context manager, it puts the three files in place together at the end, or keeps the old files after an error.
 
@@ -259,7 +259,7 @@ class IndexedCorpus:
         return kept(self.prefix, bin_path, self.num_tokens)
 
     def keep_counts(self) -> str | None:
-        """Write `counts` next to the corpus if they are new; return the reason if that fails, or None."""
+        """Write `counts` next to the corpus if they are new; return the reason if writing fails, else None."""
         if self._has_kept_counts or self.counts is None:
             return None
         reason = keep(self.prefix, corpus_paths(self.prefix)[0], self.counts)

@@ -200,7 +200,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
     """Return the samples that a run is validated on, and the SHA-256 of each corpus's tokens, if known.
 
     Raises:
-        UserError: as for `open_inputs`; the message begins with the key.
+        UserError: as for `open_inputs`; the message begins with ``data.validation``.
     """
     with naming("data.validation"):
         corpora = [open_corpus(prefix, tokenizer) for prefix in recipe.data.validation]

@@ -1,8 +1,9 @@
 """Masked language modelling, the objective of BERT (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
 A sequence is CLS, text, SEP; the text crosses ends of documents, and there is no second segment and no next sentence
-prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of its tokens is chosen; of these, on average,
-80% become MASK, 10% become a random token of text, and 10% stay. The choice differs each time that a block is used.
+prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of the text's tokens is chosen; of these, on
+average, 80% become MASK, 10% become a random token of text, and 10% stay. The choice differs each time that a block of
+text is used.
 """
 
 import numpy as np
@@ -21,7 +22,7 @@ class Masking:
         blocks: source of blocks of at least s - 2 tokens; further tokens are not used.
         sequence_length: s.
         density: share of the s - 2 tokens of text that is chosen, rounded to an integer number of tokens, at least one.
-            Ends of documents are never chosen, so fewer tokens are chosen if there are too few others.
+            Ends of documents are never chosen, so fewer tokens are chosen if the text has too few others.
         cls, sep, mask: ids of these special pieces.
         end: id of the end of a document.
         text: ids to draw random tokens from, int64.

@@ -1,7 +1,8 @@
 """Random numbers of a sample: integer functions of (seed, n) alone.
 
-Raw Philox words (numpy keeps that stream, NEP 19) under a key that no order of samples uses (`pretrain.data.samples`).
-All computation on them is integer arithmetic, so that a sample is the same on every machine and numpy version.
+They derive from raw Philox words, a stream that numpy does not change (NEP 19). Their key differs from the keys of all
+orders of samples (`pretrain.data.samples`). All computation on the words is integer arithmetic, so that a sample is the
+same on every machine and numpy version.
 """
 
 from fractions import Fraction

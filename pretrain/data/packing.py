@@ -12,12 +12,12 @@ class DocumentMask:
     sample; ``positions``, the position of each token in its document; and ``loss_mask``, 0 where the next token belongs
     to another document.
 
-    An end of document belongs to the document that it ends. A block may start with the rest of a document, whose
+    An end-of-document token belongs to the document that it ends. A block may start with the rest of a document, whose
     positions also begin at 0.
 
     Args:
         blocks: source of blocks of s + 1 tokens.
-        end: id of the end of a document.
+        end: id of the end-of-document token.
     """
 
     def __init__(self, blocks: Blocks, end: int):

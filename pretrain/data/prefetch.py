@@ -14,7 +14,7 @@ class Prefetch:
     save: the step is the run's data position, and a resumed run builds the batches again.
 
     Args:
-        build: makes the batches of a step, in the thread; `take` of that step raises its errors.
+        build: makes the batches of a step, in the thread; if it raises an error, `take` of that step raises it again.
         end: the step after the last.
         ahead: number of steps; 0 builds within `take`, without a thread.
     """

@@ -1,4 +1,4 @@
-"""Conversion of text to an indexed corpus, tokenized in worker processes, in the order of the text."""
+"""Conversion of text to an indexed corpus in the order of the text, with tokenization in worker processes."""
 
 import multiprocessing
 import os
@@ -83,7 +83,7 @@ def prepare(
 ) -> Prepared:
     """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, provenance).
 
-    Each document's tokens end with the tokenizer's end of document. The files are the same for any ``num_workers``;
+    Each document's tokens end with the end-of-document token. The files are the same for any ``num_workers``;
     existing ones are replaced once the new ones are complete. Memory grows only by 12 bytes per document.
 
     Args:
@@ -92,7 +92,7 @@ def prepare(
         output_prefix: path of the files without their suffixes.
         text_key: key or column with the text in JSON files and tables.
         num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text.
-            With 1, this process tokenizes. More are started with "spawn", so a script needs
+            With 1, this process tokenizes. More processes are started with "spawn", so a script needs
             ``if __name__ == "__main__"``.
         progress: show progress on stderr.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
@@ -100,9 +100,9 @@ def prepare(
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
-            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of single bytes,
-            an output is an input or not writable, no document has text, ``num_workers`` is less than 1, or a worker
-            process died.
+            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer does not have one token per
+            byte, an output is an input or not writable, no document has text, ``num_workers`` is less than 1, or a
+            worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
@@ -171,7 +171,7 @@ def prepare(
 
 
 def _total(sources: Sequence[Source | Stream]) -> int | None:
-    """Return the bytes of all sources on disk; None if one is unknown."""
+    """Return the bytes of all sources on disk; None if the size of one is unknown."""
     sizes = [source.num_bytes for source in sources]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
@@ -219,7 +219,7 @@ def _batches(sources: Sequence[Source | Stream], text_key: str, on_error: OnErro
 
 
 def _naming(source: Source | Stream, on_error: OnError) -> OnError:
-    """Replace the source's path by its name in errors, so that records do not contain this machine's paths."""
+    """Replace the source's path in errors by the source's name, so that the recorded errors contain no local paths."""
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
@@ -301,5 +301,5 @@ def _encode_in_worker(texts: list[str | bytes]) -> _Encoded:
 
 
 def _available_processors() -> int:
-    """Return the number of processors that this process may run on; of all, if the system does not report it."""
+    """Return the number of processors that this process may run on; all processors if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,7 @@
 In each epoch, the documents of all corpora are concatenated in random order. This stream is cut into blocks of L + 1
 tokens, where L is the sequence length; the blocks overlap by one token and are read in random order. Block b holds the
 tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so that an epoch predicts every token
-at most once. The tail of fewer than L tokens is dropped; it differs between epochs.
+at most once. The stream's tail of fewer than L tokens is dropped; it differs between epochs.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,8 @@ class GPTSamples:
             down to a multiple of ``streams`` if there are any.
 
     Raises:
-        UserError: no corpus, a value out of range, or too few tokens for a sample (with ``streams``, for one of each).
+        UserError: no corpus, a value out of range, or too few tokens for a sample (with ``streams``, for a sample of
+            each stream).
     """
 
     def __init__(
@@ -153,7 +154,8 @@ class GPTSamples:
 class Segments:
     """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams in turn.
 
-    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 for the first segment of a stream.
+    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], which holds 1 if the segment is
+    the first of a stream, else 0.
 
     Args:
         blocks: samples with ``streams`` above 0; their blocks are the segments.

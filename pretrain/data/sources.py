@@ -46,7 +46,7 @@ class Source:
 
     Attributes:
         path: location on this machine.
-        name: name in records such as ``PREFIX.json``: the path that begins with the file or folder that the user gave,
+        name: name in ``PREFIX.json`` and in messages: the path that begins with the file or folder that the user gave,
             without the folders above it.
         format: format of the content.
         num_bytes: size on disk.
@@ -162,7 +162,7 @@ def decode(data: bytes, source: Source, offset: int) -> str:
 
 
 def json_rows(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
-    """Yield rows of JSON with their location: the items of an array in a file of `Format.JSON`, else its lines."""
+    """Yield rows of JSON with their location: the items if a `Format.JSON` file is an array, else the lines."""
     try:
         is_array = source.format is Format.JSON and _begins_with_bracket(source)
         yield from _items(source) if is_array else _lines(source, on_error)
@@ -211,7 +211,7 @@ def _parse(line: str, place: str, format: Format) -> object:
 
 
 def _items(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield the items of an array, holding one of them and a piece in memory."""
+    """Yield the items of an array, holding one item and a piece of the file in memory."""
     decode_part = codecs.getincrementaldecoder("utf-8")().decode
     blocks = read_blocks(source, lambda file: file.read(PIECE_SIZE))
     scan = json.JSONDecoder().raw_decode

@@ -68,7 +68,7 @@ class Stream:
     """An opened `Mixture`.
 
     Attributes:
-        name: names of the datasets, for records such as ``PREFIX.json``.
+        name: names of the datasets, for errors and for metadata files such as ``PREFIX.json``.
         num_bytes: size of the local files; None if the size, or the share that is read, is unknown.
         provenance: JSON values that describe the mixture.
     """
@@ -90,7 +90,7 @@ class Stream:
         return list(self._files)
 
     def documents(self) -> Iterator[tuple[str, str | None, str]]:
-        """Yield (location, text, error) of each row: text is None, and ``error`` says why, if a value is not a string.
+        """Yield (location, text, error) of each row; if a value is not a string, text is None, and ``error`` says why.
 
         Raises:
             UserError: the data can no longer be reached, or are damaged.
@@ -300,7 +300,7 @@ def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[st
 
 
 def _is_builder(name: str) -> bool:
-    """Return whether ``datasets`` has a builder of this name, which ``load_dataset`` prefers to a folder of the name.
+    """Return whether ``datasets`` has a builder of this name, which ``load_dataset`` prefers to a folder of that name.
 
     Raises:
         UserError: a builder that unpickles files.

@@ -58,7 +58,7 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 @contextmanager
 def _one_line_errors(path: Path, what: str) -> Iterator[None]:
-    """Convert errors of Arrow, which are subclasses of these builtin errors, to a UserError."""
+    """Convert errors of Arrow, which are subclasses of builtin errors, to a UserError."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Memory of one rank, counted on the trainer's own engine, built on the meta device."""
+"""Memory of one rank, counted on the trainer's own engine, which is built on the meta device."""
 
 import math
 from collections.abc import Iterator
@@ -50,8 +50,8 @@ class Holding:
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
         distinct: number of distinct parameters on all ranks with these layers, without the copy of the embedding on a
             pipeline's last stage.
-        saved: bytes in a checkpoint of the weights, masters and moments of the distinct parameters, and of the memories
-            of all streams in these layers.
+        saved: bytes in a checkpoint: of the distinct parameters' weights, masters and moments, and of the memories of
+            all streams in these layers.
     """
 
     layers: tuple[int, ...]

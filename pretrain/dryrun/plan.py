@@ -37,7 +37,7 @@ class RankKind:
         stages: pipeline stages of this kind, from 0.
         rank: the first rank of this kind.
         count: number of ranks.
-        holding: memory of `rank`; with a sharded Muon, the optimizer state of the rank that holds the most.
+        holding: memory of `rank`, except that a sharded Muon's state is that of the rank that holds the most of it.
     """
 
     stages: tuple[int, ...]

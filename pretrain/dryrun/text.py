@@ -16,7 +16,7 @@ def describe(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Format a plan: model, process grid, bytes of each kind of rank, and those of the largest."""
+    """Format a plan: model, process grid, bytes of each kind of rank, and bytes of the largest rank."""
     grid, axes, train = plan.grid, plan.grid.groups, plan.recipe.train
     largest = plan.largest
     held = largest.holding

@@ -42,14 +42,14 @@ class StepResult:
     """Result of one optimizer step, the same on every rank.
 
     Attributes:
-        loss: mean of the global batch, in nats per token.
+        loss: mean loss of the global batch, in nats per token.
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the step.
         skipped: reason for which the step was skipped; None if it was applied.
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
         has_overflowed: True if the step was skipped for an fp16 overflow that a lower loss scale may cure.
-        mtp_losses: mean of the global batch for each of ``model.mtp_layers`` further tokens, in nats per token.
+        mtp_losses: mean loss of the global batch for each of ``model.mtp_layers`` further tokens, in nats per token.
     """
 
     loss: float
@@ -63,7 +63,7 @@ class StepResult:
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
-    """Create Megatron's process groups and seed all random number generators; once until `stop_parallel`."""
+    """Create Megatron's process groups and seed all random number generators; call again only after `stop_parallel`."""
     parallel = recipe.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -199,10 +199,10 @@ class Engine:
 
         Args:
             samples: the endless sequence of samples, or the step's batches from `collate_step`.
-            check: called with mean loss and gradient norm before anything changes; each is non-finite if it is so on
-                any rank. Returns the reason to skip the step, or None; if it raises, the model is unchanged. A skipped
-                step changes no weight, optimizer state or gate buffer, but advances the learning rate. Not called for
-                an fp16 overflow that a lower loss scale may cure.
+            check: called with mean loss and gradient norm before anything changes; each is non-finite if it is
+                non-finite on any rank. Returns the reason to skip the step, or None; if it raises, the model is
+                unchanged. A skipped step changes no weight, optimizer state or gate buffer, but advances the learning
+                rate. Not called for an fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
         scaler = self.grad_scaler
@@ -240,7 +240,7 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """Text after "not finite" when the loss scale cannot be lowered; else empty."""
+        """Text that follows "not finite" in a message if the loss scale cannot be lowered; else empty."""
         if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer
@@ -273,7 +273,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _unreduced(self) -> Iterator[None]:
-        """Disable the reduction of gradients in the block, also the one that overlaps with the backward pass."""
+        """Disable the reduction of gradients in the block, including the one that overlaps with the backward pass."""
         config = self.config
         finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
         config.finalize_model_grads_func = config.no_sync_func = None
@@ -304,13 +304,13 @@ class Engine:
     @property
     def _num_losses(self) -> int:
         """Number of mean losses in the sum over ranks: one per rank of the last pipeline stage; under context
-        parallelism, one per group, whose ranks have shares of a loss."""
+        parallelism, one per context parallel group, whose ranks have shares of a loss."""
         ranks = self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
         return ranks // self.context_group.size()
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
         """Run the schedule over samples ``first ... first + count - 1``. With a ``step``, also run backward: add to the
-        present gradients and, unless `backward` disabled it, reduce them over ranks.
+        present gradients, and reduce them over ranks unless `backward` disabled this.
 
         Returns:
             This rank's loss, as `last_loss`.

@@ -52,7 +52,7 @@ def build_model(
 
 def _scale(module: Any, model: ModelConfig) -> None:
     """Scale the embedding, the outputs of attention and feed-forward blocks, and the input of the output layer, as in
-    Granite (arXiv 2408.13359 section 3). Call it after all replacements of blocks and dropout, which it wraps."""
+    Granite (arXiv 2408.13359 section 3). Call this after all replacements of blocks and dropout: it wraps them."""
     for part in module.modules():
         if isinstance(part, LanguageModelEmbedding) and model.embedding_scale != 1:
             part.word_embeddings.register_forward_hook(lambda _, __, out: out * model.embedding_scale)
@@ -98,8 +98,8 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Complete the key in a constructor's errors: ``options`` are in the section's ``table``. Convert its TypeError or
-    ValueError to a UserError."""
+    """Prefix the key in a constructor's UserErrors with ``section`` and, if it is a key of ``options``, with ``table``.
+    Convert a TypeError or ValueError of the constructor to a UserError."""
     try:
         yield
     except UserError as error:

@@ -14,8 +14,8 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
 
     If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
     reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks
-    on which it is non-finite again, with the first such gradient in the order of the backward pass, which begins at the
-    last layer. If the step is finite this time, weights and data were not the cause.
+    on which the step is non-finite again, with the first non-finite gradient in the order of the backward pass, from
+    the last layer on. If the step is finite this time, weights and data were not the cause.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     found = _gather(None if is_finite else "loss")

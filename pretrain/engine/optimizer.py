@@ -26,9 +26,9 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
 
     Args:
         factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``. Returns an
-            optimizer whose tuple ``state_names`` names a parameter's state tensors, each of the parameter's shape; its
-            count of steps, if it has one, is the state ``step``. With ``is_elementwise = True``, no element's update
-            may depend on another element; ``optimizer.distributed`` needs this.
+            optimizer whose tuple ``state_names`` names a parameter's state tensors, each of the parameter's shape;
+            the optimizer's count of steps, if any, is the state ``step``. With ``is_elementwise = True``, no element's
+            update may depend on another element; ``optimizer.distributed`` needs this.
 
     Raises:
         UserError: the name belongs to another optimizer.
@@ -100,14 +100,14 @@ class StateTensor:
 
     Attributes:
         name: its key in the state.
-        axis: the axis of the parameter along which it has size 1; None if it has the parameter's shape.
+        axis: the parameter's axis along which this tensor has size 1; None if it has the parameter's shape.
     """
 
     name: str
     axis: int | None = None
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Return a parameter's sizes or offsets, with the one along the axis, if it has one, replaced by ``value``."""
+        """Return a parameter's sizes or offsets, with ``value`` along `axis`; unchanged if `axis` is None."""
         if self.axis is None:
             return tuple(values)
         axis = self.axis % len(values)

@@ -21,7 +21,7 @@ def seed(value: int) -> None:
 
 
 def states() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators (CPU, current CUDA device) and Megatron's."""
+    """Return the states of Python's, numpy's, torch's (CPU, current CUDA device) and Megatron's generators."""
     legacy = np.random.get_state(legacy=False)  # noqa: NPY002 - libraries draw from the global one
     numpy_state = {**legacy, "state": {**legacy["state"], "key": torch.from_numpy(legacy["state"]["key"].astype("i8"))}}
     found = {
@@ -36,7 +36,7 @@ def states() -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Restore `states`, except those of a missing device: a run may resume without a GPU."""
+    """Restore the result of `states`, except the states of a missing device: a run may resume without a GPU."""
     random.setstate(found["python"])
     key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002

@@ -67,8 +67,8 @@ class RoutingReports:
         self._loss_names = tuple(names.split(",")) if names else ()
 
     def collect(self) -> dict[int, StepReport]:
-        """Return reports by layer number: statistics since the last call, which are the same on every rank, and
-        exchanged bytes since `begin`, averaged over this rank's data parallel group."""
+        """Return reports by layer number: the statistics since the last call, which every rank gets alike, and
+        the bytes exchanged since `begin`, averaged over this rank's data parallel group."""
         if not self._num_experts:
             return {}
         # After a layer's sums: a flag for each of its losses, the bytes sent, and the number of ranks with the layer.

@@ -133,7 +133,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _memory_pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield this rank's memory of streams (Transformer-XL), each layer's of shape [streams, hidden states, width]."""
+    """Yield this rank's memory of streams (Transformer-XL): per layer, [streams, hidden states, width]."""
     for memory in engine.memories:
         for stream, states in memory.states.items():
             for layer, state in zip(memory.layers, states, strict=True):
@@ -143,7 +143,7 @@ def _memory_pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _load_memories(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load the memory of this rank's streams; none if the checkpoint has none, as before the first step."""
+    """Load the memory of this rank's streams; clear it if the checkpoint has none, as before the first step."""
     size, names = engine.recipe.train.micro_batch, set(checkpoint.names())
     for memory in engine.memories:
         memory.states.clear()
@@ -184,8 +184,8 @@ def _factor_views(
 
 
 def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, by their names in a
-    checkpoint after the prefix ``model/``."""
+    """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, keyed by their names
+    in a checkpoint; the keys lack the prefix ``model/``."""
     locations = _locations(chunks)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in _tensors(chunks):
@@ -322,8 +322,9 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore the random generators of the saved rank with the same part of the model and, if there was one, the same
-    part of the data. If the model is split differently now, restore rank 0's generators except Megatron's."""
+    """Restore the random generators of the saved rank that had this rank's parts of the model and of the data; if no
+    rank had this part of the data, those of the rank with the first part. If the model is split differently now,
+    restore rank 0's generators except Megatron's."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
     if any(there != now for there, now in parts.values()):

@@ -132,7 +132,7 @@ def generate(
     num_samples: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each sample, None for samples that have ended, until all have, or ``max_tokens`` times.
+    """Yield the next token of each sample (None if it has ended) until all have ended, at most ``max_tokens`` times.
 
     Args:
         prompt: ids that all samples begin with, at least one.

@@ -45,7 +45,7 @@ def open_run(
 
     Args:
         path: folder of a run, of its checkpoints, or of one checkpoint.
-        step: step of the checkpoint; None for the newest complete one, or the one that ``path`` is.
+        step: step of the checkpoint; None for the newest complete one, or for ``path`` if it is a checkpoint.
         tokenizer: new location of ``data.tokenizer``; None if it has not moved.
         imports: files or modules to import instead of ``run.imports``; None if they have not moved.
 

@@ -67,7 +67,7 @@ def distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs_NV: Tensor, generators: list[torch.Generator]) -> list[int]:
-    """Draw a token from each row with one number of the row's generator."""
+    """Draw a token from each row with one random number from the row's generator."""
     cumulated_NV = probs_NV.cpu().cumsum(1)
     numbers_N = torch.stack(
         [torch.rand((), dtype=torch.float64, generator=generator, device="cpu") for generator in generators]

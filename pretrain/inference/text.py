@@ -44,8 +44,8 @@ class TextStream:
 
 
 def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text with spans <extra_id_0>, <extra_id_1>, ... to fill in, followed by the end token that
-    a T5's encoder expects.
+    """Return the tokens of a text with sentinels <extra_id_0>, <extra_id_1>, ... for the spans to fill in, and the end
+    token that a T5's encoder expects.
 
     Raises:
         UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer.
@@ -69,7 +69,7 @@ def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
-    """Split a T5's output into spans by the number of their sentinel; the first wins if a sentinel repeats."""
+    """Split a T5's output into spans by the number of their sentinel; the first span wins if a sentinel repeats."""
     numbers = {token: number for number, token in enumerate(tokenizer.sentinels)}
     spans: dict[int, list[int]] = {}
     span: list[int] = []  # tokens before the first sentinel are dropped

@@ -1,8 +1,8 @@
-"""Samples for an evaluation, from all of a text or corpus in order.
+"""Samples for an evaluation, from a whole text or corpus in order.
 
 A stream is the documents in order, each followed by its end token. Samples have the form of training samples
-(`pretrain.data.kinds`); the last one may be shorter, and is not padded. A GPT predicts each token once, except the
-first token of a document with ``data.document_mask``.
+(`pretrain.data.kinds`); the last one may be shorter, and is not padded. A GPT predicts each token once; with
+``data.document_mask``, it does not predict the first token of a document.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -125,8 +125,8 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
-    """Yield samples of a T5 or a BERT. A T5's samples remove and keep at least one token, so a last block of a single
-    token is dropped."""
+    """Yield samples of a T5 or a BERT. In a T5's sample, at least one token is removed and one is kept, so a last
+    block of a single token is dropped."""
     model, data = recipe.model, recipe.data
     if model.kind == "bert":
         for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):
@@ -154,8 +154,8 @@ class _One:
 
 
 def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield windows of a stream. An end of document is put before the stream, so that its first token is predicted like
-    the first token of any other document.
+    """Yield windows of a stream. An end-of-document token is put before the stream, so that the stream's first token is
+    predicted like the first token of any other document.
 
     Yields:
         A window, int64 [n + 1] with n at most ``length``, and the index of the first of its n predicted tokens that no

@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (DCP): written by torch's writer, read without unpickling.
 
 A folder has ``.metadata``, a pickle of the location of every piece of every tensor, and ``.distcp`` files. In these, a
-piece is what ``torch.save`` writes: a zip file with a pickle that describes the tensor, and its bytes. Reading parses
+piece is what ``torch.save`` writes: a zip file with the tensor's bytes and a pickle that describes it. Reading parses
 both pickles without running them (`pretrain.interchange.pickled`) and compares the bytes with the zip's CRC-32, which
 torch's own reader ignores.
 """
@@ -322,7 +322,7 @@ def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) ->
 
 
 class _Part(io.RawIOBase):
-    """The bytes [begin, begin + length) of a file as a file."""
+    """A readable file object with the bytes [begin, begin + length) of a file."""
 
     def __init__(self, file: io.BufferedReader, begin: int, length: int):
         self._file, self._begin, self._length, self._at = file, begin, length, 0

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434, 2412.19437): latent attention, shared experts, groups of experts.
 
-Rotary elements of a head are interleaved pairs, as in Megatron-core's latent attention, so rows keep their order.
+Rotary elements of a head are interleaved pairs, as in Megatron-core's latent attention, so rows of
+matrices keep their order.
 """
 
 from collections.abc import Mapping
@@ -107,8 +108,8 @@ def is_dense_first(model: ModelConfig) -> bool:
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, {} if all layers have experts; ``default`` is that of
-    ``first_k_dense_replace``.
+    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, {} if all layers have experts; ``default`` stands for a
+    missing ``first_k_dense_replace``.
 
     Raises:
         UserError: a value is invalid, or no layer has experts.
@@ -159,7 +160,7 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of compressed queries, None without compression. Raises UserError if it is invalid."""
+    """Return ``q_lora_rank``, the width of compressed queries, or None; raise UserError if it is invalid."""
     return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
@@ -290,7 +291,7 @@ def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
 def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
     """Return config.json without layers of multi-token prediction that the folder does not have.
 
-    transformers keeps their number, but does not save them.
+    transformers keeps their number in config.json, but does not save the layers.
     """
     first = f"model.layers.{config.get('num_hidden_layers')}."
     has_mtp = any(name.startswith(first) for name in folder.tensors)

@@ -1,6 +1,6 @@
 """ERNIE 4.5 (``ernie4_5_moe``): experts chosen by softmax plus a bias, and rotary positions of interleaved pairs.
 
-The weights are divided by their sum, which transformers limits to at least 1e-12, and fmoe to at least 1e-20.
+The combine weights are divided by their sum, which transformers limits to at least 1e-12, and fmoe to at least 1e-20.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
 
 class PairedQueryKeyValue:
-    """`QueryKeyValue` for rotary positions that pair elements 2i and 2i + 1 of a head; ours pair i and i + d / 2."""
+    """`QueryKeyValue` for rotary positions that pair a head's elements 2i and 2i + 1; ours pair i and i + d / 2."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         query, key, value = QueryKeyValue().split(ours, sizes)
@@ -80,7 +80,7 @@ def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
 
 
 def _indices(model: ModelConfig) -> tuple[int, int, int]:
-    """Return the arguments of `_range` that give the layers with experts, if any do."""
+    """Return the arguments of `_range` that give the layers with experts, if such arguments exist."""
     found = model.layers_with_experts
     return found[0] - 1, found[-1] - 1, found[1] - found[0] if len(found) > 1 else 1
 

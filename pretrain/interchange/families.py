@@ -55,8 +55,8 @@ def why_own(model: ModelConfig) -> str:
 def _nearest(model: ModelConfig) -> Family:
     """Return the first family of transformers that fits a model, or the nearest one.
 
-    Families of another ``kind`` are the farthest, then those that do not support its ``num_experts``, then those with
-    the most misfits.
+    Families of another ``kind`` are the farthest, then those that do not support the model's ``num_experts``, then
+    those with the most misfits.
     """
 
     def distance(family: Family) -> tuple[bool, bool, int]:

@@ -86,11 +86,11 @@ class Family:
         only: keys of config.json and their supported values, which import requires.
         read: returns the keys of ``[model]`` that no `Key` converts, from config.json, or raises UserError.
         write: returns the keys of config.json that no `Key` converts.
-        ignored: endings of the names of tensors in a folder that an import leaves out.
+        ignored: endings of tensor names; an import leaves out such tensors of a folder.
         places: returns the tensors of a model, for a family without `tables`.
         files: returns further files of an export by name.
         notes: returns lines about an export for the user.
-        left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
+        left_out: beginning of tensor names; an export leaves out such tensors of a checkpoint. Empty for none.
         copies: names of tensors that a folder may have as copies of others, each with the original's name.
         adapt: returns the config.json of a folder as the other attributes expect it.
     """

@@ -253,7 +253,7 @@ def refuse_output(out: Path) -> None:
 
 @contextlib.contextmanager
 def appearing(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a temporary folder next to ``out``, which becomes ``out`` after the block, or is removed after an error.
+    """Yield a temporary folder next to ``out``; rename it to ``out`` after the block, or remove it after an error.
 
     Args:
         needed: estimate of the bytes to write.

@@ -1,7 +1,7 @@
-"""GPT-OSS (``gpt_oss``, arXiv 2508.10925): windows in every second layer, attention sinks, biases, and clamped gated
-experts.
+"""GPT-OSS (``gpt_oss``, arXiv 2508.10925): sliding windows in every second layer, attention sinks, biases, and clamped
+gated experts.
 
-Its expert matrices are [in, out], except in MXFP4, and gates and values alternate along ``out``.
+Except in MXFP4, its expert matrices are [in, out]. Gates and values alternate along ``out``.
 """
 
 from collections.abc import Mapping, Sequence

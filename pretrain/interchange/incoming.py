@@ -41,7 +41,7 @@ class Imported:
 
 
 def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> Imported:
-    """Write the model of a Hugging Face folder as a run: config.toml, a checkpoint at step 0, and the tokenizer.
+    """Convert the model of a Hugging Face folder to a run: config.toml, a checkpoint at step 0, and the tokenizer.
 
     Args:
         source: folder with config.json and safetensors.

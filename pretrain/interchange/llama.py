@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE, and the parts that they share with other descendants of Llama with experts."""
+"""Mixtral and Qwen3-MoE, and the parts that they share with other descendants of Llama that have experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +72,7 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of the shared experts, one module ``block``; ``output`` converts its output matrix."""
+    """Return the entries of the shared experts, all in module ``block``; ``output`` converts the output matrix."""
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (

@@ -50,7 +50,7 @@ _NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "none"
 
 
 def _is_lite(model: ModelConfig) -> bool:
-    """Return whether llama.cpp assumes queries that are not compressed: it looks at sizes of published models."""
+    """Return whether llama.cpp assumes queries that are not compressed, which it infers from published sizes."""
     return model.num_layers in (26, 27) or (model.num_layers == 48 and model.vocab_size == 128256)
 
 
@@ -148,7 +148,7 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
 
     Args:
         name: name of the model in the file.
-        dtype: of the matrices; vectors are in float32.
+        dtype: dtype of the matrices; vectors are in float32.
         pre: from `check_convertible`.
 
     Returns:

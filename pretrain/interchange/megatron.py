@@ -1,9 +1,9 @@
-"""Checkpoints of Megatron-core's dist_checkpointing (format ``torch_dist``), under our names.
+"""Checkpoints of Megatron-core's dist_checkpointing (format ``torch_dist``), read under fmoe's names.
 
-Such a folder is one of torch.distributed.checkpoint, with metadata.json and common.pt. Megatron-core saves a
-tensor of equal layers once, with the layers as a leading axis (``decoder.layers.mlp.router.weight``, [layers, E, D]).
-If layers differ, it saves one tensor per layer (``decoder.layers.3.mlp.router.weight``). The experts of a layer are one
-tensor, whichever class of Megatron-core held them.
+Such a checkpoint is a folder in torch.distributed.checkpoint's format, with metadata.json and common.pt. Megatron-core
+saves a tensor of equal layers once, with the layers as a leading axis (``decoder.layers.mlp.router.weight``, [layers,
+E, D]). If layers differ, it saves one tensor per layer (``decoder.layers.3.mlp.router.weight``). The experts of a layer
+are one tensor, whichever class of Megatron-core held them.
 """
 
 import re
@@ -41,14 +41,14 @@ _SAME_NORMS = (
 
 @dataclass(frozen=True)
 class Renamed:
-    """A tensor of ours and its location in a folder.
+    """A tensor of an fmoe checkpoint, and its location in a folder of Megatron-core.
 
     Attributes:
         name: name in a checkpoint of fmoe, with ``model/``.
-        shape, dtype: shape of ours, and the stored dtype.
-        theirs: name in the folder.
-        row: index along the leading axis of theirs (layers); None for all of theirs.
-        is_stacked: True if ours has a leading axis of size 1 that theirs lacks (shared experts).
+        shape, dtype: shape in fmoe, and the stored dtype.
+        theirs: name of Megatron-core's tensor in the folder.
+        row: index along the leading axis (layers) of Megatron-core's tensor; None for the whole tensor.
+        is_stacked: True if fmoe's tensor has a leading axis of size 1 that Megatron-core's lacks (shared experts).
     """
 
     name: str
@@ -60,14 +60,14 @@ class Renamed:
 
 
 def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
-    """Return the model's tensors under our names, without the optimizer's.
+    """Return the model's tensors under fmoe's names, without the optimizer's tensors.
 
     Args:
         wanted: names of the tensors of the recipe's model, which determine the number of layers and the location of
             norms.
 
     Raises:
-        UserError: a tensor is empty, has no axis of layers, or another number of layers than the recipe's model.
+        UserError: a tensor is empty, has no axis of layers, or has another number of layers than the recipe's model.
     """
     found, layers = [], _num_layers(wanted)
     for theirs, tensor in folder.tensors.items():
@@ -105,7 +105,7 @@ def _num_layers(wanted: Collection[str]) -> dict[str, int]:
 
 
 def _renamed_in_layer(name: str) -> tuple[str, bool]:
-    """Return our name of a tensor of a layer, and whether ours has a leading axis that theirs lacks."""
+    """Return fmoe's name of a tensor of a layer, and whether fmoe's has a leading axis that Megatron-core's lacks."""
     before, mlp, inside = name.rpartition("mlp.")
     ours = sharded_names().get(inside) if mlp else None
     return (name, False) if ours is None else (f"{before}{mlp}{ours}", ours.startswith("shared.expert."))
@@ -141,11 +141,11 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     """Compare the arguments of Megatron-LM in common.pt, which decide what the tensors compute, with a recipe.
 
     Returns:
-        False if common.pt has no arguments: another program than Megatron-LM saved it.
+        False if common.pt has no arguments, because a program other than Megatron-LM saved it.
 
     Raises:
-        UserError: an argument differs from the recipe; fmoe does not support an argument, or Megatron-LM a key of the
-            recipe; common.pt is missing, unreadable or damaged.
+        UserError: an argument differs from the recipe; fmoe does not support an argument; Megatron-LM does not support
+            a key of the recipe; common.pt is missing, unreadable or damaged.
     """
     arguments = _arguments_in(path / COMMON)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
@@ -169,7 +169,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Spell a plain value or a flat tuple for a message; of any other value, which may be cyclic, only the type."""
+    """Format a plain value or a flat tuple for a message; for any other value, which may be cyclic, name the type."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"
@@ -192,7 +192,7 @@ def _arguments_in(path: Path) -> Mapping[str, Any]:
 
 
 def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield arguments of Megatron-LM with the value that the recipe implies, and the recipe's key and value."""
+    """Yield each argument of Megatron-LM, the value that the recipe implies for it, and the recipe's key and value."""
 
     def key(name: str) -> str:
         return f"model.{name}={toml(getattr(model, name))}"
@@ -253,12 +253,12 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
 
 
 def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
-    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if there is none."""
+    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if no value does."""
     if model.gated:
         return True if model.activation == "silu" else "neither"
     return False if model.activation == _gelu(arguments) else "neither"
 
 
 def _gelu(arguments: Mapping[str, Any]) -> str:
-    """Return our name of Megatron-LM's GELU: the tanh approximation if it is fused with the biases."""
+    """Return fmoe's name of Megatron-LM's GELU, which is the tanh approximation if fused with the biases."""
     return "gelu_tanh" if arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear") else "gelu"

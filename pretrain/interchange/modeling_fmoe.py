@@ -1,7 +1,7 @@
 """The models of recipes with ``kind = "gpt"`` for Hugging Face transformers, in torch and fmoe, without Megatron-core.
 
-``fmoe export --format fmoe`` copies this file into its folder. Importing ``pretrain.interchange.modeling_fmoe``
-registers the model with `AutoModelForCausalLM`.
+``fmoe export --format fmoe`` copies this file into the exported folder. Importing
+``pretrain.interchange.modeling_fmoe`` registers the model with `AutoModelForCausalLM`.
 
 Shape letters: B sequences, S tokens of each, P past tokens (in the cache), K = P + S keys, D hidden size, H heads, G
 heads of keys and values, d width of a head, r rotated elements of a head, V vocabulary.
@@ -191,7 +191,7 @@ class LatentAttention(_Attention):
 
 
 class PositionBiases(nn.Module):
-    """Transformer-XL's biases u (``content``) and v (``position``), which replace the query's position: [H * d]."""
+    """Transformer-XL's biases u (``content``) and v (``position``), [H * d] each, in place of the query's position."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -279,7 +279,7 @@ def _pairs_apart(x: Tensor) -> Tensor:
 
 
 class DenseMLP(nn.Module):
-    """Feed-forward block of a layer without experts; ``linear_fc1`` of a gated one has the gate above the value."""
+    """Feed-forward block of a layer without experts; in ``linear_fc1``, a gated block has the gate's rows first."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -474,7 +474,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         """Return the arguments of the next forward pass, as transformers does.
 
         Raises:
-            UserError: there is no cache with ``memory_length``: the whole text would be one segment.
+            UserError: ``memory_length`` is set and there is no cache: the whole text would be one segment.
         """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **options)
         if self.recipe_model.memory_length and inputs.get("past_key_values") is None:

@@ -21,7 +21,7 @@ class FromMXFP4:
     [E, out, in / 32].
 
     Args:
-        of_rows: transform of the matrices, with outputs before inputs.
+        of_rows: transform that imports the decoded matrices [E, out, in].
     """
 
     def __init__(self, of_rows: Transform):

@@ -127,7 +127,8 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) -> Tokenizer | None:
-    """Load the recipe's tokenizer, or the one at ``given``. Return None if ``given`` is "none", or both are missing.
+    """Load the recipe's tokenizer, or the one at ``given``. Return None if ``given`` is "none", or
+    if it is None and the recipe has no tokenizer.
 
     Raises:
         UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has too many pieces.
@@ -141,7 +142,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Return the weights' dtype; raise UserError unless they have one, and names and sizes are those of ``found``."""
+    """Return the weights' dtype; raise UserError if dtypes differ, or names or sizes are not those of ``found``."""
     ours = {place.ours: place for place in found if place.ours}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
@@ -162,7 +163,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the converted tensors, one place after another."""
+    """Yield the converted tensors, one `Place` after another."""
     sizes = sizes_of(recipe.model)
     for place in found:
         if not place.ours:

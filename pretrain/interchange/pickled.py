@@ -69,7 +69,7 @@ def parse(data: bytes | BinaryIO) -> Any:
     """Return the value of a pickle, with `Name`, `Made` and `Persistent` in place of other objects.
 
     Raises:
-        ValueError: it is damaged, or has an instruction or a value that the pickles of torch do not need.
+        ValueError: the pickle is damaged, or has an instruction or a value that the pickles of torch do not need.
     """
     try:
         return _run(data)
@@ -170,7 +170,7 @@ def _tuple(values: list[Any]) -> tuple:
 
 
 def _key(value: Any) -> Any:
-    """Return a key of a dict or an element of a set, which must be plain, a `Name`, a `Made`, or a tuple of these."""
+    """Check and return a dict key or an element of a set: it must be plain, a `Name`, a `Made`, or a tuple of these."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, str | int | float | bytes | Name | Made | None):
             kind = "tuple" if isinstance(each, tuple) else type(each).__name__

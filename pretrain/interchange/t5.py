@@ -39,7 +39,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
 
 
 class Query:
-    """Query matrix that includes the factor d^-0.5 of the scores in their format, but not in ours."""
+    """Query matrix that includes the factor d^-0.5 of the scores in T5's format, but not in ours."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (_times(ours, sizes["d"] ** -0.5),)
@@ -83,7 +83,7 @@ class KeyValue:
 
 
 def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
-    """Return the entries of a stack that both families have; ``block`` is the family's name of feed-forward blocks."""
+    """Return the entries that both families have in a stack; ``block`` is a family's name for feed-forward blocks."""
     ours, theirs = f"model/{stack}.layers.{{layer}}", f"{stack}.block.{{layer}}.layer"
     attention, last = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if stack == 'decoder' else 1}"
     entries = [
@@ -150,7 +150,7 @@ _CROSS_ATTENTION = (
 
 
 def _table(block: str) -> tuple[Entry, ...]:
-    """Return a family's table; ``block`` is its name of feed-forward blocks."""
+    """Return a family's table; ``block`` is the family's name for feed-forward blocks."""
     return (
         Entry("model", "model/embedding.word_embeddings.weight", {SHARED: "V D"}),
         *_stack("encoder", block),
@@ -253,8 +253,8 @@ def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str,
     """Return config.json with ``tie_word_embeddings`` set by the weights.
 
     transformers 5 writes the key as true for every T5, but ties the output layer only if its weights equal the
-    embedding's. Whether it scales the input of the output layer is in ``scale_decoder_outputs`` or, if that is missing,
-    in the key.
+    embedding's. Whether it scales the input of the output layer depends on ``scale_decoder_outputs`` or, if that is
+    missing, on ``tie_word_embeddings``.
     """
     config = dict(config)
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
@@ -302,7 +302,7 @@ T5 = Family(
 
 
 def _with_experts(depth: int, step: int) -> list[int]:
-    """Return the layers of a stack, counted from 0, that have experts at a sparse step, by transformers' rule."""
+    """Return the layers of a stack, counted from 0, that have experts by transformers' rule for a sparse step."""
     return [n for n in range(depth) if step == 1 or (step > 1 and n % step == 1)]
 
 

@@ -125,13 +125,13 @@ class Entry:
             "dense": every layer without experts; "moe": every layer with experts; "expert": every expert of those
             layers, where ours is the expert's slice of a stack; "mtp": every module of multi-token prediction, whose
             transformer layer has the entries of a layer.
-        ours: name in a checkpoint; ``{layer}`` and ``{depth}``, the module of multi-token prediction, count from 0.
-            Empty for tensors of zeros that only their format has.
+        ours: name in a checkpoint; ``{layer}`` and ``{depth}`` (the module of multi-token prediction) count from 0.
+            Empty for tensors of zeros that only the Hugging Face format has.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
         dtype: None for weights, which have the model's dtype; torch.uint8 for MXFP4, which import converts to the
             model's dtype; else the dtype of a buffer on both sides.
-        stack: the stack of an encoder-decoder within which ``{layer}`` counts; None for entries of no such stack.
+        stack: the stack of an encoder-decoder within which ``{layer}`` counts; None if the entry is not bound to one.
         when: tests whether a model has the tensors.
     """
 

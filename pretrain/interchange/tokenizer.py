@@ -43,7 +43,7 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
     A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with its companions. Otherwise,
     AutoTokenizer is configured to behave like fmoe: it adds no tokens to a text, and a special piece spelled in a text
-    is encoded as text. A sentencepiece model that llama.cpp can apply is included, for its converter.
+    is encoded as text. A sentencepiece model that llama.cpp can apply is included, for llama.cpp's converter.
 
     Raises:
         UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.
@@ -83,7 +83,7 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
 
 def files_from(source: Path) -> dict[str, bytes]:
-    """Return the unchanged tokenizer files of a model folder (empty if it has none) or of a tokenizer's file, by name.
+    """Return the tokenizer files, unchanged and by name: those of a folder (empty if it has none), or ``source``.
 
     Raises:
         UserError: the tokenizer is damaged, or has no piece that ends documents.
@@ -114,7 +114,7 @@ def _proto(tokenizer: Tokenizer) -> Any:
 def _suits_llama_cpp(proto: Any) -> bool:
     """Return whether llama.cpp encodes text as the sentencepiece model does.
 
-    llama.cpp merges by score, falls back to bytes, and normalizes nothing except for a first space. With a unigram
+    llama.cpp merges by score, falls back to bytes, and normalizes nothing, but may add a first space. With a unigram
     model's scores, it would give other tokens.
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec

@@ -1,4 +1,4 @@
-"""Checkpoints to and from the formats of other tools, under fmoe's names: ``fmoe checkpoint export`` and ``import``.
+"""Checkpoints in formats of other tools: ``fmoe checkpoint export`` and ``import``. Tensors have fmoe's names.
 
 The formats are torch.distributed.checkpoint (DCP) and safetensors; import also renames the tensors of Megatron-core.
 Values are not converted, so tensors are equal bit for bit.
@@ -59,7 +59,7 @@ class Transferred:
 
     Attributes:
         num_tensors, nbytes: number of tensors, and their size in bytes.
-        is_resumable: True if a run can resume from them.
+        is_resumable: True if a run can resume from the result.
         is_checked: False for a checkpoint of Megatron-core without Megatron-LM's arguments, with which import compares
             the recipe's routing, positions and norms.
     """
@@ -79,7 +79,7 @@ def export_tensors(
     shard_bytes: int = SHARD_BYTES,
     slice_bytes: int = SLICE_BYTES,
 ) -> Transferred:
-    """Write the recipe and the whole tensors, under their names, of a checkpoint saved at any parallel split.
+    """Write the recipe and the whole tensors of a checkpoint saved at any parallel split, under the tensors' names.
 
     Args:
         source: a step folder, or a run for its newest checkpoint.
@@ -134,7 +134,7 @@ class Source:
 
 
 def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Transferred:
-    """Write a folder with the tensors of a model as a run with one checkpoint.
+    """Convert a folder with the tensors of a model to a run with one checkpoint.
 
     Args:
         source: a folder of DCP or safetensors with the names that `export_tensors` writes, or a checkpoint of
@@ -174,7 +174,7 @@ def find_megatron(path: Path) -> Path | None:
     """Return the folder of a checkpoint of Megatron-core: ``path``, or its latest iteration; None for another folder.
 
     Raises:
-        UserError: this iteration is missing; metadata.json is damaged or names another format than ``torch_dist``.
+        UserError: the latest iteration is missing; metadata.json is damaged or has another format than ``torch_dist``.
     """
     if (path / LATEST).is_file():
         text = (path / LATEST).read_text(errors="replace").strip()
@@ -211,7 +211,7 @@ def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
 
 
 def source_of(folder: DcpFolder | SafetensorsFolder) -> Source:
-    """Return the tensors of a folder under its names."""
+    """Return the tensors of a folder under their names in it."""
     return _dcp_source(folder) if isinstance(folder, DcpFolder) else _safetensors_source(folder)
 
 
@@ -242,8 +242,8 @@ def _safetensors_source(folder: SafetensorsFolder) -> Source:
 def _of_megatron(
     folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Layout]
 ) -> tuple[Source, bool]:
-    """Return the model's tensors in a checkpoint of Megatron-core under our names, and whether its arguments were
-    compared with the recipe."""
+    """Return the model's tensors in a checkpoint of Megatron-core, renamed to our names, and whether the checkpoint's
+    arguments were compared with the recipe."""
     from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
 
     assert isinstance(folder, DcpFolder)
@@ -283,7 +283,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the states of the run and of its ranks; without the optimizer's tensors, see `weights_only`."""
+    """Return the states of the run and its ranks; without the optimizer's tensors, the state of `weights_only`."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []
@@ -334,7 +334,7 @@ def _check_resumable(
 
 
 def weights_only(recipe: Recipe) -> dict[str, Any]:
-    """Return the state of a checkpoint with which ``train.init_from`` can start a run, but which no run can resume."""
+    """Return the state of a checkpoint that ``train.init_from`` can load, but from which no run can resume."""
     return {"step": 0, "recipe": asdict(recipe), "weights_only": True}
 
 

@@ -1,8 +1,8 @@
 """Kinds of models, one module each, with the same two functions.
 
 ``build(recipe, *, pre_process, post_process, vp_stage) -> nn.Module``
-    Build Megatron-core's model on the host, with dense feed-forward blocks, or none where experts will be; called once
-    per pipeline chunk of a rank.
+    Build Megatron-core's model on the host, with dense feed-forward blocks, or none where experts will be. It is called
+    once per pipeline chunk of a rank.
 ``forward(model, batch) -> Tensor``
     Run a chunk on a micro batch from `pretrain.models.batch.collate`: b sequences of s tokens. The last chunk returns
     losses [b, s], or logits [b, s, vocabulary] if the batch has no ``labels`` (of a T5, for the decoder's s tokens);
@@ -41,7 +41,7 @@ MODELS: dict[str, Kind] = {}
 def register_model(name: str, kind: Kind) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    It gets the samples of a GPT, and accepts the same keys of the recipe as a GPT. Its model must be one of
+    The kind gets the samples of a GPT, and accepts the same recipe keys as a GPT. Its model must be one of
     Megatron-core's that `megatron_patch.fmoefy` takes, or derive from one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Encoders for masked language modelling: Megatron-core's BERT, of one segment and without next sentence prediction."""
+"""Encoders for masked language modelling: Megatron-core's BERT with one segment, without next sentence prediction."""
 
 import copy
 

@@ -1,7 +1,8 @@
 """YaRN (`pretrain.config.yarn`) in Megatron-core's GPT.
 
 Megatron-core has YaRN too, but without ``rope_truncate`` in multi-latent attention, and without ``rotary_fraction`` in
-standard attention. So it only computes the factors that `prepare_yarn` names; the rest is computed here.
+standard attention. Megatron-core therefore computes only the factors that `prepare_yarn` names; the rest is computed
+here.
 """
 
 from typing import Any
@@ -16,8 +17,10 @@ from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width
 
 
 def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
-    """Set the attributes from which Megatron-core computes YaRN's factor: of rotated elements in standard attention, of
-    scores in multi-latent attention."""
+    """Set the attributes from which Megatron-core computes YaRN's factor.
+
+    The factor multiplies the rotated elements in standard attention, and the scores in multi-latent attention.
+    """
     values: dict[str, Any]
     if model.kv_lora_rank is None:  # the config has no such fields: Megatron-core looks for attributes
         values = {"yarn_rotary_scaling_factor": model.rope_factor, "yarn_mscale": model.rope_mscale}
@@ -40,7 +43,7 @@ def scale_positions(module: nn.Module, model: ModelConfig) -> None:
 
 
 class _LatentRotary(RotaryEmbedding):
-    """Rotary embedding for multi-latent attention with ``rope_type="yarn"``, which expects angles and their factor."""
+    """Rotary embedding that returns angles and their factor, as multi-latent attention with "yarn" expects."""
 
     def __init__(self, model: ModelConfig):
         super().__init__(rotary_width(model), rotary_percent=1.0, use_cpu_initialization=True)

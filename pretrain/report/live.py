@@ -18,14 +18,14 @@ _HOSTS = ("127.0.0.1", "localhost")
 
 
 class LiveRuns:
-    """Runs, by `open_runs`, and their latest payload; safe for concurrent threads."""
+    """Runs from `open_runs`, and their latest payload; safe for concurrent threads."""
 
     def __init__(self, runs: Sequence[RunFolder]):
         self._runs, self._lock = runs, threading.Lock()
         self._version, self._payload = 0, b""
 
     def read(self) -> tuple[int, bytes]:
-        """Read new data; return the payload's version, a number that grows with new data, and the payload.
+        """Read new data; return version and payload. The version is a number that grows with new data.
 
         Raises:
             UserError: a file is damaged.
@@ -37,7 +37,7 @@ class LiveRuns:
 
 
 def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
-    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` a newer payload, or status 204.
+    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` a newer payload (204 if none exists).
 
     Args:
         port: port to listen on; 0 for a free one.

@@ -1,7 +1,7 @@
-"""Binary payload of the page: JSON followed by arrays, deflated.
+"""Binary payload of the report's page: JSON followed by arrays, deflated.
 
 ``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. To deflate well, an array of 4-byte
-numbers is stored as byte planes (all first bytes, then all second bytes, ...), and series of layers and means are
+numbers is stored as byte planes (all first bytes, then all second bytes, ...), and per-layer series and means are
 rounded to 16 bits of mantissa. The last value of a series keeps all bits.
 """
 

@@ -51,7 +51,7 @@ class Curves:
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
         """Add the values of a step; call it in ascending order of steps.
 
-        A value that is not finite is a gap if it is the last, or if its span has no finite value.
+        A value that is not finite is a gap if it is the last of its series, or if its span has no finite value.
         """
         if self._first is None:
             self._first = step
@@ -205,7 +205,7 @@ class Loads:
 
     def frames(self) -> tuple[np.ndarray, np.ndarray]:
         """Return first and last step of every span with a load [frames, 2], and the mean loads times the layer's number
-        of experts [frames, experts of all layers]: 1 is an even share, NaN is not logged."""
+        of experts [frames, experts of all layers]: 1 is an even share, NaN means not logged."""
         has = self._count.any(1)
         count = np.repeat(self._count[has], list(self.sizes.values()), axis=1)
         experts = np.repeat(list(self.sizes.values()), list(self.sizes.values()))
@@ -255,7 +255,7 @@ class Record:
         """Add a row, in order of steps.
 
         Raises:
-            UserError: a layer's number of experts differs from the first row with loads.
+            UserError: a layer's number of experts differs from that in the first row with loads.
         """
         step = self.step = row["step"]
         whole: dict[str, float] = {}
@@ -326,7 +326,7 @@ def _series_of(key: str) -> tuple[int, str]:
 
 
 def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:
-    """Return a metric as a number, reading nulls from their markers (`pretrain.tracking.jsonl`); None for text."""
+    """Return a metric as a number; for null, the value in its marker (`pretrain.tracking.jsonl`); None for text."""
     if isinstance(value, int | float):
         try:
             return float(value)

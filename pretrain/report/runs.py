@@ -35,7 +35,7 @@ class MetricsFile:
     def refresh(self) -> bool:
         """Read the lines added since the last call; return whether there were any.
 
-        A line without its newline is left for the next call. If steps go back, as in a record concatenated from the
+        A line without its newline is left for the next call. If steps go back, as in a file concatenated from the
         parts of a resumed run, the later rows replace the earlier ones.
 
         Raises:

@@ -46,13 +46,13 @@ def build_trackers(
         total_steps: the run's last step.
         config: the resolved recipe, as JSON values.
         resume_step: step of the checkpoint that the run resumes from; None for a new run. ``metrics.jsonl`` drops later
-            steps, TensorBoard hides them, wandb (offline) and trackio begin another run of the same group.
+            steps; TensorBoard hides them; wandb (offline) and trackio begin another run of the same group.
         picture_every: steps between pictures of the expert load; 0 for none.
         project: project name in wandb and trackio.
         name: name of the run in wandb and trackio; by default the folder's name.
 
     Raises:
-        UserError: ``console_every`` is below 1, or the record to resume is damaged.
+        UserError: ``console_every`` is below 1, or the ``metrics.jsonl`` to resume is damaged.
         MissingPackageError: a selected tracker is not installed.
     """
     # Validate before the first file is touched.

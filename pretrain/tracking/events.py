@@ -2,7 +2,7 @@
 
 Each event has ``step`` (steps completed), ``time`` (seconds since 1970), ``kind`` and ``text``. Kinds: ``start``,
 ``resume``, ``save``, ``skip``, ``warning``, ``stop`` (by a signal), ``error``, ``end``. The log is append-only: a run
-resumed from an earlier checkpoint adds a ``resume`` with that step and keeps the later events.
+resumed from an earlier checkpoint adds a ``resume`` with the checkpoint's step and keeps the later events.
 """
 
 import json

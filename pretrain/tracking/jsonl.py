@@ -1,7 +1,7 @@
 """``metrics.jsonl``: the record of a run, one strict JSON object per line.
 
-A line is complete with its newline. Each is a single ``write`` to a file opened for appending, so a killed process
-leaves at most one incomplete line, the last, which readers skip and a resumed run removes.
+A line is complete with its newline. Each line is a single ``write`` to a file opened for appending, so a killed process
+leaves at most one incomplete line, at the end, which readers skip and a resumed run removes.
 """
 
 import errno
@@ -38,7 +38,7 @@ class JsonlTracker:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line, which survives the end of this process from now on, and a power failure after `close`."""
+        """Append one line. It then survives the end of this process and, after `close`, a power failure."""
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:

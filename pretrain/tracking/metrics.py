@@ -30,7 +30,7 @@ class Metric:
     """Declaration of one metric.
 
     Attributes:
-        name: key in the record and in every dashboard. For a layer metric, the part after ``moe/layer_N/``.
+        name: key in ``metrics.jsonl`` and in every dashboard. For a layer metric, the part after ``moe/layer_N/``.
         unit: unit; empty for a plain number. The report's number format follows from it.
         doc: definition, for the table in docs/tracking.md and the report.
         reduce: returns a layer's value from its report, which is summed over ranks already. A number is logged for each
@@ -38,8 +38,8 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report; layer metrics are always in "Routing". These, and metrics outside
-            ``more`` and ``events``, also have a figure in "Numbers": the mean over the steps for metrics in ``speed``
+        section: section of the report; layer metrics are always in "Routing". Layer metrics, and metrics outside
+            ``more`` and ``events``, also have a number in "Numbers": the mean over the steps for metrics in ``speed``
             that are not ``is_exact``, the last value for the others.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
@@ -109,7 +109,7 @@ DECLARED: list[Metric] = [
            title="router entropy"),
     Metric("load_cv", "", "coefficient of variation of the load; 0 is balanced", lambda layer: layer.load_cv,
            title="load imbalance", console="load_cv {:.2f}"),
-    Metric("drop_rate", "fraction", "assignments dropped for capacity over all assignments",
+    Metric("drop_rate", "fraction", "assignments dropped for capacity, divided by all assignments",
            lambda layer: layer.drop_rate, console="dropped {:.1%}"),
     Metric("dead_experts", "experts", "experts without a token in the step", lambda layer: layer.dead_experts),
     Metric("balance_loss", "", "load-balancing loss before its coefficient",
@@ -125,7 +125,7 @@ DECLARED: list[Metric] = [
            when="end of each `guard.collapse_window`", section="events"),
     Metric("loss_scale", "factor", "factor on the loss before the backward pass", when="fp16",
            console="loss_scale {:g}", section="optimizer", is_log=True, is_exact=True),
-    Metric("skipped_steps", "steps", "steps skipped for an overflow so far", title="steps skipped for an overflow",
+    Metric("skipped_steps", "steps", "steps skipped so far for an overflow", title="steps skipped for an overflow",
            when="fp16", console="skipped {:d}", section="optimizer", is_exact=True),
     *(
         Metric(
@@ -137,7 +137,7 @@ DECLARED: list[Metric] = [
             section="optimizer" if name == "median" else "more",
             is_log=True,
         )
-        for group, what in (("dense", "the dense matrices"), ("experts", "the experts' matrices, one per expert"))
+        for group, what in (("dense", "the dense matrices"), ("experts", "the matrices of single experts"))
         for name, text in (("min", "lowest"), ("median", "median"), ("max", "highest"))
     ),
 ]  # fmt: skip
@@ -148,7 +148,7 @@ def register_metric(metric: Metric) -> None:
     """Declare a metric of a callback or, with ``reduce``, of each layer with experts.
 
     Raises:
-        UserError: one of fmoe's metrics has this name, or another whose ``unit`` or ``doc`` differs.
+        UserError: one of fmoe's metrics has this name, or a metric of this name has another ``unit`` or ``doc``.
     """
     for index, declared in enumerate(DECLARED):
         if declared.name == metric.name:

@@ -22,7 +22,7 @@ class Tracker(Protocol):
         """Record metrics of a step. A step may be logged more than once, for example with its validation loss."""
 
     def close(self, ok: bool = True) -> None:
-        """End the record; ``ok=False`` marks a failed run."""
+        """End the tracking of a run; ``ok=False`` marks a failed run."""
 
 
 class Trackers:
@@ -32,7 +32,7 @@ class Trackers:
     unreachable dashboard does not end the training.
 
     Args:
-        required: trackers of the record.
+        required: trackers that keep the metrics of the run, such as `JsonlTracker`.
         optional: consoles and dashboards.
         view: returns a step's metrics for the optional trackers, for example with pictures added.
     """

@@ -29,7 +29,7 @@ def check_installed(purpose: str) -> None:
 
 class TrackioTracker:
     """Log to trackio, which cannot remove logged steps: a resumed run is a new trackio run. The id in the run folder
-    groups them.
+    puts the trackio runs of one run into a group.
 
     Args:
         run_folder: existing folder for ``trackio_id.txt`` and, unless ``TRACKIO_DIR`` is set, ``trackio/``.

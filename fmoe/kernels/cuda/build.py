@@ -1,7 +1,7 @@
-"""Build of the CUDA backend: from CUDA sources to machine code for one architecture in the cache.
+"""Build of the CUDA backend: compile CUDA sources for one architecture, and cache the machine code.
 
-An entry of the cache (`fmoe.kernels.cache`) is a zip file with a cubin and the symbols of its kernels for each source
-file. It contains no code of torch, so an entry fits every version of torch.
+An entry of the cache (`fmoe.kernels.cache`) is a zip file with, for each source file, a cubin and the symbols of its
+kernels. It contains no code of torch, so an entry fits every version of torch.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class Sources:
     """Files to compile.
 
     Attributes:
-        folder: folder whose files, headers included, determine the key.
+        folder: folder whose files, headers included, determine the cache key.
         kernels: for each file to compile, NVRTC's name expressions of the kernels to keep.
     """
 
@@ -64,8 +64,8 @@ def library(
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: no cuda.core or NVRTC to compile a missing entry, a compile error, or no writable cache folder; the
-            message has one line.
+        BuildError: cuda.core or NVRTC is needed and missing, the sources do not compile, or no cache folder is
+            writable; the message has one line.
     """
     sources = sources or SHIPPED
     found = _find()
@@ -107,7 +107,7 @@ def last_failure(arch: str, sources: Sources | None = None) -> str | None:
 
 
 def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
-    """Return the machine code of each file, and the symbols of its kernels.
+    """Return the machine code of each source file in a cache entry, and the symbols of its kernels.
 
     Raises:
         BuildError: the entry is invalid.
@@ -130,7 +130,7 @@ def _find() -> Nvrtc | BuildError:
 def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
     """Return the cache key.
 
-    Without NVRTC, which containers may lack, it is a prefix that matches the result of any version.
+    Without NVRTC, which containers may lack, the key is a prefix that matches the entry of any NVRTC version.
     """
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):

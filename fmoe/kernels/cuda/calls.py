@@ -1,4 +1,4 @@
-"""The CUDA kernels (docs/kernels.md) as functions of tensors that allocate their outputs, without gradients.
+"""The CUDA kernels (docs/kernels.md) as functions that take tensors and allocate their outputs, without gradients.
 
 The kernels run asynchronously on torch's current stream; tests run them on the CPU.
 
@@ -79,7 +79,7 @@ class Counted:
     Attributes:
         count_BCE: assignments by tile and expert, int32; C is K if each choice is counted separately, else 1.
         sum_BE: sums of probabilities; None without a router.
-        sum_B3: sums of logsumexp^2, entropy (both 0 without a router) and 1 over the routed tokens.
+        sum_B3: sums of logsumexp^2 and entropy over routed tokens (0 without a router), and the number of such tokens.
         ticket: counter of the thread blocks of `queue` that have finished, int32 [1]; None without a router.
     """
 
@@ -212,17 +212,17 @@ def bias_gradients(
     bias_out_LD: Tensor | None = None,
     d_weight_TK: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of both biases, and complete those of tokens and combine weights.
+    """Compute the gradients of both biases, and complete the gradients of the tokens and of the combine weights.
 
     The tokens' gradient is the sum of ``d_rows`` over their assignments. The dot product of ``d_out`` and the expert's
-    second bias is added to the weight's gradient of each kept assignment.
+    second bias is added to the gradient of each kept assignment's weight.
 
     Args:
         d_out: gradient of the outputs, [T, D]; or [M, D] without ``perm_M``.
         d_hidden_MP: gradient of the pre-activations, for ``needs_in``.
         inverse_TK: needed with ``d_rows_MD`` or ``d_weight_TK``.
         d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
-        d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added; None for none.
+        d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added; or None.
 
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
@@ -284,7 +284,7 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the activation from ``d_active``, the outputs' gradient without the combine weights.
+    """Compute gradients of the activation from ``d_active``, the gradient of its result without the combine weights.
 
     Returns:
         ``weight * active``; the gradient of the pre-activations; and the dot product of active and d_active for each
@@ -311,7 +311,7 @@ def plan_tile(assignments: int, experts: int) -> int:
 
 
 def tile_count_shape(assignments: int, experts: int) -> tuple[int, int]:
-    """Return the shape of the counts by tile that `place` takes."""
+    """Return the shape of the argument ``tile_count`` of `place`."""
     return max(1, -(-assignments // plan_tile(assignments, experts))), experts + 1
 
 
@@ -379,7 +379,7 @@ class Queued:
     Attributes:
         limit_G: capacity of each group, int64; 2^31 - 1 without a capacity factor.
         tile_count: zeros for `drop_over_capacity` to count in; None without a capacity factor.
-        sums: None without a router.
+        sums: the router's losses and statistics; None without a router.
     """
 
     limit_G: Tensor
@@ -514,7 +514,7 @@ def _route(
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
-    """Return the template's experts per lane, and the shared memory of a block and of a warp in words of 4 bytes."""
+    """Return the number of experts per lane, and the 4-byte words of shared memory of a block and of a warp."""
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
     of_block = experts * (top_k if by_choice else 1) if counted else 0
     return width, of_block, top_k + groups + 3 + (experts if counted else 0) + (experts if width == 0 else 0)

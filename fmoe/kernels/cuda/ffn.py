@@ -43,7 +43,7 @@ def expert_ffn(
     """Compute `fmoe.kernels.expert_ffn` of rows. With ``perm_N``, gather tokens, compute and combine: [T, D] -> [T, D].
 
     Args:
-        counts: number of rows of each expert: on the host, or, with ``perm_N``, a tensor on the device.
+        counts: number of rows of each expert, on the host or (only with ``perm_N``) on the device.
         perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
         weight_TK: as in `fmoe.kernels.native.ops.expert_ffn`.
         offsets: ``end_E`` and ``num_kept`` of the plan; None to compute them from ``counts``.

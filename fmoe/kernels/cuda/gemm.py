@@ -1,8 +1,9 @@
 """Choice of GEMMs over rows grouped by expert: torch's grouped_mm, a loop of cuBLAS calls, or Triton's.
 
-grouped_mm does not synchronize in bfloat16 from sm_90 on; otherwise it is itself a loop. The loop reads the counts on
-the host, and may be faster if each expert has many rows. Triton's GEMMs (`fmoe.kernels.cuda.triton_gemm`) fuse gather
-and activation into some products. The fastest is measured once per size and pass, and stored in the cache folder.
+grouped_mm does not synchronize in bfloat16 from sm_90 on; otherwise it is itself a loop. The cuBLAS loop reads the
+counts on the host, and may be faster if each expert has many rows. Triton's GEMMs (`fmoe.kernels.cuda.triton_gemm`)
+fuse gather and activation into some products. The fastest is measured once per size and pass, and stored in the cache
+folder.
 
 Shape letters: M rows, L experts, I input width, O output width.
 """
@@ -29,7 +30,7 @@ class Gemms:
     """The three products of a linear map, for one batch of rows.
 
     Args:
-        end_L: int32, ends of each expert's rows.
+        end_L: int32, end of each expert's rows.
         variant: "grouped" or "loop".
         counts: number of rows of each expert, on the host; None makes the loop copy ``end_L``, which synchronizes.
     """
@@ -93,7 +94,7 @@ class Gemms:
 
 
 def requested(gemm: str) -> str:
-    """Return ``gemm``, or the value of FMOE_GEMM instead of "auto".
+    """Return ``gemm``, or the value of FMOE_GEMM if ``gemm`` is "auto".
 
     Raises:
         UserError: one of the two is not in `VARIANTS`, or "triton" is requested and unusable.
@@ -121,10 +122,10 @@ def choose(
     """Return "grouped", "loop" or "triton" for rows and weights of these sizes.
 
     Args:
-        requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. A CUDA
-            graph capture without a measurement uses "triton" if it has passed its self-check and grouped_mm would
-            wait for the host or does not accept the rows; else "grouped". Where grouped_mm does not accept the rows,
-            "loop" replaces "grouped".
+        requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
+            CUDA graph is captured, an unmeasured "auto" is "triton" if grouped_mm would wait for the host or does not
+            accept the rows, and Triton has passed its self-check; else "grouped". Where grouped_mm does not accept the
+            rows, "loop" replaces "grouped".
         step: "forward", "backward" or "backward to main_grad"; each is measured separately.
         run: runs the step by a variant, for the measurement.
 

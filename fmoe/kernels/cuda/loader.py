@@ -117,7 +117,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
 
 
 def _give_up(arch: str, reason: str) -> str:
-    """Log and return the reason: the first as a warning in one process per machine, others at level INFO."""
+    """Return the reason and log it: as a warning if it is the first on local rank 0, else at level INFO."""
     global _warned
     is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
     _warned = True

@@ -1,6 +1,6 @@
 """A softmax router from tokens to experts, weights, losses and statistics, as one operation forward and one backward.
 
-Forward: jitter (if any), logits, one kernel for scores, choices and weights, one for losses and statistics, and one for
+Forward: jitter (if any); logits; one kernel for scores, choices and weights; one for losses and statistics; one for
 capacity (if any). The backward pass also adds the experts' gradient of the tokens to the router's. `fmoe.gates.router`
 computes the same in plain torch.
 
@@ -110,8 +110,8 @@ def _router(
 ) -> List[Tensor]:  # noqa: UP006
     """Return the routing, and tensors for the backward pass; absent ones are empty.
 
-    The routing consists of experts before and after capacity, weights, balance, z, stats and counts by tile; the other
-    tensors are the logits, their logsumexp, fractions and the jittered input.
+    The routing consists of experts (before and after capacity), weights, balance, z, stats and counts by tile; the
+    other tensors are the logits, their logsumexp, fractions and the jittered input.
     """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     jittered, logits = x.new_empty(0), _product32(x, weight.t())

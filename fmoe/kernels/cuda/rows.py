@@ -1,4 +1,4 @@
-"""The operations of `fmoe.kernels.rows` by CUDA kernels (`calls`), differentiable, for eager mode and torch.compile.
+"""The operations of `fmoe.kernels.rows` as differentiable CUDA kernels (`calls`), for eager mode and torch.compile.
 
 Shape letters: T tokens, D width, K choices, N = T * K assignments, M rows, E experts.
 """
@@ -17,7 +17,7 @@ def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> 
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return ``sum_k weight_tk * row of (t, k)`` over assignments with a row below M, summed in float32: [T, D]."""
+    """Return ``sum_k weight_tk * row of (t, k)`` over assignments whose row is below M, summed in float32: [T, D]."""
     return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
 
 

@@ -1,4 +1,4 @@
-"""Self-check: compares a small layer on a device with the reference before other layers use the kernels.
+"""Self-check: compare a small layer on a device with the reference before other layers use the kernels.
 
 Tests by emulation and on other GPUs do not cover this GPU, its driver and its compiler. If the check fails, layers use
 the torch path.
@@ -21,7 +21,7 @@ _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to
 
 
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
-    """Return a description of the first wrong result on a device, or None. Synchronizes.
+    """Return a description of the first wrong result on a device, or None. Synchronizes the device.
 
     It does not use autograd on the device: during a backward pass, that would wait for the pass to end.
 

@@ -141,7 +141,7 @@ class TritonGemms:
     """The products of stacked feed-forward experts for one batch of rows, whose counts stay on the device.
 
     Args:
-        end_L: int32, ends of each expert's rows.
+        end_L: int32, end of each expert's rows.
         rows: M. Rows past the last end are neither read nor written.
         tuned: configurations by kind, instead of measured and default ones.
     """
@@ -160,7 +160,7 @@ class TritonGemms:
         activation: int,
         gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return (hidden [M, P], active [M, H]) of the rows ``x[index // per]``, or of ``x`` without an index."""
+        """Return (hidden [M, P], active [M, H]) of the rows ``x[index // per]``, or of ``x`` if the index is None."""
         _experts, height, width = w_in_LPD.shape
         hidden = height // 2 if gated else height
         out = x.new_empty(self._rows, height), x.new_empty(self._rows, hidden)
@@ -216,7 +216,7 @@ class TritonGemms:
         """Compute gradients from the outputs' gradient ``grad[index // per]``.
 
         Returns:
-            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); None if not needed.
+            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each None if unneeded.
         """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None
@@ -309,7 +309,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Return expert and first row of each tile, and an upper bound on tiles: one per expert may be partial."""
+        """Return each tile's expert and first row, and an upper bound on tile count: one partial tile per expert."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)
@@ -346,7 +346,7 @@ class TritonGemms:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or if it is None another one, whose pointer is not read."""
+    """Return the tensor or, if it is None, another one whose pointer the kernel does not use."""
     return other if tensor is None else tensor
 
 

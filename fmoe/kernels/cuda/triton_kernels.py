@@ -142,9 +142,10 @@ def up(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], active [M, H] = act(hidden) or act(first) * second.
+    """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], and active [M, H] from it.
 
-    w: [L, P, D]. The activation uses ``hidden`` as stored, as its derivative does.
+    ``active`` is act(hidden); if gated, act(first half) * second half. w: [L, P, D]. The activation uses ``hidden`` as
+    stored, as its derivative does.
     """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)

@@ -83,7 +83,7 @@ def milliseconds(step: Callable[[], object]) -> float:
 class TuningCache:
     """Results of measurements by key, in a JSON file that the processes of a machine share.
 
-    Without a writable cache folder, they last as long as the process.
+    Without a writable cache folder, the results last as long as the process.
 
     Args:
         name: name of the file.
@@ -99,7 +99,7 @@ class TuningCache:
         return self._values().get(key)
 
     def put(self, key: str, value: object, lasts: bool = True) -> None:
-        """Store a value, and keep the values that other processes have written since.
+        """Store a value, and keep the values that other processes have added to the file.
 
         Args:
             lasts: whether to store it in the file too, not only in this process.

@@ -22,8 +22,8 @@ class Batch:
     """Rows grouped by expert, and the parameters of the experts.
 
     Attributes:
-        x: rows [M, D], whose ``weight``, [M] or None, only the backward pass uses; or tokens [T, D], with ``perm``,
-            ``inverse``, ``limit`` and ``weight`` of a plan.
+        x: rows [M, D], with a ``weight`` ([M] or None) that only the backward pass uses; or tokens [T, D], with
+            ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -68,7 +68,7 @@ class Batch:
         """Combine rows [M, .] into a tensor like ``x``: with a plan their weighted sums, else the rows themselves.
 
         Args:
-            bias: bias of each expert, to be added to its rows; without a plan, in place.
+            bias: bias of each expert, added to its rows, in place if there is no plan.
         """
         if self.inverse is not None:
             return calls.combine(rows, self.inverse, weight, self.limit, bias, None if bias is None else self.end)
@@ -151,7 +151,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return gradients of the biases and of a plan's tokens, and complete the gradients of its weights in place."""
+        """Return gradients of the biases and of a plan's tokens, and complete those of the combine weights in place."""
         batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
         if inverse is None and d_weight is not None:
             inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)

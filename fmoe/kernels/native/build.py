@@ -84,7 +84,7 @@ def library(
 
     Args:
         sources: sources to compile; None for `SHIPPED`.
-        sanitize: sanitizers to compile in, such as ``("address", "undefined")``; each choice has its own entry.
+        sanitize: sanitizers to compile in, such as ``("address", "undefined")``; each choice has its own cache entry.
         force: compile even if the cache has an entry.
         instead_of: `cache.identity` of a library that did not load, which is not returned again.
         echo: called with each command before it runs.

@@ -1,5 +1,5 @@
-"""Tokenizers, trained here or elsewhere: sentencepiece models, and those of Hugging Face ``tokenizers``, whose file
-ends in ``.json``. Tokenizers trained here decode every text exactly.
+"""Tokenizers, trained here or elsewhere: sentencepiece models, and models of Hugging Face ``tokenizers``, whose file
+names end in ``.json``. Tokenizers trained here decode every text exactly.
 """
 
 import logging
@@ -71,8 +71,8 @@ def train_tokenizer(
 
     Text is kept exactly: it is not normalised, and no space is added or dropped. A character outside the vocabulary
     falls back to its UTF-8 bytes. Newlines are always separate tokens; in a sentencepiece model, tabs and carriage
-    returns are too. A special piece spelled in a text is encoded as text. The same inputs give the same file, byte for
-    byte.
+    returns are too. Text that looks like a special piece is encoded as text. The same inputs give the same file, byte
+    for byte.
 
     Args:
         inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets; all are read to the
@@ -81,15 +81,15 @@ def train_tokenizer(
             Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
             and ``character_coverage`` has no effect.
         vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and, with
-            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE`, or with "bytes" the exact number.
-        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs no
-            text and an ``output`` that ends in ``.json``; it has 7 special pieces, the sentinels (none by default) and
-            256 bytes.
+            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE` or, with "bytes", the exact number.
+        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs
+            an ``output`` that ends in ``.json``, but no text; it has 7 special pieces, the sentinels (none by default)
+            and 256 bytes.
         max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, every 2nd, 4th, 8th, ... line is
             taken, so that the sample is spread evenly over the corpus.
         text_key: key or column with the text in JSON files and tables.
         sentinels: number of pieces ``<extra_id_N>`` for T5; None for `default_sentinels`.
-        character_coverage: share of the text's characters with their own piece; the rarest are spelled in bytes.
+        character_coverage: share of the text's characters with their own piece; the rarest are encoded in bytes.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip unreadable documents, with a warning.
 

@@ -27,7 +27,7 @@ def sentinel(number: int) -> str:
 
 
 class Tokenizer(ABC):
-    """A loaded tokenizer. ``decode(encode(text)) == text`` holds for those that `train_tokenizer` trains.
+    """A loaded tokenizer. ``decode(encode(text)) == text`` holds for tokenizers that `train_tokenizer` trains.
 
     Attributes:
         path: the file that the tokenizer was read from.
@@ -71,7 +71,7 @@ class Tokenizer(ABC):
         """Return the text of ids; ids of control pieces are dropped, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            UserError: an id outside the vocabulary.
+            UserError: an id is outside the vocabulary.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Tokenizer(ABC):
 
     @property
     def ids(self) -> Mapping[str, int]:
-        """Ids by spelling of the piece, special ones included."""
+        """Ids by piece, special pieces included."""
         return self._id_of
 
     @cached_property
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
         return self._special[piece]
 
     def role(self, name: str) -> int:
-        """Return the id of the special piece with the role ``name``, one of `ROLES`, under any of its spellings.
+        """Return the id of the special piece with the role ``name``; `ROLES` lists the piece's possible names.
 
         Raises:
             UserError: the model has no such piece.

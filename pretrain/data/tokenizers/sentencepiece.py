@@ -15,7 +15,7 @@ from pretrain.data.tokenizers.base import BEGIN, END_OF_DOCUMENT, PAD, SPECIAL_N
 
 ALWAYS_ALONE = ("\n", "\t", "\r")  # separate tokens
 LONGEST_LINE = 4096
-"""Limit in characters; a longer line enters training in parts."""
+"""Limit in characters; longer lines are split for training."""
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
 
 
@@ -79,7 +79,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_model(data: bytes, path: Path) -> SentencePieceTokenizer:
-    """Parse a tokenizer from the file's content; ``path`` names it in errors.
+    """Parse a tokenizer from the content of its file; ``path`` names the file in errors.
 
     Raises:
         UserError: see `pretrain.data.tokenizers.load_tokenizer`.
