@@ -72,7 +72,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def _sum_partial_gradients(reduce: Callable) -> Callable:
-    """Make ``reduce`` also sum the gradients marked `PARTIAL` over tensor parallel ranks."""
+    """Make ``reduce`` also sum, over tensor parallel ranks, the gradients of parameters marked `PARTIAL`."""
 
     @functools.wraps(reduce)
     def reduced(model, config, tp_group=None, *args, **kwargs):

@@ -81,7 +81,7 @@ class HierarchicalExchange(AllToAllExchange):
         ranks, first = dist.get_process_group_ranks(group), self.ep_rank // node_size * node_size
         for key, part, expected in (
             ("this node", self.node, ranks[first : first + node_size]),
-            ("this rank's index", self.peers, ranks[self.ep_rank % node_size :: node_size]),
+            ("this rank's index in each node", self.peers, ranks[self.ep_rank % node_size :: node_size]),
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
                 raise UserError(f"exchange_options: groups must have the ranks {expected} for {key}, not {found}")

@@ -193,7 +193,7 @@ class ParallelConfig:
         if self.recompute == "full" and self.pipeline > 1:
             raise UserError(
                 f"parallel.recompute=full is not supported with parallel.pipeline={self.pipeline} and "
-                f"model.memory_length={model.memory_length}, whose layers hold one memory at a time: use selective"
+                f"model.memory_length={model.memory_length}: a layer holds one micro batch's memory; use selective"
             )
 
     def _check_mtp(self, model: ModelConfig) -> None:

@@ -78,6 +78,8 @@ def _options() -> Iterator[str]:
         shipped = {name: factory for name, factory in registry.items() if is_shipped(factory) and name != "hash"}
         for name, factory in shipped.items():
             for option in option_names(factory) or []:
+                if option == "balance_group" and "balance" not in factory.common_losses:
+                    continue  # it would be refused
                 if option not in OF_LAYER or (option, part) == ("seed", "gate"):
                     owners.setdefault(option, []).append(name)
         for option, names in sorted(owners.items()):

@@ -86,7 +86,7 @@ def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.devi
 
 def context_slice(batch: Batch, group: dist.ProcessGroup) -> Batch:
     """Return this context parallel rank's contiguous slice of each sequence, with its ``positions``; ``documents``,
-    from which attention makes its mask, remain whole."""
+    from which attention makes its mask, remain whole. A group of one rank gets the batch unchanged."""
     if group.size() == 1:
         return batch
     tokens = batch["tokens"]
