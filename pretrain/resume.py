@@ -32,7 +32,9 @@ MAY_CHANGE = {
     "model.mtp_loss": "from here on",
     "data.validation": "validation only",
     "data.prefetch": "the time at which batches are built, not their content",
-    "train.steps": "the run ends later or earlier; without `optimizer.decay_steps`, the decay also ends at the new last step",
+    "train.steps": (
+        "the run ends later or earlier; without `optimizer.decay_steps`, the decay also ends at the new last step"
+    ),
     "train.micro_batch": "losses agree within rounding",
     "train.validation_every": "validation only",
     "train.validation_sequences": "validation only",
