@@ -66,8 +66,8 @@ unexport PYTHONDONTWRITEBYTECODE
 mutants: export PYTHONDONTWRITEBYTECODE := 1
 
 # JOBS processes run test files in parallel; some start ten more, with torch in memory (2.5 GB). `make JOBS=1 test` runs
-# one file after the other. In the order of folders, files that wait for processes run beside files that compute.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
+# one file after the other. Files that wait for processes run beside files that compute: by default, one more than cores.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n + 1 : 4)))
 SIDE_BY_SIDE = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 test: $(VENV)/.test
