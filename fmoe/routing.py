@@ -82,7 +82,7 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
             T * K.
-        counted: ``expert_TK``, and its number of assignments to each expert, from the gate's kernel; None if
+        counted: ``expert_TK``, and its numbers of assignments by tile and expert, from the gate's kernel; None if
             `fmoe.kernels.cuda.rows.place` has to count them.
         is_fused: whether one operation computed weights and losses, whose names are then in ``DEFAULT_LOSS_WEIGHTS``.
         passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the

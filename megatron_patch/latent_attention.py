@@ -35,7 +35,7 @@ class LatentAttention(MLASelfAttention):
         """Return the modules that the spec names.
 
         megatron-core 0.19 calls this. The base class's own method refuses norms of compressed keys and values unless
-        ``config.qk_layernorm`` is set, and then asks for Transformer Engine if queries are not compressed.
+        ``config.qk_layernorm`` is set. If it is set and queries are not compressed, it needs Transformer Engine.
         """
         return {name: getattr(submodules, name) for name in _FROM_SPEC}
 
@@ -45,7 +45,7 @@ def _gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the columns of the compressed keys and values and of the rotary key.
 
-    Megatron-core gathers only an output that is still split. It takes a whole output for that of a replicated layer.
+    Megatron-core gathers only a split output. It assumes that a replicated layer computed a whole output.
     Under sequence parallelism, such an output is a slice of the tokens; Megatron-core then gathers the rotary keys and
     sums their gradients.
     """

@@ -209,7 +209,7 @@ class MegatronMoE(MoE):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the state with experts sharded by global id, and hidden units over expert tensor parallel ranks.
+        """Return the state. Experts are sharded by global id, their hidden units over expert tensor parallel ranks.
 
         The gate and the shared expert are replicated.
         """

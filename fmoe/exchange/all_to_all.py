@@ -179,8 +179,9 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tensors [P, X + 1] to copy to the host, and the counts of rows received in each hop. The last column
-        of the last tensor holds flags; their maximum is the largest flag of all ranks."""
+        """Return tensors [P, X + 1] to copy to the host, with the counts of rows sent and received in each hop; and the
+        received counts without flags. The last column of the last tensor holds flags; their maximum is the largest flag
+        of all ranks."""
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)

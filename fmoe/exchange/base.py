@@ -30,7 +30,7 @@ TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # backward depths of a rank (`GroupExchange.
 
 
 class Dispatch(Protocol):
-    """One forward pass after the ranks have agreed on the counts of rows; differentiable."""
+    """The part of a forward pass after `GroupExchange.open`; differentiable."""
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Return ``sum_k weight_tk * output of expert (t, k)``, [T, ...] for each tensor that the experts return.

@@ -198,7 +198,7 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_path(key: str, text: str) -> None:
-    """Raise UserError for a path that is too long, or that names no file although the key is a prefix of files."""
+    """Raise UserError for a path that is too long, or without a file name where the key takes a prefix of files."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise UserError(f"{key}={text[:40]}... is too long: a path has at most 4095 bytes, each name in it 255")

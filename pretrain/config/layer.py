@@ -37,7 +37,7 @@ HOMES: dict[str, dict[str, str]] = {
     "exchange": {
         **{name: f"`parallel.{name}`" for name in _OF_EXCHANGE},
         "wire_dtype": "`parallel.wire`",
-        "cost": "none: a measurement, which does not change results",
+        "cost": "none: a measurement, which changes results only by rounding",
         "groups": "none: a pair of process groups, made from `parallel.node_size`",
     },
     "loss": {"balance": "`model.balance_loss`", "z": "`model.z_loss`"},

@@ -103,7 +103,7 @@ class ModelConfig:
     """For a pair of elements that makes at most this many turns in rope_original_length tokens, YaRN multiplies the
     wavelength by rope_factor; between rope_beta_slow and rope_beta_fast turns, by less."""
     rope_truncate: bool = True
-    """Round to integers the indices of the pairs with rope_beta_fast and rope_beta_slow turns; false in GPT-OSS."""
+    """Round two pair indices to integers: at rope_beta_fast and at rope_beta_slow turns; false in GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""

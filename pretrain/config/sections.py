@@ -106,8 +106,9 @@ class GuardConfig:
     max_skips: int = 10
     """Maximum number of steps that the guard skips in a row, not counting fp16 overflows; one more ends the run."""
     spike_sigma: float = 10.0
-    """Skip a step whose loss or log gradient norm exceeds the median by more than this number of standard deviations,
-    estimated from the median absolute deviation, with a lower bound (docs/operations.md); 0 disables."""
+    """Skip a step whose loss or log gradient norm exceeds the median by more than this number of standard deviations.
+    The deviation is estimated from the median absolute deviation and has a lower bound (docs/operations.md). 0
+    disables."""
     spike_window: int = 128
     """Number of latest applied (not skipped) steps over which the median is taken; 0 disables spike skips."""
     spike_history: int = 64

@@ -192,7 +192,7 @@ def _arguments_in(path: Path) -> Mapping[str, Any]:
 
 
 def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield each argument of Megatron-LM, the value that the recipe implies for it, and the recipe's key and value."""
+    """Yield each argument of Megatron-LM, the value that the recipe implies, and a description of the recipe's value."""
 
     def key(name: str) -> str:
         return f"model.{name}={toml(getattr(model, name))}"
