@@ -48,9 +48,9 @@ class Spec:
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
         sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
-            dimension of the input. With either group, the gate decides about the tokens of the whole group, so that
-            routing groups are not cut. The gradients of the gate, the shared expert, and experts that several ranks of
-            the group hold are then partial sums: sum them over the group.
+            dimension of the input. With ``slice_group`` or this group, the gate decides about the tokens of the whole
+            group, so that routing groups are not cut. The gradients of the gate, the shared expert, and experts that
+            several ranks of the group hold are then partial sums: sum them over the group.
         expert_tensor_group: ranks over which the hidden units of every expert are spread (only ffn, swiglu and geglu).
         aux_loss: "auto" adds the losses to the backward pass; for "manual", add `fmoe.collect_losses` to your loss.
         loss_weights: factor of each auxiliary loss by name; missing names keep their defaults
@@ -63,8 +63,8 @@ class Spec:
             "auto"), "torch", or "auto" for the fastest available.
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
-        seed: seed of the layer's weights and noise; it must be equal on all ranks. None draws one from torch's
-            default generator, on the first rank of ``moe_group`` for the ranks of that group.
+        seed: seed of the layer's weights and noise; it must be equal on all ranks. If it is None, the first rank of
+            ``moe_group`` draws a seed from torch's default generator and sends it to the other ranks of that group.
 
     Raises:
         UserError: an option is invalid; the message has its name, value and limit. Options of a part (gate, experts,

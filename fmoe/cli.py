@@ -47,7 +47,7 @@ def commands() -> dict[str, EntryPoint]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Return the distributions that each extra of the installed fmoe requires itself, not through other extras."""
+    """Map each extra of the installed fmoe to the distributions that it requires directly, not through other extras."""
     found: dict[str, list[str]] = {}
     try:
         requirements = requires("fmoe") or []
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports invalid arguments in one line with exit code 2, with suggestions for an unknown option."""
+    """Parser that exits with 2 and one line for invalid arguments; the line suggests names for an unknown option."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")

@@ -57,7 +57,7 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
 
 
 def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return `load_balancing_loss` of the scores, normalized to sum to one per token (DeepSeek-V3, arXiv 2412.19437
+    """Return `load_balancing_loss` after scaling each token's scores to sum to one (DeepSeek-V3, arXiv 2412.19437
     equations 17-20, with a routing group in place of the sequence).
 
     Args:
@@ -236,8 +236,8 @@ class AuxLosses:
         return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
-        """Return ``scale() * more * factors``, float32 on ``device``; ``more`` may be None. Products of numbers are
-        cached between steps."""
+        """Return the gradients of the losses, ``scale() * more * factors``, in float32 on ``device``; without ``more``
+        if it is None. Products of numbers are cached between steps."""
         scale = self.scale()
         if not isinstance(scale, Tensor):
             factors = tuple(factor * scale for factor in factors)
@@ -385,7 +385,7 @@ def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> No
 
 
 def _is_recomputation() -> bool:
-    """Return whether a checkpoint repeats a forward pass that ran with gradients enabled before.
+    """Return whether an activation checkpoint is repeating a forward pass that ran with gradients enabled before.
 
     Reentrant checkpoints run the first pass without gradients, so their second pass must count. Torch has no API for
     the kind of checkpoint, so the stack is searched.

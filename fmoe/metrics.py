@@ -44,7 +44,8 @@ class LayerReport:
         load: each expert's share of the kept assignments; sums to 1, or to 0 without assignments.
         drop_rate: dropped assignments / all assignments.
         entropy: mean entropy of the router's probabilities, nats per token.
-        losses: each auxiliary loss of the gate, before its weight: mean over micro batches, weighted by their tokens.
+        losses: each auxiliary loss of the gate, not scaled by its loss weight: the mean over micro batches, weighted by
+            their tokens.
         tokens: number of routed tokens.
     """
 

@@ -131,7 +131,7 @@ class MoE(nn.Module):
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
 
     def result(self, outputs: list[Tensor], expert_call: ExpertCall) -> Any:
-        """Return the layer's output: ``outputs`` are the tensors of `finish`, in the shape of the layer's input."""
+        """Return the layer's output from ``outputs``, the tensors of `finish` in the shape of the layer's input."""
         return outputs[0]
 
     def facts(self, x: Any) -> dict[str, object]:

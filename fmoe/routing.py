@@ -42,8 +42,8 @@ class RoutingStats:
         dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
-        sums: one vector that holds the four fields above, which are views of it, in this order, and then each loss of
-            ``loss_names`` times ``tokens``; None if the fields are separate tensors.
+        sums: one vector: the four fields above in this order, then each loss of ``loss_names`` times ``tokens``. The
+            fields are views of it; None if they are separate tensors.
         loss_names: names of the losses in ``sums``.
     """
 
@@ -244,7 +244,8 @@ class RoutingGroups:
         """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.
 
         The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result.
-        Combine weights are an exception: a token's weights may depend only on the token's own values.
+        Combine weights are an exception, because each rank uses only those of its own tokens: a token's weights may
+        depend only on the token's own values.
         """
         if self.shards is None:
             return x_TX

@@ -36,10 +36,10 @@ class SDPAttention(DotProductAttention):
     has a bias. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An
     attention bias, which megatron-core's code refuses, is added to the scaled scores.
 
-    A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks (with `HeadDropout`, as a mask),
-    and a learned offset of the softmax (``config.softmax_type="learnable"``) as a further key
-    (`fmoe.kernels.attention`). Offsets start at zero; each tensor parallel rank holds those of its heads. Masks and
-    windows both apply; megatron-core's code ignores a mask in layers with a window.
+    A causal window of n + 1 tokens (``config.window_size=(n, 0)``) is computed in blocks, or as a mask with
+    `HeadDropout`. A learned offset of the softmax (``config.softmax_type="learnable"``) is computed as an additional
+    key (`fmoe.kernels.attention`). Offsets start at zero; each tensor parallel rank holds those of its heads. A mask
+    also applies in layers with a window, where megatron-core's code ignores it.
 
     Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
 
@@ -209,7 +209,8 @@ class SDPAttention(DotProductAttention):
     ) -> Tensor:
         """Attend with keyed dropout of the probabilities, which torch's kernels do not support.
 
-        All shapes are [b, heads, s, head width]. ``mask`` is a bias, or True where a query must not see a key.
+        Queries, keys, values and the result are [b, heads, s, head width]. ``mask`` is a bias, or True where a query
+        must not see a key.
         """
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))

@@ -1,6 +1,6 @@
 """bf16 matrix products of dense layers in float32, for processors without bf16 instructions.
 
-On these processors, torch's bf16 products take three to six times as long as products in float32, conversions included.
+On these processors, torch's bf16 products take three to six times as long as conversions plus products in float32.
 Weights, activations and gradients stay bf16; a product is rounded once, at the end.
 
 Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that

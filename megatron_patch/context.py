@@ -22,7 +22,7 @@ from fmoe.runtime import collectives
 
 
 def context_group(config: TransformerConfig, collection: Any = None) -> dist.ProcessGroup | None:
-    """Return the context parallel group of ``collection``, or else of parallel_state; None if it has one rank.
+    """Return the context parallel group: ``collection.cp`` or, without it, parallel_state's. None if it has one rank.
 
     Raises:
         UserError: ``config.context_parallel_size`` differs from the size of the group.

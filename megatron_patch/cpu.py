@@ -121,8 +121,8 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
     The generator's seed also identifies the position in training (`fmoe.random`). Layers need the position inside
     `fork` too, because a sequence parallel model forks around all of its layers. If a position is set, a fork therefore
     gets a seed derived from the seeds of the outer generator and of the tracker's state. If the previous fork of that
-    state had the same derived seed, this one continues its draws. Draws then depend on the position and the
-    tracker's seed.
+    state had the same derived seed, the new fork continues the draws of the previous one. Draws then depend on the
+    position and the tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):

@@ -35,7 +35,8 @@ class LatentAttention(MLASelfAttention):
         """Return the modules that the spec names.
 
         megatron-core 0.19 calls this. The base class's own method refuses norms of compressed keys and values unless
-        ``config.qk_layernorm`` is set. If it is set and queries are not compressed, it needs Transformer Engine.
+        ``config.qk_layernorm`` is set. If that is set and queries are not compressed, the method needs Transformer
+        Engine.
         """
         return {name: getattr(submodules, name) for name in _FROM_SPEC}
 
@@ -43,11 +44,10 @@ class LatentAttention(MLASelfAttention):
 def _gather(
     config: MLATransformerConfig, module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the columns of the compressed keys and values and of the rotary key.
+    """Gather the columns of the compressed keys and values, and those of the rotary key, from all ranks.
 
-    Megatron-core gathers only a split output. It assumes that a replicated layer computed a whole output.
-    Under sequence parallelism, such an output is a slice of the tokens; Megatron-core then gathers the rotary keys and
-    sums their gradients.
+    Megatron-core takes the gathered output for that of a replicated layer, and does not gather it again. Under sequence
+    parallelism, it expects a slice of the tokens from such a layer, gathers the rotary keys and sums their gradients.
     """
     columns, bias = output
     whole = gather_from_tensor_model_parallel_region(columns)

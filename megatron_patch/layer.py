@@ -40,10 +40,10 @@ class MegatronMoE(MoE):
     schedule passes the scale of auxiliary losses only to models whose config sets it.
 
     Each tensor parallel rank routes a slice of the sequences: under sequence parallelism the slice that it holds, else
-    one that it takes from the whole. Under context parallelism each rank routes the slice that it holds, which must be
-    contiguous (`megatron_patch.context`). The gate decides over all slices.
+    one that it takes from the whole sequences. Under context parallelism each rank routes the slice that it holds,
+    which must be contiguous (`megatron_patch.context`). The gate decides over all slices.
 
-    With an expert tensor parallel size above 1, the experts' hidden units are split over its group. With
+    With an expert tensor parallel size above 1, the experts' hidden units are split over that group. With
     ``config.recompute_granularity="selective"``, the layer is recomputed if ``config.recompute_modules`` lists "mlp"
     or "moe".
 
@@ -209,9 +209,9 @@ class MegatronMoE(MoE):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the state. Experts are sharded by global id, their hidden units over expert tensor parallel ranks.
+        """Return the state as Megatron's sharded tensors, in which each expert has its global id.
 
-        The gate and the shared expert are replicated.
+        The experts' hidden units are split over expert tensor parallel ranks. Gate and shared expert are replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         rest = {

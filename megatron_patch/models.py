@@ -198,7 +198,7 @@ def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
 def _convert(
     model: nn.Module, *, layers: str | int | Collection[int] = "all", upcycle: bool = True, **options
 ) -> nn.Module:
-    """Call `fmoefy` with the defaults and the forms of ``layers`` of `fmoe.fmoefy`; layers are numbered from 1."""
+    """Call `fmoefy` with the defaults of `fmoe.fmoefy`. ``layers`` has the same forms as there, but counts from 1."""
     if isinstance(layers, str) and layers != "all":
         raise UserError(f"layers={layers!r} is neither 'all', nor layer numbers, nor n for every n-th layer")
     if isinstance(layers, int):

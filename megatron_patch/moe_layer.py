@@ -104,7 +104,7 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def sharded_names() -> dict[str, str]:
-    """Return a dict from Megatron-core's tensor names of an MoE layer, as in a distributed checkpoint, to FMoE's.
+    """Map Megatron-core's names of an MoE layer's tensors in a distributed checkpoint to FMoE's names.
 
     In such a checkpoint, the experts of all ranks are one tensor. FMoE's shared experts have an additional leading axis
     of size 1.

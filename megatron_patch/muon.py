@@ -18,7 +18,7 @@ _GROUPED: Any = getattr(experts, "GroupedMLP", ())  # megatron-core 0.17 removed
 
 
 def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
-    """Return the hidden matrices in each weight of a model's transformer layers, as defined by the weight's module.
+    """Return the hidden matrices in each weight of a model's transformer layers, as the weight's module defines them.
 
     Embeddings, position embeddings, output layers and the heads of a BERT are outside these layers, and
     `fmoe.optim.hidden_matrices` leaves out gates. Fused matrices count separately: query, key and value of
@@ -59,7 +59,8 @@ def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
 
 
 def _fused(module: nn.Module) -> Iterable[tuple[nn.Module, tuple[int, ...]]]:
-    """Yield the fused linear layers of a module, and the rows of each matrix (in an attention, per group of heads)."""
+    """Yield each fused linear layer of a module, and the number of rows of each of its matrices (in an attention, per
+    group of heads)."""
     if isinstance(module, SelfAttention):
         head = module.hidden_size_per_attention_head
         queries = module.num_attention_heads_per_partition // module.num_query_groups_per_partition

@@ -81,7 +81,7 @@ class PositionBiases(nn.Module):
                 value.data.copy_(whole.chunk(size)[rank])
 
     def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries [S, B, A, W] for contents and for distances."""
+        """Return the queries [S, B, A, W] for products with keys, and those for products with distances."""
         # In a module's forward, because Megatron-core waits there for parameters whose gathering it overlaps.
         content, position = (bias.view(query.shape[-2:]) for bias in (self.content, self.position))
         return query + content, query + position
@@ -242,7 +242,7 @@ class StreamMemory:
         Args:
             first: number of the first sequence of the micro batch.
             is_start: restart the streams without memory.
-            size: number of sequences of the micro batch; None if no micro batch is shorter than those before.
+            size: number of sequences of the micro batch; None if all micro batches have the same number.
         """
         self.leave()
         self._stream = first % self.streams

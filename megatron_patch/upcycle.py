@@ -26,7 +26,7 @@ def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
         offset: number of layers in earlier stacks, added to the layer's number.
 
     Raises:
-        UserError: the layer's MLP is not Megatron-core's `MLP` or computes more than a feed-forward block; or the
+        UserError: the layer's MLP is not Megatron-core's `MLP`, or it computes more than a feed-forward block; or the
             config sets another width for the experts.
     """
     mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number + offset}"

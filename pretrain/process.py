@@ -25,9 +25,8 @@ EXIT_HANG = 70
 """No progress for ``guard.hang_minutes``; the stacks are in the run's folder. EX_SOFTWARE of sysexits.h."""
 
 EXIT_REQUEUE = 75
-"""A signal stopped the run after a checkpoint; without one if no rank handled signals yet, or with
-``checkpoint.every = 0``. Restart it with ``--resume auto``. EX_TEMPFAIL of sysexits.h, on which schedulers can be
-configured to requeue."""
+"""A signal stopped the run. The run saved a checkpoint, unless no rank handled signals yet or ``checkpoint.every``
+is 0. Restart it with ``--resume auto``. EX_TEMPFAIL of sysexits.h, on which schedulers can be configured to requeue."""
 
 _DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
 _TIMEOUT = timedelta(minutes=10)

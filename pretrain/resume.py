@@ -152,7 +152,7 @@ def _check_same(
 
 
 def check_exists(folder: Path, resume: str | None) -> None:
-    """Raise UserError if ``--resume`` has no value and the run's folder does not exist."""
+    """Raise UserError if ``--resume`` is given without a value ("run") and the run's folder does not exist."""
     if resume == "run" and not folder.exists():
         raise UserError(f"run.folder={folder} does not exist: omit --resume to start a new run there")
 
@@ -168,7 +168,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
     Raises:
         UserError: the folder of a new run holds a run already; there is no checkpoint, or it is damaged; or the folder
-            has checkpoints, and ``resume`` does not name the newest of them.
+            has checkpoints, and ``resume`` names a checkpoint other than the newest of them.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:

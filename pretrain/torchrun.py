@@ -69,7 +69,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
 
     Args:
         command: from `command`, or a substitute for it.
-        log: receives torchrun's own messages, and the tracebacks of ranks after the first, if torchrun fails.
+        log: receives, if torchrun fails, its own messages and the tracebacks of all failed ranks but the first.
 
     Raises:
         UserError: the command succeeded, but its processes did not run this package.
@@ -141,7 +141,7 @@ def _error_name(rank: int | str) -> str:
 
 
 def _explain(folder: Path, code: int, log: Path | None) -> None:
-    """Print the rank that failed first, and the cause; add the tracebacks of the others to the log."""
+    """Print the rank that failed first, and the cause; add the tracebacks of other ranks to the log."""
     failed: list[dict] = []
     with contextlib.suppress(OSError, ValueError):
         failed = json.loads((folder / FAILED).read_text())

@@ -1,8 +1,8 @@
 """``fmoe selftest``: check that a layer split over the ranks agrees with an unsplit one, and time the exchanges.
 
 Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``; without torchrun it is a job of one
-process. Every rank builds the unsplit layer and its part of the split one from the same seed, and compares its own
-tokens and experts. Ranks report through the store of torch.distributed, which works even if a collective hangs.
+process. Every rank builds the unsplit layer and its part of the split one from the same seed, and compares the two for
+its own tokens and experts. Ranks report through the store of torch.distributed, which works even if a collective hangs.
 """
 
 import argparse

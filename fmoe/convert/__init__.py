@@ -64,8 +64,9 @@ def fmoefy(
             output. False accepts a changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
-        granularity: m makes experts of 1 / m of the block's hidden units; ``num_experts`` and ``top_k`` count these.
-            With ``upcycle``, m of them form the block (`fmoe.convert.upcycle`), so m must divide both numbers.
+        granularity: m makes small experts, each with 1 / m of the block's hidden units; ``num_experts`` and ``top_k``
+            count these. With ``upcycle``, m small experts form the block (`fmoe.convert.upcycle`), so m must divide
+            both numbers.
         seed: key of new weights and noise; None draws one from torch's default generator. All ranks of ``moe_group``
             must use the same.
         options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,

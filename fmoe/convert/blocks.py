@@ -77,7 +77,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def _computes_linear_map(module: Any) -> bool:
-    """Return whether the forward of a subclass is the linear map in both modes, tested on a small float64 copy."""
+    """Return whether a small float64 copy of the module computes x W^T + b, in training and in evaluation mode."""
     generator = torch.Generator().manual_seed(0)
     height, width = min(module.out_features, 24), min(module.in_features, 16)
     tensors = {}
@@ -238,10 +238,10 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
 
 
 def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
-    """Return the name of an activation in `fmoe.experts`, recognized by its values and derivatives.
+    """Recognize an activation by its values and derivatives, and return its name in `fmoe.experts`.
 
-    Hugging Face has a class for each form of GELU. If the name is known, the experts can use a fused kernel. If not,
-    return the activation itself, or a copy that does not change its input in place.
+    With a name, the experts can use a fused kernel. If no name fits, return the activation itself, or a copy that does
+    not change its input in place.
     """
     for name, function in ACTIVATIONS.items():
         try:

@@ -37,7 +37,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
-    """Return the block that ``module`` computes with ``num_linear`` linear maps, in a list; an empty list if none.
+    """Return a list with the block that ``module`` computes by ``num_linear`` linear maps, or an empty list.
 
     All other modules inside ``module`` must have neither parameters nor buffers.
     """

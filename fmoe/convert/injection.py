@@ -53,8 +53,8 @@ class Trial(NamedTuple):
     ) -> tuple[list["Call"], Any]:
         """Run the function; return the calls of inner modules, in order, and the output.
 
-        `nn.Dropout` modules are off. Other randomness is on, and shows as a mismatch in training mode. The module and
-        its buffers are restored afterwards.
+        `nn.Dropout` modules are off. Other randomness stays on: in training mode, it changes the output, which callers
+        detect. The module and its buffers are restored afterwards.
 
         Args:
             stand_ins: functions that replace the forward of modules.
@@ -224,7 +224,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether ``hidden`` has the derivatives of the formula in `follows`, and depends on no parameter."""
+        """Return whether the last map's input has the derivatives of `follows`' formula and depends on no parameter."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -258,7 +258,7 @@ class Injection:
         return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
 
     def is_whole(self) -> bool:
-        """Return whether the maps receive the module's input unchanged, and the module's output is the last map's."""
+        """Return whether the first maps get the module's input unchanged, and the last map's output is the module's."""
         rows = self.trial.args[0]
         for training in (False, True):
             for x in (rows, wide_rows(rows, is_multiplied=False)):

@@ -1,11 +1,11 @@
 """Recognition of a feed-forward block by running it.
 
 The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
-module runs on random rows, the calls of its linear maps are recorded, and their outputs are replaced by known values:
-in float64, from 1e-6 to 1e12 (at most the largest number of the model's dtype), in training and in evaluation mode. The
-input of the output map must then be the activation of these values, and its gradient must be the activation's
-derivative. So neither the weights nor a normalization before the block can hide a clamp or another activation. The
-formula is never inferred from names.
+module runs on random rows, and the calls of its linear maps are recorded. Then, in training and in evaluation mode, the
+outputs of these maps are replaced by known values in float64, from 1e-6 to 1e12 (at most the largest number of the
+model's dtype). The input of the output map must then be the activation of these values, and its gradient must be the
+activation's derivative. So neither the weights nor a normalization before the block can hide a clamp or another
+activation. The formula is never inferred from names.
 """
 
 import math
@@ -103,9 +103,9 @@ def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Return the pairs (name of a map D -> H or 2 H, name of a map H -> D) whose maps are not inside one child.
+    """Return the pairs (name of a map D -> H or 2 H, name of a map H -> D) whose maps are not both inside one child.
 
-    The value of a pair is True if it is likely a block: few other maps have the same parent, unlike in an attention.
+    The value is True if the pair is likely a block: few other maps have the same parent, unlike in an attention.
     """
     linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)
@@ -272,7 +272,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
 
 
 def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
-    """Return the attribute that holds the rate of the only dropout between the maps, and of no other dropout."""
+    """Return the module and attribute that hold the rate of the only dropout between the maps, and of no other."""
     for holder in holders if len(rates.inside) == 1 else ():
         for name, value in list(vars(holder).items()):
             if not isinstance(value, float) or value != rates.inside[0]:
@@ -289,7 +289,7 @@ def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> 
 
 
 class _Dense(nn.Module):
-    """A block's formula as a module, which is installed as the MoE layer would be."""
+    """A block's formula as a module, installed for a test in the place of the MoE layer."""
 
     def __init__(self, block: Block):
         super().__init__()

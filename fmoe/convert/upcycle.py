@@ -3,8 +3,8 @@
 Every expert starts as the dense block f, so that a token whose experts have weights w_k gets ``(sum_k w_k) f(x)``. The
 sum depends on the gate: 1 for softmax over the chosen experts, a probability for Switch, less where assignments are
 dropped. `plan_upcycling` works for any gate: it runs the layer on a small block and measures the sum. A sum that is the
-same for all tokens is divided out of the experts' output maps. If the sum differs between tokens, and still differs
-with router logits near zero, the caller gets an error, or with ``exact=False`` the median is divided out.
+same for all tokens is divided out of the experts' output maps. If the sum differs between tokens, ``exact=False``
+divides its median out. Otherwise the router starts with logits near zero; if the sum still differs, an error is raised.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
 ``e mod m`` of the hidden units. The m experts of a group have the same router weights, so a token's K choices are K / m
@@ -94,7 +94,7 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """Return the plan that leaves the model's output unchanged but for ``noise``, found by trials on small layers.
+    """Find, by trials on small layers, the plan that leaves the model's output unchanged but for ``noise``.
 
     Args:
         build: returns an MoE for a block, with all options of the final layers.
@@ -236,7 +236,7 @@ def _spread(share_T: Tensor) -> str:
 
 
 def _what_drops(gate: nn.Module) -> list[tuple[str, dict]]:
-    """Return the reasons why a gate drops tokens, as far as its attributes show them, with options that remove them."""
+    """Return the reasons why a gate drops tokens, as far as its attributes show them, each with options to avoid it."""
     reasons = []
     never = getattr(gate, "num_experts", 0) / max(getattr(gate, "top_k", 1) or 1, 1)  # no expert can be full then
     factors = {n: getattr(gate, n, None) for n in ("capacity_factor", "eval_capacity_factor")}

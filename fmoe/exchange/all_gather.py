@@ -96,14 +96,14 @@ def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype
 
 
 def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-    """Send part w of [W * T', ...] to rank w; return the sum of the received parts [length, ...], without padding."""
+    """Send the w-th part of ``x`` [W * T', ...] to rank w; return the received parts' sum, unpadded: [length, ...]."""
     received = all_to_all(group, x if wire is None else x.to(wire), what="scattering of sums").wait()
     parts = received.view(group.size(), -1, *x.shape[1:])[:, :length]
     return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """Gather [T, ...] of every rank to [W * T', ...] on all ranks, padded with zeros."""
+    """Pad each rank's tensor [T, ...] to [T', ...] with zeros, and gather all of them on every rank: [W * T', ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:

@@ -179,9 +179,9 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tensors [P, X + 1] to copy to the host, with the counts of rows sent and received in each hop; and the
-        received counts without flags. The last column of the last tensor holds flags; their maximum is the largest flag
-        of all ranks."""
+        """Exchange counts and flags; return two lists of tensors on the device. The first holds the counts of rows sent
+        and received in each hop, [P, X + 1]; the last column of its last tensor holds flags, among them the largest of
+        all ranks. The second holds only the received counts, [P, X]."""
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)

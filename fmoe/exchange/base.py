@@ -229,8 +229,8 @@ class GroupExchange:
 class GroupSession:
     """A forward pass over a group.
 
-    An error on this rank must reach the other ranks where they wait. Before `run` they wait in the exchange of counts
-    or in the gate's collectives, afterwards in an exchange of rows.
+    An error on this rank must reach the other ranks where they wait. If this rank fails before `run`, they wait in
+    the exchange of counts or in the gate's collectives; if it fails later, in an exchange of rows.
 
     Attributes:
         report: makes an error of this rank raise on the other ranks.
@@ -322,8 +322,8 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
     """Refuse torch's DistributedDataParallel and ``fully_shard`` around experts that are spread over ``group``: these
     wrappers treat the experts of several ranks as replicas.
 
-    Called in the forward pass, because a layer finds the wrapper only while the wrapper runs: torch reads the
-    parameters to ignore from the outermost module, which a layer cannot reach, and does not notify wrapped modules.
+    Called in the forward pass: torch does not notify the modules that it wraps, so a layer finds the wrapper only while
+    the wrapper runs.
 
     Raises:
         UserError: a wrapper replicates or shards the experts of several ranks.

@@ -355,9 +355,9 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
-    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work they started before.
+    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work they started earlier.
 
-    A rank that failed is noticed here; one-sided copies would not notice it.
+    Raises a PeerError if a rank failed, which one-sided copies do not notice.
     """
     all_reduce(group, torch.zeros(1, dtype=torch.int32, device=device), what="fence").wait(for_host)
 

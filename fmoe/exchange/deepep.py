@@ -36,7 +36,7 @@ MOST_CHOICES = 32  # maximum number of choices per token: one for each lane of a
 
 
 class DeepEPExchange(GroupExchange):
-    """Exchange by DeepEP, in bfloat16: one copy of a token per rank, and one sum of its outputs from each rank.
+    """Exchange by DeepEP, in bfloat16: a rank gets a token at most once, and returns one sum of its outputs.
 
     It has no second derivatives, and does not support expert dropout, because it sends no noise keys with the tokens.
 
@@ -95,7 +95,7 @@ class DeepEPExchange(GroupExchange):
             )
 
     def plan(self, routing: Routing) -> Tensor:
-        """Return the choices [T, K]."""
+        """Return the chosen expert ids [T, K]."""
         if (top_k := routing.expert_TK.shape[1]) > MOST_CHOICES:
             raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}, its limit")
         return routing.expert_TK
@@ -193,7 +193,7 @@ class _Sent:
             return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
 
     def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return, for each token, the sum of its rows over ranks, and of its weights if given."""
+        """Return, for each token, the sums over ranks of its rows and, if given, of its weights."""
         fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
         weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
         with self._call("combination of tokens", self._received, y_RD, *weights):

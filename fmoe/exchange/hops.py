@@ -80,8 +80,8 @@ class HopCounts:
     Attributes:
         send_PX, receive_PX: numbers of rows to and from each peer, on the host.
         receive: ``receive_PX`` on the device.
-        key_PX: sort key of each peer's rows of each kind. Rows are needed sorted by key, and rows with equal keys in
-            the order of arrival.
+        key_PX: sort key of each peer's rows of each kind. Rows are needed sorted by key; rows with equal keys keep the
+            order of arrival.
     """
 
     group: dist.ProcessGroup
@@ -133,8 +133,8 @@ def join_graph(x: Tensor, is_needed: bool) -> Tensor:
 
 def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
     """Tie an output of experts to their rows in the graph, and return the output. All ranks then run the same
-    collectives in the backward pass and in a recomputation, even if no expert of this rank uses its rows or saves
-    anything."""
+    collectives in the backward pass and in a recomputation, even if no expert of this rank uses its rows or saves a
+    tensor."""
     return _Tie.apply(out, *rows)
 
 

@@ -118,7 +118,7 @@ class Shadowed:
         self.num_rows = sum(self._counts)
 
     def run(self, rows: list[Tensor], experts: ExpertCall, weight_R: Tensor | None = None) -> list[Tensor]:
-        """Return the outputs of this rank's rows, computed here (`ExpertCall.__call__`)."""
+        """Return the shadowed experts' outputs for this rank's rows, computed on this rank (`ExpertCall.run_with`)."""
         parameters = [self._parameters(expert, experts) for expert in self._ids]
         return experts.run_with(parameters, rows, self._counts, weight_R)
 

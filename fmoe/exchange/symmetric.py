@@ -1,4 +1,4 @@
-"""All-to-all by torch's symmetric memory (NVSHMEM): one-sided copies, whose splits the GPU reads itself.
+"""All-to-all by torch's symmetric memory (NVSHMEM): one-sided copies; the GPU itself reads how many rows to copy.
 
 ``all_to_all_vdev_2d`` brings rows of a rank, sorted by expert, into the order that the experts need, and
 ``all_to_all_vdev_2d_offset`` brings them back, so that neither side reorders rows. Rows pass through two buffers per
@@ -122,7 +122,7 @@ class _Done(Pending):
 class _Workspace:
     """Symmetric memory of a process group: rows to send, rows received, and splits of both.
 
-    Buffers grow to the largest number of bytes needed so far, on all ranks at the same time.
+    Buffers that are too small are replaced by larger ones, on all ranks at the same time.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -130,8 +130,8 @@ class _Workspace:
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Return the ``num_out`` rows for this rank's experts, in the order that they need; with ``back``, the outputs
-        of the rows that this rank sent, in their order."""
+        """Exchange rows; return the ``num_out`` rows for this rank's experts, sorted by expert. With ``back``, return
+        the experts' outputs for the rows that this rank sent, in the order of these rows."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())
@@ -191,7 +191,7 @@ def why() -> str | None:
 
 
 def empty(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor in symmetric memory, which every rank of the group allocates at the same time."""
+    """Return an uninitialized tensor in symmetric memory. Every rank of the group must call this at the same time."""
     from torch.distributed import _symmetric_memory as memory
 
     if memory.get_backend(device) != "NVSHMEM":

@@ -110,12 +110,12 @@ def ffn(
     weight_TK: Tensor | None = None,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
-    tokens, which are gathered, computed and combined, [T, D] to [T, D]. For ``weight_TK`` alone, see
-    `weigh_gradient`.
+    """Compute `fmoe.kernels.expert_ffn` by the backend. With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, the
+    rows are tokens [T, D]: gather them, run the experts, and return the combined outputs [T, D]. With only
+    ``weight_TK``, see `weigh_gradient`.
 
-    If the counts are on the device, the host waits for them, except with "sonicmoe" if the rows are tokens with fewer
-    choices than there are experts.
+    If the counts are on the device, the host waits for them; "sonicmoe" avoids the wait if the rows are tokens and
+    K < L.
 
     Raises:
         UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.
@@ -177,8 +177,8 @@ def _check_rows(backend: str, rows: Tensor) -> None:
 def _by_te(
     rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
 ) -> Tensor:
-    """Compute by TransformerEngine. Its module takes a parameter per expert, here slices of the stack. Autograd stacks
-    their gradients again. This is an additional pass over the weights' gradients; fmoe's own operations avoid it."""
+    """Run the experts by TransformerEngine. Its module takes one parameter per expert, here a slice of the
+    stack. Autograd then stacks the slices' gradients, a pass that fmoe's own operations avoid."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
     return _linear(gate(activation, hidden) if gated else activation(hidden), w_out, b_out, counts)
@@ -194,7 +194,7 @@ def _linear(rows: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: li
 
 @functools.lru_cache(64)
 def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype: torch.dtype) -> nn.Module:
-    """Return TransformerEngine's module without weights, on the meta device."""
+    """Return TransformerEngine's ``GroupedLinear`` on the meta device, where its weights take no memory."""
     options = {"bias": has_bias, "params_dtype": dtype, "device": "meta"}
     return _module("te").GroupedLinear(experts, width, height, **options)
 
@@ -202,9 +202,9 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
 def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires.
 
-    The host must know their number, so dropped assignments stay, as rows of an arbitrary expert with a score of 0. They
-    are removed, and the host waits for the number of the rest, only if each token has a choice for every expert: gates
-    with so many choices drop most of them.
+    The host must know the number of assignments, so dropped ones stay, as rows of an arbitrary expert with a score of
+    0. If K >= L, they are removed instead, and the host waits for the number of the rest: gates with so many choices
+    drop most of them.
     """
     (num_tokens, top_k), num_experts, device = inverse_TK.shape, len(end_L), inverse_TK.device
     row_N = inverse_TK.reshape(-1)
@@ -244,8 +244,8 @@ def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, exper
 def candidates(
     rows: Tensor, w_in_LPD: Tensor, w_out_LDH: Tensor, activation: Callable[[Tensor], Tensor], gated: bool
 ) -> tuple[str, ...]:
-    """Return the installed backends that ``backend="auto"`` measures for such experts: "te" on GPUs, and "sonicmoe" for
-    swiglu of supported sizes on sm_90. Both are left out for rows that are not in 16 bits, and under torch.compile,
+    """Return the installed backends that ``backend="auto"`` measures for these experts: "te" on GPUs, and "sonicmoe"
+    for swiglu of supported sizes on sm_90. Both are left out for rows that are not in 16 bits, and under torch.compile,
     which cannot trace them."""
     if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
         return ()
@@ -278,12 +278,12 @@ def fastest_ffn(
     gated: bool = False,
     **plan: object,
 ) -> Tensor:
-    """Compute like `ffn` by the fastest of ``ours`` and the `candidates`, measured at the first step of each size.
+    """Compute `ffn` with the fastest of ``ours`` and ``others``, which are measured at the first step of each size.
 
-    It measures with gradients if ``is_training``, whether or not they are enabled, so that a recomputation uses the
-    same operation as its forward pass. A candidate whose results are wrong on this device is left out, with a warning.
-    "te" is left out if the counts are on the device, because the host would wait for them in each step. While a CUDA
-    graph is captured, nothing is measured, and ``ours`` computes sizes not measured before.
+    The measurement includes the backward pass if ``is_training``, even where gradients are disabled, so that a
+    recomputation uses the same operation as its forward pass. A candidate whose results are wrong on this device is
+    left out, with a warning. "te" is left out if the counts are on the device, because the host would wait for them in
+    each step. While a CUDA graph is captured, nothing is measured, and ``ours`` computes sizes not measured before.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":

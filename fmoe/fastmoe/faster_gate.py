@@ -17,20 +17,20 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):
-    """Top-2 gate that keeps choices within the node if more than ``limit = int(fraction * T)`` of a rank's T tokens
-    have their best expert on another node.
+    """Top-2 gate that keeps most choices within the node if more than ``limit = int(ogn_ratio * T)`` of a rank's T
+    tokens have their best expert on another node.
 
     Up to the limit, every token gets its two best experts of all nodes. Above it, the first choice of every token is
     the best expert within its node. Of the tokens whose best expert is on another node, the ``limit`` with
     the largest logits have that expert as second choice. All other tokens have the second best expert within their
-    node, or -1 if the node has only one.
+    node, or -1 if the node has only one expert.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.
 
     Attributes:
         ne_per_node: number of experts per node.
-        ogn_ratio: the fraction, from FMOE_TOPO_OUTGOING_FRACTION.
+        ogn_ratio: value of FMOE_TOPO_OUTGOING_FRACTION.
         mask: bool [E], True for experts of other nodes.
     """
 
@@ -77,7 +77,7 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a function that builds the `FasterGate` of ``rank`` in ``moe_group``; pass it as a layer's ``gate``."""
+    """Return a function that builds the `FasterGate` of one rank of ``moe_group``, to pass as a layer's ``gate``."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:

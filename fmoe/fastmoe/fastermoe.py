@@ -49,9 +49,10 @@ def get_shadow_policy(d_model: int | None = None) -> Policy:
     """Return a function that decides which experts are shadowed: `no_shadow_policy`, unless
     FMOE_FASTER_SHADOW_ENABLE=ON selects one that calls `fmoe.exchange.shadow.choose`.
 
-    The latter assumes two-layer experts. It reads environment variables with the prefix FMOE_FASTER_GLBPLC (defaults
-    in parentheses): _NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a rank (1.15e13); _ALPHA, hidden
-    width / model width (2); and _DMODEL, the model width (``d_model``, or 2048 if that is None).
+    The selected function assumes two-layer experts. Its costs depend on environment variables with the prefix
+    FMOE_FASTER_GLBPLC (defaults in parentheses): _NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a
+    rank (1.15e13); _ALPHA, hidden width / model width (2); and _DMODEL, the model width (``d_model``, or 2048 if that
+    is None).
     """
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
         return no_shadow_policy

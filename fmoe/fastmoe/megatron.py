@@ -80,7 +80,7 @@ def reset_gate_hook(num_layers: int | None = None) -> None:
 
 
 def get_balance_profile() -> dict[str, list]:
-    """Return, for each metric by name, a list of its latest values by layer, with None for a layer that has not run."""
+    """Return a dict from metric names to lists: the latest value of each layer, None for one that has not run."""
     return _profile
 
 
@@ -214,8 +214,8 @@ def fmoefy(
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether experts are split over ranks: those of the data parallel group or, in
-            megatron-core, of the expert parallel group; without Megatron, all ranks.
+        distributed_experts: whether experts are split over ranks. These are the data parallel group or, in
+            megatron-core, the expert parallel group; without Megatron, all ranks.
         hidden_hidden_size: hidden width of an expert, by default the MLP's.
         gate: a gate class of FastMoE; None for the gate of ``balance_strategy``. In megatron-core and other models, a
             class of `STRATEGIES`, or any router by name or class; None for the default of `fmoe.fmoefy`.

@@ -1,4 +1,4 @@
-"""FastMoE's feed-forward block of a transformer as a Mixture of Experts."""
+"""FastMoE's Mixture-of-Experts block that replaces the feed-forward block of a transformer."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class FMoETransformerMLP(FMoE):
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
         activation: function or module or, with ``num_experts=``, a name in `fmoe.experts.ffn.ACTIVATIONS`; None for
-            GELU or, with another ``expert``, for the default of that expert.
+            the experts' default, which is GELU unless ``expert`` is set.
         options: all other arguments of `FMoE`.
     """
 

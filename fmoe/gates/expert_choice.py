@@ -17,8 +17,8 @@ class ExpertChoiceRouter(TopKRouter):
 
     The experts of a token depend on the later tokens of its group: a causal language model would see the future.
 
-    A token's row of the result lists its experts, best first, then -1. The length of rows is the largest number of
-    experts of any token, at least 1; while torch.compile traces, it is E.
+    In the result, each token's row lists its experts, best first, padded with -1. The rows are as long as the largest
+    number of experts of any token, at least 1; while torch.compile traces, their length is E.
 
     Args:
         top_k: the default of ``capacity_factor``.

@@ -19,8 +19,8 @@ class NoisyRouter(TopKRouter):
     (equations 3-5), weighted by a softmax over those K. Evaluation adds no noise.
 
     Its only losses are ``importance``, the squared coefficient of variation of the sums of gate values (equations 6-7),
-    and ``load``, the same for smooth token counts (equations 8-11). With K = E every count is the number of tokens,
-    and ``load`` is zero.
+    and ``load``, the same for smooth estimates of token counts (equations 8-11). With K = E every count
+    is the number of tokens, and ``load`` is zero.
 
     ``noise_weight`` starts at zero, as in the paper's appendix A, so that the noise starts with a standard deviation of
     log 2.

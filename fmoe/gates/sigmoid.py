@@ -40,7 +40,7 @@ class SigmoidRouter(TopKRouter):
         normalize: False uses the scores as weights without normalizing them.
         score: "sigmoid", or "softmax" for the softmax over all experts, which "loss-free balancing" also tries.
         expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
-            token's best ``kept_groups`` of them, by the sum of a group's two largest scores with bias
+            token's best ``kept_groups`` of them, ranked by the sum of a group's two largest scores with bias
             (`limit_to_groups`); ``expert_groups=None`` for no such limit.
 
     Raises:

@@ -9,9 +9,9 @@ from fmoe.routing import RoutingGroups
 
 
 class SwipeRouter(TopKRouter):
-    """Top-k routing that moves tokens beyond an expert's even share of the routing group to experts with room
-    (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate). Weights are a softmax over the logits of the final experts.
-    Evaluation moves no tokens.
+    """Top-k routing that limits each expert to an even share of the routing group, and moves the tokens above it to
+    other experts with room (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate). Weights are a softmax over the logits
+    of the final experts. Evaluation moves no tokens.
 
     First choices are assigned first: an expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others
     are moved. Second choices follow, up to ``ceil(2 tokens / E)`` including the first ones, and so on. FastMoE

@@ -38,7 +38,7 @@ def causal_attention(
         scale: factor of the scores.
         window: number of keys that a query sees, up to and including its own; None for all.
         sinks_H: sink of each head; None for none.
-        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see; it must hide later keys too.
+        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, including all later keys.
             None shows each query all keys up to its own position, within the window.
         dropout: dropout rate of the attention probabilities.
     """

@@ -79,7 +79,7 @@ def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels can route these tokens to this many experts, by float32 logits."""
+    """Return whether CUDA kernels can route these tokens to this many experts."""
     return x_TD.is_floating_point() and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 

@@ -215,7 +215,7 @@ def last_failure(key: str) -> str | None:
 
 
 def clean() -> int:
-    """Wait for running builders; remove all entries, failures and leftovers of dead builders in trusted `folders`.
+    """Wait for running builders; then remove all entries, failures and what dead builders left in trusted `folders`.
 
     Returns:
         Number of removed entries.

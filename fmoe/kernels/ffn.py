@@ -1,7 +1,7 @@
 """Experts in plain torch: a linear map of rows grouped by expert, and two such maps with an activation between them.
 
 The experts run one after the other, so that the buffer after the activation holds the rows of only one expert and stays
-in the CPU's cache. The backward pass recomputes a known activation from the pre-activations that are kept. The known
+in the CPU's cache. The backward pass recomputes a known activation from the pre-activations, which are kept. The known
 activations (GELU, SiLU, ReLU, `SwiGLUOAI`) are elementwise, without randomness and parameters. Any other function may
 be random or have parameters, so it is called once for all rows, and autograd records the call.
 

@@ -101,7 +101,7 @@ def _is_own(block: Tensor) -> bool:
 def _references(block: Tensor) -> tuple[int, int]:
     """Return the number of references to the block's storage, by torch and by Python.
 
-    A storage object is one reference of torch, however many references of Python it has.
+    A Python object of the storage counts as one reference by torch, however many Python references it has itself.
     """
     storage = block.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

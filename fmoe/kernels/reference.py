@@ -62,7 +62,10 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn`, `combine`. Without ``perm_N``, only `expert_ffn`, times weights [M] if given."""
+    """Compute `permute`, `expert_ffn`, `combine` if ``perm_N`` and the weights are given; else only `expert_ffn`.
+
+    Without ``perm_N``, weights [M] multiply the rows of the result.
+    """
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
         out = expert_ffn(x_TD, *parameters, counts, activation, gated)

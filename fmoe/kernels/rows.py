@@ -186,7 +186,10 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` where ``kept_TK`` (None: all); if no weights, each weight is 1."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` over the assignments in ``kept_TK``.
+
+    Without ``kept_TK``, sum over all assignments. Without weights, each weight is 1.
+    """
     if rows_MD.shape[0] == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
     if not _is_bag(rows_MD, weight_TK):
@@ -314,10 +317,10 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
 
 
 def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
-    """Return ``out_RD``; the backward pass multiplies its gradient by the weights, and computes the weights' gradient.
+    """Return ``out_RD``; the backward pass multiplies the gradient by the weights, and computes the weights' gradient.
 
-    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` do not save their
-    outputs.
+    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` themselves do the
+    same without saving their outputs.
     """
     return _WeighGradient.apply(out_RD, weight_R)
 

@@ -159,7 +159,7 @@ def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tens
 
 
 def _to(table: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device asynchronously."""
+    """Copy a table to a device; a copy to a GPU is asynchronous."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 

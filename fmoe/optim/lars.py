@@ -10,7 +10,7 @@ from fmoe.optim.trust import Slot, TrustOptimizer, write_back
 
 
 class Lars(TrustOptimizer):
-    """SGD with momentum and a learning rate for each tensor.
+    """SGD with momentum, and with a separate learning rate for each tensor.
 
     Algorithm 1::
 

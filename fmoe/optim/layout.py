@@ -11,7 +11,7 @@ from fmoe.runtime import ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Return whether the parameter stacks experts along its first axis; optimizers treat each as a separate tensor.
+    """Return whether the parameter stacks experts along its first axis; optimizers treat each expert separately.
 
     `fmoe.experts.Stacked` marks such parameters.
     """
@@ -53,7 +53,7 @@ class Blocks:
     Attributes:
         numel: elements of the parameter, which may itself be a tensor parallel slice.
         count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
-        groups: groups over whose ranks the blocks are divided, so that squares of norms are summed over each in turn.
+        groups: groups over whose ranks the blocks are divided; squares of norms are summed over each group in turn.
             These are the data parallel group of a distributed optimizer (ZeRO-1) and the tensor parallel group of a
             split weight, but no groups of replicas.
     """
@@ -105,7 +105,7 @@ class Part:
     length: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the piece of a tensor as a view; it has ``count`` rows if that is more than 1."""
+        """Return the piece of a tensor as a view, with one row per block if it has several blocks."""
         part = tensor if self.index is None else tensor[self.index]
         return part if self.length is None else part.view(self.count, self.length)
 

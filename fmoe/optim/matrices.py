@@ -25,8 +25,8 @@ class Matrices:
 
     Attributes:
         blocks, rows, columns: B, M and N, of this rank's slice under tensor parallelism.
-        sections: rows of each matrix of a fused weight: gate and value of a gated layer, or query, key and value. The
-            pattern repeats down the rows, once per group of heads. One entry for a weight that is one matrix.
+        sections: rows of each matrix of a fused weight, such as gate and value, or query, key and value. With several
+            groups of heads, the pattern repeats down the rows. A single entry for an unfused weight.
         axis: axis along which every matrix is split over the ranks of ``group``: 0 for rows, 1 for columns.
         group: tensor parallel group; None if this rank has whole matrices.
 
@@ -88,7 +88,7 @@ class Matrices:
         return torch.cat(repeated, 2).flatten(1, 2)
 
     def whole(self, x_BMN: Tensor) -> list[Tensor]:
-        """Gather the weight over the ranks of the group, and return the results of `cut`. Collective."""
+        """Gather the weight over the ranks of the group, and return its matrices as `cut` does. Collective."""
         if self.group is None:
             return self.cut(x_BMN)
         slices = [torch.empty_like(x_BMN) for _ in range(self.group.size())]

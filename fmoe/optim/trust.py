@@ -73,7 +73,7 @@ class TrustOptimizer(Optimizer):
         self._layout, self._plan_now = layout, None
 
     def trust_ratios(self) -> list[Tensor]:
-        """Return the trust ratios of the last step, a tensor [blocks] per parameter of the layout, empty for a vector.
+        """Return the trust ratios of the last step: a tensor [blocks] per parameter of the layout. Vectors have none.
 
         They are float32, or float64 if a parameter is, on the device of the parameters. A block that this rank never
         stepped has NaN: the rank holds no slice of it, or it had no gradient yet.
@@ -224,7 +224,7 @@ class TrustOptimizer(Optimizer):
 
     @abstractmethod
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return updates as new float tensors, before trust ratio and learning rate; repeatable after `_advance`."""
+        """Return new float tensors: the updates, without trust ratio and learning rate. A step may call this twice."""
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:

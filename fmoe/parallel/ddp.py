@@ -169,8 +169,8 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
     """Yield names and values of buffers that differ between ranks: those of experts, and other non-persistent ones.
 
-    The latter are not broadcast, and have the value None. torch's wrapper would overwrite all of these buffers with
-    rank 0's values before every forward pass.
+    The latter are not broadcast; None is yielded as their value. torch's wrapper would overwrite all of these buffers
+    with rank 0's values before every forward pass.
     """
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""

@@ -97,7 +97,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a function that shards the second dimension if ``ranks`` divides it but not the first."""
+    """Return a function that shards the second dimension if ``ranks`` divides its size, but not that of the first."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

@@ -21,7 +21,7 @@ _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The data parallel ranks as a mesh of (dp, ep), in which the ranks of each row hold all experts once.
+    """The data parallel ranks as a mesh of (dp, ep), in which the ranks of each row together hold all experts once.
 
     Use `init` or `from_mesh` to make one.
 

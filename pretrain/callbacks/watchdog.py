@@ -18,8 +18,8 @@ _GRACE = 60.0  # upper bound on the seconds that a rank waits for the other rank
 class Watchdog(Callback):
     """After ``seconds`` without progress, write the stacks of all threads to ``folder/rank-N.txt`` and end the process.
 
-    Progress is the beginning of a step or of a micro batch, in validation too. After a step, callbacks before this one
-    are watched. Later ones, such as saving, and the validation before the first step are not: they may take any time.
+    Progress is the beginning of a step or of a micro batch, in validation too. Callbacks that run before this one are
+    watched. Later callbacks, such as saving, may take any time, and so may the validation before the first step.
 
     Each rank has its own timer thread. The thread needs the interpreter lock, so it does not run during a native call
     that holds the lock.

@@ -36,7 +36,7 @@ class FileRecord:
 
 
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file and sync it to disk. The digest covers the given bytes; the file is not read back.
+    """Write a new file, sync it and return its record. The digest covers the given bytes; the file is not read back.
 
     SHA-256 takes longer than writing on many machines: for a large file, a second thread hashes (hashlib releases
     the GIL) while this one writes and waits for the disk.

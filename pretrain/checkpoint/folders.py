@@ -117,7 +117,7 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
 
     Args:
         n: at least 1.
-        keep_every: also keep all steps that it divides; None keeps only the newest ``n``.
+        keep_every: also keep all steps that are multiples of it; None keeps only the newest ``n``.
 
     Returns:
         The removed steps, ascending.

@@ -64,7 +64,7 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Disjoint boxes in the order of the region's data, none empty: at most ``max(2 * len(block) - 1, 1)``."""
+        """Disjoint non-empty boxes in the order of the region's data: at most ``max(2 * len(block) - 1, 1)`` boxes."""
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
@@ -100,7 +100,7 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 
 
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
-    """Return the labels of two boxes that share elements, and the offset of the first shared one; None if no two do.
+    """Return the labels of two boxes that share elements, and the offset of the first shared one; None if no boxes do.
 
     Sweeps along the axis with the most distinct offsets, so that a tensor cut into n pieces costs about n log n.
     """

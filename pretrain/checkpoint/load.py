@@ -101,7 +101,7 @@ class Checkpoint:
         stop: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return a block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
+        """Return a block of a tensor, or a flat range [start, stop) of the block; by default, the whole tensor.
 
         Apart from verification, this reads only pieces that overlap the region, at whatever split the tensor was saved.
 
@@ -109,11 +109,11 @@ class Checkpoint:
             offset: offset of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
             start, stop: the range, in elements of the flattened block, row-major.
-            out: tensor to fill instead of a new CPU tensor, on any device. It must have the tensor's dtype and the
+            out: tensor on any device, to fill instead of a new CPU tensor. It must have the tensor's dtype and the
                 region's number of elements, and be contiguous unless it has the block's shape.
 
         Returns:
-            ``out``, or a new tensor of shape ``block``, or 1-D if a range was given.
+            ``out`` or a new tensor. The new one has the shape ``block``, or is 1-D if a range was given.
 
         Raises:
             UserError: the tensor does not exist, the region is outside it, ``out`` has another dtype or size, or a file

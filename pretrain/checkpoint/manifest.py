@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of a tensor, stored under ``key`` in ``file``: a whole block in its shape, other regions flattened."""
+    """A region of a tensor, under ``key`` in ``file``: in the block's shape if it is the whole block, else flat."""
 
     file: str
     key: str

@@ -126,8 +126,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def reach(curve: Sequence[Point], loss: float) -> Reach | None:
     """Return the first point at which the mean of a curve is at or below a loss, interpolated linearly between two
-    validations. At the first validation, and after one with a non-finite mean, the point is the validation itself. None
-    if the loss is never reached or is not finite.
+    validations. If the earlier one is missing or its mean is not finite, the point is the later one itself. None if
+    the loss is never reached or is not finite.
     """
     before: Point | None = None
     for point in curve if math.isfinite(loss) else ():

@@ -166,7 +166,7 @@ def check_values(recipe: Any) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for each value and table key inside a list or table, at any depth, or for ``value`` itself."""
+    """Yield (key, item) for each item and table key in a list or table ``value``, at any depth; else (key, value)."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield key, name
@@ -198,7 +198,7 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_path(key: str, text: str) -> None:
-    """Raise UserError for a path that is too long, or without a file name where the key takes a prefix of files."""
+    """Raise UserError for a path that is too long, or for a corpus prefix without a file name, such as ``.``."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise UserError(f"{key}={text[:40]}... is too long: a path has at most 4095 bytes, each name in it 255")

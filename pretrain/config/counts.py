@@ -109,8 +109,8 @@ def _block(model: ModelConfig, hidden: int) -> int:
 
 
 def _biases(model: ModelConfig) -> int:
-    """Return the number of biases of a layer with ``model.linear_bias``: of queries, keys, values, hidden units and the
-    outputs of both blocks."""
+    """Return the number of biases of a layer with ``model.linear_bias``: of queries, keys, values and hidden units, and
+    of the outputs of attention and feed-forward block."""
     heads = (model.num_heads + 2 * model.query_groups) * model.head_width
     return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 

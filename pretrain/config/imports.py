@@ -63,8 +63,8 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file or package in the ``run.imports`` that `import_plugins` returned, keyed by
-    path. Installed modules have none."""
+    """Return the SHA-256 of each file or package in ``run.imports`` after `import_plugins`, keyed by path. Installed
+    modules have none."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):

@@ -103,7 +103,8 @@ class ModelConfig:
     """For a pair of elements that makes at most this many turns in rope_original_length tokens, YaRN multiplies the
     wavelength by rope_factor; between rope_beta_slow and rope_beta_fast turns, by less."""
     rope_truncate: bool = True
-    """Round two pair indices to integers: at rope_beta_fast and at rope_beta_slow turns; false in GPT-OSS."""
+    """Widen the range between rope_beta_fast and rope_beta_slow turns so that it begins and ends at a pair of elements;
+    false in GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
@@ -144,7 +145,8 @@ class ModelConfig:
     """Factor with which the mean loss of the further tokens is added to the training loss."""
     init: Literal["normal", "switch"] = "normal"
     """Distribution of initial weights: normal, with standard deviation init_std; or switch, the Switch Transformer's
-    truncated normal, with standard deviation sqrt(0.1 / number of inputs), except for embeddings and output layer."""
+    truncated normal, with standard deviation sqrt(0.1 / number of inputs). Embeddings and output layer are always
+    normal."""
     init_std: float = 0.02
     """Standard deviation of normal initial weights; for the output matrices of attention and feed-forward blocks,
     divided by sqrt(2 num_layers), or sqrt(2 num_decoder_layers) in a t5's decoder."""

@@ -84,7 +84,7 @@ class OptimizerConfig:
     loss_scale_window: int | None = None
     """Steps without an overflow after which the dynamic scale doubles; None for 1,000."""
     hysteresis: int | None = None
-    """The n-th overflow since the last doubling of the scale, and each later one, halve it; None for n = 1."""
+    """Number n of overflows: the n-th since the scale last doubled, and each later one, halve the scale; None for 1."""
 
     @property
     def has_trust_ratios(self) -> bool:

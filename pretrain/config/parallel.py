@@ -63,8 +63,8 @@ class ParallelConfig:
     node_size: int | None = None
     """Ranks per node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
     exchange_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of further options of the exchange, such as padded's slots: see the last table of docs/recipe-reference.md.
-    """
+    """Table of further options of the exchange, such as slots with exchange=padded: see the last table of
+    docs/recipe-reference.md."""
     wire: Literal["fp32", "bf16"] | None = None
     """Precision of the exchanged rows; None for the model's."""
 

@@ -22,8 +22,8 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Yield a binary file next to each path for the block to write; when the block ends, rename the files to the paths.
 
     Files are synced, then renamed in the given order, by one process at a time. Of several paths, the last is the
-    commit record: its old file is removed before the first rename. While this path exists, all files are complete and
-    from one run. An error in the block removes the temporary files and keeps the old files. A killed process leaves
+    commit record: its old file is removed before the first rename. While the last path exists, all files are complete
+    and from one run. An error in the block removes the temporary files and keeps the old files. A killed process leaves
     ``NAME.PID.tmp``, which the next writer of these paths removes.
 
     Raises:

@@ -181,7 +181,7 @@ class IndexedCorpus:
         document_boundaries: document i has the sequences boundaries[i] to boundaries[i + 1] - 1, int64
             [num_documents + 1].
         description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
-        counts: occurrences of each token id; None if the tokens are uncounted or newer than their counts, until a
+        counts: occurrences of each token id. If the tokens are uncounted or newer than their counts, None until a
             caller sets it.
         tokenizer_fingerprint: SHA-256 of the tokenizer's file from the description, or None.
 

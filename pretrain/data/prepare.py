@@ -178,7 +178,7 @@ def _total(sources: Sequence[Source | Stream]) -> int | None:
 
 
 class _Counts:
-    """Running totals. Progress is estimated in bytes on disk if their total is known, else in bytes of text."""
+    """Running totals. Progress is in bytes on disk; in a source whose size is unknown, in bytes of text."""
 
     def __init__(self, sources: Sequence[Source | Stream]) -> None:
         self.text_bytes = 0

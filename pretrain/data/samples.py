@@ -1,9 +1,9 @@
 """The order of training samples: a pure function of (corpora, sequence length, seed, n), without caches on disk.
 
-In each epoch, the documents of all corpora are concatenated in random order. This stream is cut into blocks of L + 1
-tokens, where L is the sequence length; the blocks overlap by one token and are read in random order. Block b holds the
-tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so that an epoch predicts every token
-at most once. The stream's tail of fewer than L tokens is dropped; it differs between epochs.
+In each epoch, by default, the documents of all corpora are concatenated in random order. This stream is cut into blocks
+of L + 1 tokens, where L is the sequence length; the blocks overlap by one token and are read in random order. Block b
+holds the tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so that an epoch predicts
+every token at most once. The stream's tail of fewer than L tokens is dropped; it differs between epochs.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class GPTSamples:
     own n. Memory: 32 bytes per document and 8 per block.
 
     Args:
-        corpora: read as one; each epoch has all of their documents in random order.
+        corpora: read as one; each epoch has all of their documents.
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
         shuffle: False keeps documents and blocks in their original order in every epoch.

@@ -16,7 +16,7 @@ def describe(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Format a plan: model, process grid, bytes of each kind of rank, and bytes of the largest rank."""
+    """Format a plan: model, process grid, bytes of each kind of rank, and details of the rank with the most bytes."""
     grid, axes, train = plan.grid, plan.grid.groups, plan.recipe.train
     largest = plan.largest
     held = largest.holding
@@ -95,7 +95,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def short(count: float) -> str:
-    """Format with three digits and a letter for the power of 1,000: 1.57T."""
+    """Format a number with three digits and a letter for the power of 1,000: 1.57T."""
     for letter, unit in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= unit:
             return f"{_three(count / unit)}{letter}"

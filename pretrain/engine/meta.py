@@ -21,7 +21,7 @@ from pretrain.process import Processes
 
 @contextlib.contextmanager
 def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
-    """Let this process act as ``rank`` of the recipe's run within the block, in groups that do not communicate.
+    """Within the ``with`` block, let this process act as a rank of the recipe's run, in groups that do not communicate.
 
     Raises:
         RuntimeError: this process is in a process group already.
@@ -61,8 +61,8 @@ def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
 
 
 def checkpoint_layouts(recipe: Recipe) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint without the
-    prefix ``model/``.
+    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint; the names omit
+    the prefix ``model/``.
 
     Raises:
         RuntimeError: as `build_on_meta`.

@@ -65,7 +65,7 @@ def _scale(module: Any, model: ModelConfig) -> None:
 
 
 def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *options: Any) -> Callable[..., Tensor]:
-    """Wrap Megatron-core's addition of a block's output to the residual stream, with bias and dropout."""
+    """Wrap Megatron-core's addition of a block's output to the residual stream, so that output and bias are scaled."""
     add = make(*options)
 
     def scale_and_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:

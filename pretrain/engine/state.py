@@ -185,7 +185,7 @@ def _factor_views(
 
 def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, keyed by their names
-    in a checkpoint; the keys lack the prefix ``model/``."""
+    in a checkpoint without the prefix ``model/``."""
     locations = _locations(chunks)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in _tensors(chunks):
@@ -306,7 +306,7 @@ def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: 
 
 
 def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
-    """Return the elements [start, stop) of a flattened parameter, whose pieces are at ``locations``, in their order."""
+    """Return the elements [start, stop) of a flattened parameter that consists of the pieces at ``locations``."""
     parts = []
     for location in locations:
         name = f"{prefix}{location.name}"
@@ -323,7 +323,7 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
     """Restore the random generators of the saved rank that had this rank's parts of the model and of the data; if no
-    rank had this part of the data, those of the rank with the first part. If the model is split differently now,
+    rank had this part of the data, take the rank with the first part. If the model is split differently now,
     restore rank 0's generators except Megatron's."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}

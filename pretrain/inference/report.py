@@ -42,8 +42,8 @@ def open_source(
     max_sequences: int | None,
     format: str = "auto",
 ) -> Source:
-    """Open ``data``, or by default the run's own validation data: the sequences that the trainer uses, or the first
-    ``max_sequences``.
+    """Open ``data`` or, if it is None, the run's own validation data. ``max_sequences`` limits the sequences; without
+    it, the validation data have as many as the trainer uses.
 
     Raises:
         UserError: see `pretrain.inference.windows.Text`; or the run has no validation data, they have changed, or the
@@ -148,7 +148,7 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def values(results: Sequence[Result]) -> dict[str, Any]:
-    """Return ``runs`` and ``notes``; undefined and non-finite metrics are null."""
+    """Return JSON values of all results under ``runs`` and ``notes``; undefined and non-finite metrics are null."""
     return {"runs": [_values(result) for result in results], "notes": notes(results)}
 
 

@@ -44,11 +44,11 @@ class TextStream:
 
 
 def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text with sentinels <extra_id_0>, <extra_id_1>, ... for the spans to fill in, and the end
+    """Encode a text in which sentinels <extra_id_0>, <extra_id_1>, ... stand for the spans to fill in. Append the end
     token that a T5's encoder expects.
 
     Raises:
-        UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer.
+        UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer has.
     """
     kept, numbers = _cut(text)
     if not numbers:

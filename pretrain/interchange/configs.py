@@ -35,7 +35,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json; first apply ``family.adapt`` to a folder's file.
+    """Return the family and the ``[model]`` of a config.json, to which the caller has applied ``family.adapt``.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.

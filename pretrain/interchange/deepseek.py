@@ -108,7 +108,7 @@ def is_dense_first(model: ModelConfig) -> bool:
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, {} if all layers have experts; ``default`` stands for a
+    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, or {} if all layers have experts; ``default`` stands for a
     missing ``first_k_dense_replace``.
 
     Raises:
@@ -132,7 +132,7 @@ def write_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the gate's options for groups of experts, none for one group; ``groups`` and ``kept`` stand for missing
+    """Return the gate's options for groups of experts, or {} for one group; ``groups`` and ``kept`` stand for missing
     keys.
 
     Raises:
@@ -160,7 +160,7 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``q_lora_rank``, the width of compressed queries, or None; raise UserError if it is invalid."""
+    """Return ``q_lora_rank``, the width of compressed queries (None: not compressed); raise UserError if invalid."""
     return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 

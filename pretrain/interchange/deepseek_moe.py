@@ -31,7 +31,7 @@ from pretrain.interchange.tensors import Entry, Sizes
 
 
 class Twice:
-    """Our matrix times two, which is exact."""
+    """Our matrix, exported times two, which is exact."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         doubled = ours * 2

@@ -45,7 +45,7 @@ class PairedQueryKeyValue:
 
 
 class Row:
-    """A vector, as a matrix of one row."""
+    """Our vector, which is a matrix of one row in ERNIE."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours.unsqueeze(0),)

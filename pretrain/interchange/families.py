@@ -30,8 +30,8 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
-        UserError: ``name`` is unknown, or the family does not fit: the message names a key that differs and its
-            allowed values. For "auto", it is about the nearest family, or about `FMOE` for a GPT.
+        UserError: ``name`` is unknown, or the family does not fit: the message names an unsupported key and
+            its allowed values. For "auto", the message is about the nearest family, or about `FMOE` for a GPT.
     """
     if name == "auto":
         family = _nearest(model)
@@ -67,7 +67,7 @@ def _nearest(model: ModelConfig) -> Family:
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    """Return the error about a key that a family does not support: ``kind`` or ``num_experts``, else the first one."""
+    """Return the error about one unsupported key: ``kind`` or ``num_experts`` if unsupported, else the first."""
     misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""

@@ -84,7 +84,7 @@ class Family:
         varies: further keys of ``[model]`` that `read` and `write` convert.
         constants: keys of config.json with the same value in every export.
         only: keys of config.json and their supported values, which import requires.
-        read: returns the keys of ``[model]`` that no `Key` converts, from config.json, or raises UserError.
+        read: reads from config.json the keys of ``[model]`` that no `Key` converts; may raise UserError.
         write: returns the keys of config.json that no `Key` converts.
         ignored: endings of tensor names; an import leaves out such tensors of a folder.
         places: returns the tensors of a model, for a family without `tables`.

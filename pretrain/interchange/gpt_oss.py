@@ -44,7 +44,7 @@ class Transposed:
 
 
 class InTurn:
-    """Gates above values along axis 1, [E, 2 * H, ...], as alternating gates and values along the last axis."""
+    """[E, 2 * H, ...] with all gates before all values along axis 1, as [E, ..., 2 * H] with the two alternating."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         rows = torch.stack(ours.chunk(2, dim=1), dim=2).flatten(1, 2)

@@ -232,7 +232,7 @@ def write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return routing, layers with experts, and the widths of heads and dense layers of a Qwen2-MoE or Qwen3-MoE.
+    """Return recipe keys of a Qwen2-MoE or Qwen3-MoE: routing, layers with experts, widths of heads and dense layers.
 
     Raises:
         UserError: a value is invalid or not supported.

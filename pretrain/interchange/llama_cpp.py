@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp, written by llama.cpp's own converter from an exported folder.
 
 The converter recognizes byte-level tokenizers by a hash of token ids, and so refuses those that are trained here. It
-reads sentencepiece models for some families only. `convert` makes it accept both.
+reads sentencepiece models for some families only. `convert` removes both limits.
 """
 
 import importlib
@@ -172,7 +172,8 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
 
 
 def convert() -> None:
-    """Run llama.cpp's converter; ``sys.argv`` has its folder, the pre-tokenizer's name, and its arguments."""
+    """Run llama.cpp's converter; ``sys.argv`` has llama.cpp's folder, the pre-tokenizer's name, and the converter's
+    arguments."""
     root, pre = sys.argv[1:3]
     del sys.argv[1:3]
     sys.path.insert(0, root)

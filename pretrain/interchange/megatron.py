@@ -192,7 +192,7 @@ def _arguments_in(path: Path) -> Mapping[str, Any]:
 
 
 def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield each argument of Megatron-LM, the value that the recipe implies, and a description of the recipe's value."""
+    """Yield each argument of Megatron-LM, the value that the recipe implies, and a description of that value."""
 
     def key(name: str) -> str:
         return f"model.{name}={toml(getattr(model, name))}"
@@ -253,7 +253,7 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
 
 
 def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
-    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if no value does."""
+    """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if both values are wrong."""
     if model.gated:
         return True if model.activation == "silu" else "neither"
     return False if model.activation == _gelu(arguments) else "neither"

@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return the initializers of matrices and of the output matrix of a block."""
+    """Return two initializers: the second for the output matrix of a block, the first for all other matrices."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -191,7 +191,7 @@ class LatentAttention(_Attention):
 
 
 class PositionBiases(nn.Module):
-    """Transformer-XL's biases u (``content``) and v (``position``), [H * d] each, in place of the query's position."""
+    """Transformer-XL's biases u (``content``) and v (``position``), [H * d] each, which are added to queries."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -205,7 +205,7 @@ class PositionBiases(nn.Module):
             nn.init.normal_(bias, std=self.std)
 
     def forward(self, query_BHSd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries for contents and for distances."""
+        """Return the queries plus u, to score contents, and the queries plus v, to score distances."""
         content, position = (bias.to(query_BHSd.dtype).view(self.shape) for bias in (self.content, self.position))
         return query_BHSd + content, query_BHSd + position
 
@@ -213,9 +213,9 @@ class PositionBiases(nn.Module):
 class RelativeAttention(SelfAttention):
     """Attention with Transformer-XL's scores (arXiv 1901.02860 section 3.3).
 
-    The input is a segment. With ``memory_length``, a segment sees itself and that many of the last cached positions.
-    A norm and a linear map act on each position alone, so cached keys and values equal those of the memory's hidden
-    states.
+    The input is a segment. With ``memory_length``, a segment sees itself and the last ``memory_length`` cached
+    positions. A norm and a linear map act on each position alone, so cached keys and values equal those of the memory's
+    hidden states.
     """
 
     def __init__(self, model: ModelConfig, index: int):
@@ -324,7 +324,7 @@ class DecoderLayer(nn.Module):
 
 
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
-    """A GPT, with the logits of ``fmoe evaluate`` and the greedy texts of ``fmoe generate``.
+    """A GPT with the same logits as in ``fmoe evaluate`` and the same greedy texts as from ``fmoe generate``.
 
     `generate` lifts the limit of ``eval_capacity_factor``, as ``fmoe generate`` does: with the limit, the output for a
     token would depend on later tokens. In training mode, the loss includes the recipe's balance loss and z-loss. Noise

@@ -38,10 +38,10 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``partial_rotary_factor``, if set, from config.json or its object (see `_rope`).
+    """Return ``rope_theta`` and ``partial_rotary_factor``, if set, from config.json or from its object (see `_rope`).
 
     Raises:
-        UserError: the object is invalid or has a scaling other than YaRN, or config.json has two that differ.
+        UserError: the object is invalid or has a scaling other than YaRN, or config.json has two objects that differ.
     """
     found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     if "partial_rotary_factor" in found and found["partial_rotary_factor"] is None:

@@ -307,7 +307,7 @@ def _with_experts(depth: int, step: int) -> list[int]:
 
 
 def _steps(model: ModelConfig) -> list[int] | None:
-    """Return the sparse steps of encoder and decoder; None if a stack has no such step."""
+    """Return the sparse steps of encoder and decoder; None if a stack's layers with experts fit no sparse step."""
     steps = []
     for first, depth in ((1, model.num_layers), (model.num_layers + 1, model.decoder_layers)):
         found = [n - first for n in model.layers_with_experts if first <= n < first + depth]

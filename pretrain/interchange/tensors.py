@@ -146,7 +146,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """One application of an entry: our tensor, or an expert's or a layer's slice of it, and their tensors.
+    """One application of an entry: our tensor (or an expert's or a layer's slice of it), and Hugging Face's tensors.
 
     Attributes:
         ours: name in a checkpoint; empty for zeros.

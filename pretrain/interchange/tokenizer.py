@@ -83,7 +83,9 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
 
 def files_from(source: Path) -> dict[str, bytes]:
-    """Return the tokenizer files, unchanged and by name: those of a folder (empty if it has none), or ``source``.
+    """Return, unchanged and by name, the tokenizer files of a folder, or a tokenizer file with its companions.
+
+    The result is empty if a folder has no tokenizer.
 
     Raises:
         UserError: the tokenizer is damaged, or has no piece that ends documents.

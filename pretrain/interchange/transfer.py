@@ -283,7 +283,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the states of the run and its ranks; without the optimizer's tensors, the state of `weights_only`."""
+    """Return the states of the run and of its ranks; without optimizer tensors, `weights_only` and an empty state."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []

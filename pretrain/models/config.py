@@ -69,7 +69,7 @@ def set_rope_theta(module: Any, recipe: Recipe) -> None:
 
 
 def _split(recipe: Recipe) -> dict:
-    """Return the fields of ``[parallel]``, except for experts, whose process groups `megatron_patch` reads."""
+    """Return the fields that ``[parallel]`` sets, except for experts, whose process groups `megatron_patch` reads."""
     parallel = recipe.parallel
     recompute: dict[str, dict[str, Any]] = {
         "none": {},

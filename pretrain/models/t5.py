@@ -68,7 +68,7 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def _key_relative_positions(module: T5Model, seed: int) -> None:
-    """Draw each stack's biases by relative position, [buckets, heads], as embeddings are initialized."""
+    """Draw each stack's relative position biases [buckets, heads] with the initializer of embeddings."""
     for part in ("encoder", "decoder"):
         weight = getattr(module, f"{part}_relative_pos_emb").relative_attention_bias.weight
         if not weight.is_meta:
@@ -84,8 +84,8 @@ def _enter_encoder(module: T5Model) -> None:
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Key the dropout of the embedding as the decoder's, and set the position of the decoder's noise in decoder tokens:
-    a batch's position counts encoder tokens."""
+    """Key the dropout of the embedding as the decoder's, and convert the position of the decoder's noise to decoder
+    tokens: a batch's position counts encoder tokens."""
     module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
     if module.training and where is not None:

@@ -163,8 +163,8 @@ def _lost(record: Record) -> dict[str, int]:
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
-    """Return array numbers by series name: steps (as differences) and values; for spans of several steps, also steps
-    and values of the means."""
+    """Return, by series name, the array numbers of its steps (as differences) and values. If points span several
+    steps, also return those of the steps and values of the means."""
     found = {}
     for name in curves.names:
         steps, values = curves.points(name)

@@ -74,8 +74,8 @@ class Curves:
         self._count[span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps and values of a series: the extremes of every span by step, and the last values. A span with
-        values, but no finite one, is NaN."""
+        """Return steps and values of a series, in order of steps: the extremes of every span, the last value and the
+        last finite value. A span with values, but no finite one, is NaN."""
         column = self.names[name]
         has = self._count[:, column] > 0
         low, high = self._low[has, column], self._high[has, column]

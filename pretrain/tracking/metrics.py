@@ -39,8 +39,8 @@ class Metric:
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
         section: section of the report; layer metrics are always in "Routing". Layer metrics, and metrics outside
-            ``more`` and ``events``, also have a number in "Numbers": the mean over the steps for metrics in ``speed``
-            that are not ``is_exact``, the last value for the others.
+            ``more`` and ``events``, also have a number in "Numbers": for metrics in ``speed`` without ``is_exact``,
+            the mean over the steps; for the others, the last value.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: True if ``fmoe evaluate`` reports the layer metric.

@@ -1,7 +1,8 @@
 """trackio: a local database with a local server.
 
-The database is in ``RUN/trackio``, or in ``TRACKIO_DIR`` for several runs; ``TRACKIO_DIR=RUN/trackio trackio show``
-shows it. Data stays on the machine unless ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is set.
+The database is in ``TRACKIO_DIR``, which several runs may share, or by default in ``RUN/trackio``;
+``TRACKIO_DIR=RUN/trackio trackio show`` shows it. Data stays on the machine unless ``TRACKIO_SPACE_ID`` or
+``TRACKIO_SERVER_URL`` is set.
 """
 
 import contextlib

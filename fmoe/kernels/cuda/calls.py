@@ -178,7 +178,7 @@ def combine_backward(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `combine`: of the rows, and of the weights in float32; None if not needed."""
+    """Return two gradients of `combine`: of its rows, and of its weights (in float32). Each is None if not needed."""
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
@@ -412,7 +412,7 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
 
 
 def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> tuple[Tensor, Tensor]:
-    """Return ``expert_TK`` with -1 where the expert is full in the routing group, and `place`'s ``tile_count``."""
+    """Return ``expert_TK``, with -1 where the expert is full in the routing group; and ``tile_count`` for `place`."""
     (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
     assert queued.tile_count is not None
     kept = torch.empty_like(expert_TK)
@@ -472,7 +472,7 @@ def route_counted(
     kept_groups: int,
     best_of: int,
 ) -> tuple[Tensor, Tensor, Tensor, Counted]:
-    """Return (expert_TK, weight_TK, logsumexp_T) by the softmax of the logits, and counts and sums by tile.
+    """Route by the softmax of the logits; return (expert_TK, weight_TK, logsumexp_T, counts and sums by tile).
 
     Args:
         by_choice: count each choice separately.
@@ -514,7 +514,7 @@ def _route(
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
-    """Return the number of experts per lane, and the 4-byte words of shared memory of a block and of a warp."""
+    """Return three numbers: experts per lane, and 4-byte words of shared memory per block and per warp."""
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
     of_block = experts * (top_k if by_choice else 1) if counted else 0
     return width, of_block, top_k + groups + 3 + (experts if counted else 0) + (experts if width == 0 else 0)

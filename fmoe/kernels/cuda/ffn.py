@@ -233,7 +233,7 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
 def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
-    """Return the FLOPs of all assignments, dropped ones included: only the device knows their number."""
+    """Return the FLOPs of all assignments, dropped ones included: only the device knows how many are dropped."""
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 

@@ -1,4 +1,4 @@
-"""A softmax router from tokens to experts, weights, losses and statistics, as one operation forward and one backward.
+"""A softmax router as one operation forward and one backward: experts, weights, losses and statistics of tokens.
 
 Forward: jitter (if any); logits; one kernel for scores, choices and weights; one for losses and statistics; one for
 capacity (if any). The backward pass also adds the experts' gradient of the tokens to the router's. `fmoe.gates.router`
@@ -41,7 +41,7 @@ class Result:
 
     Attributes:
         expert_TK: -1 for padding and for assignments over capacity.
-        stats: [E + 5], `fmoe.routing.RoutingStats.sums` with `LOSSES`.
+        stats: [E + 5], `fmoe.routing.RoutingStats.sums` for the losses named in `LOSSES`.
         tile_count: assignments by tile and expert (`calls.place`), empty without capacity.
         tokens_TD: the tokens, to be passed to the experts: the router's backward pass adds the experts' gradient to its
             own. None if the tokens need no gradient.

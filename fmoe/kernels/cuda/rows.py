@@ -12,7 +12,7 @@ from fmoe.kernels.cuda import calls
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return a row for each of the first ``num_rows`` assignments of ``perm_N``: [M, D]."""
+    """Return the token's row for each of the first ``num_rows`` assignments of ``perm_N``: [M, D]."""
     return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 
@@ -127,7 +127,7 @@ def place(
     """Sort assignments by expert, stably, with dropped ones (-1) last.
 
     Args:
-        tile_count: counts of the assignments (`fmoe.kernels.cuda.calls.place`); None to count them.
+        tile_count: number of assignments by tile and expert (`fmoe.kernels.cuda.calls.place`); None to count them.
 
     Returns:
         (perm_N, inverse_TK, kept_TK, count_E, end_E in int32, number of kept rows [1]).

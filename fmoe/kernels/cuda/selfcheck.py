@@ -23,7 +23,7 @@ _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
     """Return a description of the first wrong result on a device, or None. Synchronizes the device.
 
-    It does not use autograd on the device: during a backward pass, that would wait for the pass to end.
+    It does not use autograd on the device: a check during a backward pass would wait for that pass to end.
 
     Args:
         gemm: "loop" (uses torch's GEMMs, to check only the other kernels), "grouped" or "triton".

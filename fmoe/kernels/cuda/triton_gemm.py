@@ -309,7 +309,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Return each tile's expert and first row, and an upper bound on tile count: one partial tile per expert."""
+        """Return each tile's expert and first row, and an upper bound on the number of tiles."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)

@@ -221,7 +221,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute out [M, N] = x [M, D] @ w[e] + bias[e], with w[e] of strides (stride_k, stride_n) viewed as [D, N]."""
+    """Compute out [M, N] = x [M, D] @ w[e] + bias[e]; w[e] is [D, N] with the strides (stride_k, stride_n)."""
     tile, column = _place(tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
     if expert >= 0:
@@ -275,8 +275,9 @@ def down_backward(
 ):
     """Compute gradients from d_active = grad[index // per] @ w[e] (not stored; w: [L, D, H]).
 
-    With the weight of row i's assignment: scaled [M, H] = weight * active, d_hidden [M, P] = weight * d_active *
-    act'(hidden), and dot [tiles of columns, assignments], the partial sums of <active, d_active>.
+    They are d_hidden [M, P] = weight * d_active * act'(hidden), with the weight of each row's assignment, and dot
+    [tiles of columns, assignments], the partial sums of <active, d_active>. The kernel also computes
+    scaled [M, H] = weight * active.
     """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
@@ -338,7 +339,7 @@ def weights(
 ):
     """Compute out [L, O, I] = left [M, O].T @ right [M, I] over the rows of each expert; with ADDS, add to out.
 
-    Row i of a gathered operand is its row index[i] // per.
+    Row i of a gathered operand is row index[i] // per of the tensor that is passed.
     """
     o, i = _place(tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Measurements of variants, stored per machine, and the run of the self-check, whose result lasts for the process."""
+"""Measurements of variants, stored per machine, and a function that runs the self-check."""
 
 import functools
 import json

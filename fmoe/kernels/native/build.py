@@ -65,7 +65,7 @@ class _Recipe:
     def key(self) -> str:
         """Return the cache key.
 
-        Without a compiler, which containers may lack, it is a prefix that matches the result of any compiler.
+        Without a compiler, which containers may lack, it is the prefix that the keys of all compilers share.
         """
         if isinstance(self.compiler, BuildError):
             return f"{self.base}-"

@@ -125,7 +125,7 @@ def current_isa() -> str:
 def isa_limit() -> str | None:
     """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    A name of `isas` also turns bf16 GEMMs off; "avx512_bf16" keeps them. src/processor.h also reads the variable.
+    Every name of `isas` turns bf16 GEMMs off; "avx512_bf16" keeps them on. src/processor.h reads the variable too.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one above what torch detects.

@@ -39,7 +39,8 @@ def load() -> bool:
         True if ``torch.ops.fmoe_native`` has the operations.
 
     Raises:
-        UserError: FMOE_NATIVE is invalid or, with the backend on, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA is.
+        UserError: FMOE_NATIVE is invalid; or the backend is on, and FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA
+            is invalid.
     """
     global _outcome
     if _outcome is None:

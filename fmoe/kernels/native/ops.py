@@ -234,9 +234,9 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
 def added_to_main_grad(weight: Tensor) -> Tensor | None:
     """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient for autograd.
 
-    Megatron's hooks need a ``grad`` that is not None, but do not read it: it becomes an expanded scalar, which takes no
-    memory, and autograd gets None. Post-accumulate hooks run only if autograd accumulates a gradient: for a
-    weight with such hooks, autograd gets an uninitialized gradient.
+    Megatron's hooks need a ``grad`` that is not None, but do not read it. A missing ``grad`` becomes an expanded
+    scalar, which takes no memory, and autograd gets None. Post-accumulate hooks run only if autograd accumulates a
+    gradient: for a weight with such hooks, autograd gets an uninitialized gradient.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if weight._post_accumulate_grad_hooks:

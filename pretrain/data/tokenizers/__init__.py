@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def default_sentinels(vocab_size: int) -> int:
-    """Return 1/64 of ``vocab_size``, at most T5's 100. 2,048 pieces give 32 sentinels, enough for 512 tokens."""
+    """Return the number of sentinels: 1/64 of ``vocab_size``, at most T5's 100."""
     return min(100, vocab_size // 64)
 
 
@@ -81,7 +81,7 @@ def train_tokenizer(
             Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
             and ``character_coverage`` has no effect.
         vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and, with
-            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE` or, with "bytes", the exact number.
+            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE` or, with "bytes", the sum of these.
         model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs
             an ``output`` that ends in ``.json``, but no text; it has 7 special pieces, the sentinels (none by default)
             and 256 bytes.

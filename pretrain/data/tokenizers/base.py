@@ -36,7 +36,7 @@ class Tokenizer(ABC):
         end_of_document: id that ends a document (sentencepiece's eos).
         pad: id of padding, or None in a foreign model without one.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
-        special_ids: ids without text: those above, and the ids of begin, unknown, cls, sep, mask, ...
+        special_ids: ids without text: end of document, padding, sentinels, begin, unknown, cls, sep, mask, ...
     """
 
     path: Path
@@ -76,7 +76,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _bytes_of(self, i: int) -> int:
-        """Return the number of UTF-8 bytes of a piece's text."""
+        """Return the number of UTF-8 bytes in the text of id ``i``."""
 
     @property
     def ids(self) -> Mapping[str, int]:
@@ -85,7 +85,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes of the text of each id, 0 for special ones; int64 [vocab_size].
+        """Number of UTF-8 bytes in the text of each id, 0 for special ids; int64 [vocab_size].
 
         Their sum over the tokens of a text is the number of bytes that `decode` returns, if the tokenizer keeps every
         text exactly; it is off by one if the tokenizer drops or adds a space at the beginning."""

@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def splits_digits_and_words(self) -> bool:
-        """True if the model prepares a text for merging as models of `train_bytes` do."""
+        """True if the model splits a text before merges as models of `train_bytes` do, and does not normalize it."""
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
         splits = self._model.pre_tokenizer
         ours = _splits(tokenizers)
