@@ -232,6 +232,7 @@ def _run_rank(rank: int, size: int, rendezvous: str, function: Callable, args: t
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    dist.barrier()  # a rank that the function ends would break connections that other ranks still make
     try:
         return 0, function(*args)
     except Exception as error:
