@@ -44,9 +44,9 @@ class LatentAttention(MLASelfAttention):
 def _gather(
     config: MLATransformerConfig, module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the columns of the compressed keys and values, and those of the rotary key, from all ranks.
+    """Gather all columns of the compressed keys and values and of the rotary key from all ranks.
 
-    Megatron-core takes the gathered output for that of a replicated layer, and does not gather it again. Under sequence
+    Megatron-core then assumes a replicated layer, and does not gather the output again. Under sequence
     parallelism, it expects a slice of the tokens from such a layer, gathers the rotary keys and sums their gradients.
     """
     columns, bias = output
