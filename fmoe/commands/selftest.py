@@ -160,7 +160,7 @@ _QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient
 
 
 def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
-    """Run the case on all ranks: every rank posts its errors to the store, and rank 0 evaluates them."""
+    """Run the case: every rank posts its relative errors, or its exception, to the store; rank 0 evaluates them."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:
