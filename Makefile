@@ -30,7 +30,7 @@ INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
 	@echo "make compare set up, train a dense GPT and Mixture-of-Experts ones of equal active FLOPs, compare their losses"
-	@echo "make headlines  set up, train models with 32 to 96 experts beside their dense twins, then studies: about five hours"
+	@echo "make headlines  set up, train models with 32 to 96 experts beside their dense twins, then studies and benchmarks: about six hours"
 	@echo "make corpus  set up, prepare the corpus alone; then \`$(BIN)/fmoe train t5\` or \`bert\`"
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"

@@ -132,7 +132,7 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
     for job in jobs:
         job.look()
     waiting = [job for job in jobs if not job.is_done]
-    began, told, done = time.monotonic(), time.monotonic(), sum(job.step for job in jobs)
+    told, first = time.monotonic(), None
     with _stopping() as received:
         try:
             while waiting or _running(jobs):
@@ -155,7 +155,8 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
                     told = time.monotonic()
                     for job in _running(jobs):
                         job.look()
-                    _say(_progress(jobs, done, told - began))
+                    first = first or (told, sum(job.step for job in jobs))  # before it, processes started
+                    _say(_progress(jobs, told - first[0], first[1]))
         finally:
             _stop(jobs)
     if received:
@@ -232,7 +233,7 @@ def _describe(job: Job) -> str:
     return f"step {job.step} of {job.recipe.train.steps}{loss}"
 
 
-def _progress(jobs: Sequence[Job], done_before: int, seconds: float) -> str:
+def _progress(jobs: Sequence[Job], seconds: float, done_before: int) -> str:
     steps = sum(job.recipe.train.steps for job in jobs)
     done = sum(job.step for job in jobs)
     left = ""

@@ -1,7 +1,8 @@
 """``python -m bench headlines``: models with experts against their dense twins, at equal active FLOPs.
 
-Trains each pair of models, and the variants of each study, with each seed, two runs at once, and prints tables.
-Finished runs are kept, and stopped ones resume. See docs/headlines.md.
+Trains each pair of models, and the variants of each study, with each seed, two runs at once. Then runs the benchmarks
+whose figures are compared with those of publications, one after the other, and prints all tables. Finished runs and
+reports are kept, and stopped runs resume. See docs/headlines.md.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 
 from bench.convergence import study
 from bench.convergence.study import Job
+from bench.headlines import numbers
 from bench.intervals import student_t
 from fmoe.errors import UserError, known_names
 from pretrain.compare import figure
@@ -156,34 +158,39 @@ STUDIES = {
     ),
 }
 
+NAMES = [*PAIRS, *STUDIES, *numbers.NUMBERS]
+
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0, or the code that ended the training early: see `study.train`."""
+    """Return 0, or the code that ended the training early (see `study.train`), or that of a failed benchmark."""
     parser = argparse.ArgumentParser(prog="python -m bench headlines", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"pairs and studies to train; by default all: {', '.join([*PAIRS, *STUDIES])}",
+        help=f"pairs and studies to train, benchmarks to run; by default all: {', '.join(NAMES)}",
     )
     study.add_options(parser, folder="runs/headlines", seeds=[])
     parser.add_argument("--table", action="store_true", help="train nothing: the tables of the runs that are finished")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
     arguments = parser.parse_args(argv)
     options = study.check_options(arguments)
-    known = [*PAIRS, *STUDIES]
     for name in arguments.names:
-        if name not in known:
-            raise UserError(f"unknown pair or study {name!r}; {known_names(name, known)}")
-    names = list(dict.fromkeys(arguments.names)) or known
+        if name not in NAMES:
+            raise UserError(f"unknown pair, study or benchmark {name!r}; {known_names(name, NAMES)}")
+    names = list(dict.fromkeys(arguments.names)) or NAMES
     jobs = plan(names, arguments.seeds, arguments.folder, options)
     once = list({job.folder: job for job in jobs.values()}.values())  # a study may have a run of a pair
     if not arguments.table and (code := study.train(once, at_once=arguments.at_once, threads=arguments.threads)):
         return code
-    groups = {name: _groups(name, jobs) for name in names}
+    measured = [name for name in numbers.NUMBERS if name in names]
+    reports = arguments.folder / "numbers"
+    failed = 0 if arguments.table else numbers.measure(measured, reports)
+    groups = {name: _groups(name, jobs) for name in names if name not in measured}
     rows = [_row(name, groups[name]) for name in names if name in PAIRS and groups[name]]
     of_studies = {name: _study_rows(name, groups[name]) for name in names if name in STUDIES and groups[name]}
-    if not rows and not of_studies:
+    finished = numbers.reports(measured, reports)
+    if not rows and not of_studies and not finished and not failed:
         raise UserError(f"{arguments.folder} has no finished pair of runs")
     drawn = [row["pair"] for row in rows] + list(of_studies)
     for name in drawn:
@@ -194,12 +201,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{name}, compared with {STUDIES[name].base}:\n\n{study_table(variants)}")
         if exponent := _exponent(STUDIES[name].curve, variants):
             print(f"\nloss ~ experts ** {_shown(exponent)}")
-    print(f"curves: {', '.join(str(arguments.folder / name) + '.svg' for name in drawn)}", file=sys.stderr)
+    for text in finished:
+        print(f"\n{text}")
+    if drawn:
+        print(f"curves: {', '.join(str(arguments.folder / name) + '.svg' for name in drawn)}", file=sys.stderr)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         every = [*rows, *(row for variants in of_studies.values() for row in variants)]
         arguments.out.write_text(json.dumps(every, indent=1, allow_nan=False) + "\n")
-    return 0
+    return failed
 
 
 def plan(

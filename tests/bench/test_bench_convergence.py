@@ -136,7 +136,7 @@ def test_others_go_on_after_a_run_that_fails(recipes, stand_in, tmp_path, capsys
 
 
 def test_progress(recipes, stand_in, tmp_path, capsys):
-    stand_in(seconds=0.3)
+    stand_in(seconds=0.6)
     assert study.train(study.plan(recipes[:1], [1], tmp_path / "runs"), at_once=2, threads=1, every=0.5) == 0
     assert "min left: dense-seed1 step " in capsys.readouterr().out
 

@@ -1,10 +1,12 @@
-"""`make headlines`: its pairs at equal active FLOPs, and the table of finished runs."""
+"""`make headlines`: its pairs at equal active FLOPs, the table of finished runs, and the benchmarks after them."""
 
 import json
 import math
+import sys
 
 import pytest
 
+from bench import __main__ as bench_main
 from bench.headlines import main as headlines
 from bench.headlines.main import DENSE, EXPERTS, HALF, HERE, PAIRS, STUDIES
 from fmoe.errors import UserError
@@ -141,3 +143,37 @@ def test_trains_a_run_of_a_pair_and_a_study_once(tmp_path, monkeypatch):
     monkeypatch.setattr(headlines.study, "train", lambda jobs, **_: began.extend(job.name for job in jobs) or 75)
     assert headlines.main(["variants-of-gpt-64-bytes", "gpt-64-bytes", "--folder", str(tmp_path)]) == 75
     assert len(set(began)) == len(began) == 6 + 3 * len(STUDIES["variants-of-gpt-64-bytes"].variants)
+
+
+def test_benchmarks_run_once(tmp_path, monkeypatch, capfd):
+    """A benchmark that fails leaves the next ones running, and runs again; a finished one only prints its report."""
+    script = """
+import pathlib, sys
+out, code = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+out.joinpath("report.md").write_text(f"code {code}\\n")
+sys.exit(code)
+"""
+    codes = {"zero": 1, "classes": 0}
+    monkeypatch.setattr(
+        headlines.numbers, "command", lambda name, out: [sys.executable, "-c", script, str(out), str(codes[name])]
+    )
+    argv = ["classes", "zero", "--folder", str(tmp_path)]
+    folder = tmp_path / "numbers"
+    assert headlines.main(argv) == 1
+    assert (folder / "zero.unfinished/report.md").exists() and (folder / "classes/report.md").exists()
+    assert "bench zero ended with code 1" in capfd.readouterr().out
+    codes["zero"], codes["classes"] = 0, 7
+    assert headlines.main(argv) == 0, "classes is finished and not run again"
+    assert not (folder / "zero.unfinished").exists()
+    assert headlines.main([*argv, "--table"]) == 0
+    assert capfd.readouterr().out.count("code 0") == 4
+
+
+@pytest.mark.parametrize("name", headlines.numbers.NUMBERS)
+def test_benchmarks_take_their_options(name, tmp_path, capsys):
+    """Each benchmark accepts its options, and writes where it is asked to."""
+    command = headlines.numbers.command(name, tmp_path / "out")
+    with pytest.raises(SystemExit):
+        bench_main._module(name).main([*command[4:], "superfluous"])
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: superfluous\n")
+    assert command[-2:] == ["--out", str(tmp_path / "out")]
