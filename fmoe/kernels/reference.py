@@ -10,7 +10,7 @@ from fmoe.kernels.glu import gate
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return the tokens in the order of their experts, one row per assignment: [num_rows, D]."""
+    """Return each kept assignment's token, sorted by expert: [num_rows, D]."""
     return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 

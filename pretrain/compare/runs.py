@@ -13,7 +13,7 @@ from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
 
 # Prefixes of keys that do not define an experiment: the seed, and keys that change losses by rounding at most.
 OF_NO_EFFECT = (
-    "run.",
+    "run.folder",
     "parallel.",
     "checkpoint.",
     "tracking.",

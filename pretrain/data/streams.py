@@ -353,8 +353,8 @@ def _refuse_script(folder: Path) -> None:
 
 def _script_error(quoted: str) -> UserError:
     return UserError(
-        f"{quoted} has a loading script, and no code of a dataset is run: pass its data files, or on the Hub the "
-        "revision refs/convert/parquet"
+        f"{quoted} has a loading script, but fmoe never runs a dataset's code: pass a folder with its data files, or "
+        "NAME@refs/convert/parquet for a dataset on the Hub"
     )
 
 

@@ -29,8 +29,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises UserError if it is not supported."""
     key = "fmoe_format" if "fmoe_format" in config else "model_type"
     name = config.get(key)
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"{key}={toml(name)} is not supported: it must be one of {', '.join(FAMILIES)}")
+    known = [one.name for one in FAMILIES.values() if key == "fmoe_format" or "model_type" not in one.constants]
+    if not isinstance(name, str) or name not in known:
+        raise UserError(f"{key}={toml(name)} is not supported: it must be one of {', '.join(known)}")
     return FAMILIES[name]
 
 

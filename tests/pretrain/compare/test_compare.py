@@ -12,7 +12,7 @@ from fmoe.errors import UserError
 from pretrain.compare.cli import main
 from pretrain.compare.groups import Point, group_runs, reach
 from pretrain.compare.runs import check_comparable, read_run
-from pretrain.config import ModelConfig, Recipe, RunConfig, TrainConfig, write_recipe
+from pretrain.config import ModelConfig, Recipe, TrainConfig, write_recipe
 from pretrain.tracking import JsonlTracker
 
 # 4 steps of 2 sequences of 8 tokens; 16 tokens a step.
@@ -33,7 +33,7 @@ def make(tmp_path):
         folder.mkdir()
         for section, changes in sections.items():
             recipe = replace(recipe, **{section: replace(getattr(recipe, section), **changes)})
-        recipe = replace(recipe, run=RunConfig(folder=str(folder)), train=replace(recipe.train, seed=seed))
+        recipe = replace(recipe, run=replace(recipe.run, folder=str(folder)), train=replace(recipe.train, seed=seed))
         write_recipe(recipe, folder / "config.toml")
         log(folder, losses)
         told = {"params": 1000, "active_params": 500, "flops_per_token": 3000.0}
@@ -219,15 +219,17 @@ def test_seeds_without_a_common_step(make, capsys):
 
 
 def test_groups(make):
-    """Split, folder and tracking make no other recipe, a learning rate does; a seed's second run is another group."""
+    """Split, folder and tracking make no other recipe, a learning rate and a plugin do; a seed's second run is another
+    group."""
     runs = [
         make("x-1", {0: 8}, 1),
         make("x-12", {0: 8}, 12, parallel={"expert": 2}, tracking={"wandb": False}, checkpoint={"every": 7}),
         make("y", {0: 8}, 1),
         make("z", {0: 8}, 12, optimizer={"lr": 1e-2}),
+        make("plugin", {0: 8}, 13, run={"imports": ["my_callback.py"], "callbacks": ["mine"]}),
     ]
     groups = group_runs([read_run(folder) for folder in runs])
-    assert [(group.name, len(group.runs)) for group in groups] == [("x", 2), ("y", 1), ("z", 1)]
+    assert [(group.name, len(group.runs)) for group in groups] == [("x", 2), ("y", 1), ("z", 1), ("plugin", 1)]
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,11 @@ CONFIGS = {
         "model_type=llama is not supported: it must be one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
+    "published DeepSeekMoE": (
+        "mixtral",
+        {"model_type": "deepseek"},
+        r"model_type=deepseek is not supported: it must be one of ((?!deepseek_moe).)*$",
+    ),
     "another format": ("mixtral", {"fmoe_format": "other"}, "fmoe_format=other is not supported"),
     "no sliding window": ("mixtral", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
     "sliding window that is used": ("qwen", {"use_sliding_window": True}, "use_sliding_window=true .* must be false"),
