@@ -16,7 +16,7 @@ def test_two_ranks(tmp_path, capfd):
     assert not row.failures and row.reference in row.seconds
     assert all(len(seconds) == 5 for seconds in row.seconds.values())
     facts = row.facts["fmoe all_to_all"]
-    assert facts["collectives"] == "5" and facts["host reads"] == "1 (1 tolist)"
+    assert facts["collectives"] == "7" and facts["host reads"] == "1 (1 tolist)"
     padded = row.facts["fmoe padded"]
     assert padded["host reads"] == "0" and padded["collectives"] == "4"
     # 4 journeys to the 4 experts of the other rank, each with as many rows as the hottest: 2 * (2 / 8) * 64.
