@@ -124,6 +124,8 @@ STUDIES = {
         "gpt-64-bytes", ["5e-3", "1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2", "2e-2"]
     ),
     "rates-of-gpt-96": _rates("gpt-96", ["1e-2", "2e-2", "4e-2"], ["2.5e-3", "5e-3", "1e-2"]),
+    "rates-of-transformer-xl-64": _rates("transformer-xl-64", ["5e-3", "1e-2", "2e-2"], ["5e-3", "1e-2", "2e-2"]),
+    "rates-of-switch-t5": _rates("switch-t5", ["5e-3", "1e-2", "2e-2"], ["2.5e-3", "5e-3", "1e-2"]),
     # The base is the third run of the pair gpt-64-bytes.
     "variants-of-gpt-64-bytes": Study(
         "gpt-64-bytes",
@@ -139,6 +141,9 @@ STUDIES = {
             "256-experts": _experts(256, 64),
             "128-fine-experts-top-4": _FINE,
             "switch-top-1": _experts(64, 224, "--model.top_k", "1", "--model.gate", "switch"),
+            "switch-top-1-without-jitter": _experts(
+                64, 224, *("--model.top_k", "1", "--model.gate", "switch"), *("--model.jitter", "0")
+            ),
             "sigmoid-bias": _short("--model.gate", "sigmoid", "--model.balance_loss", "0"),
             "shared-expert": _short(
                 *("--model.top_k", "1", "--model.gate", "switch"), *("--model.num_shared_experts", "1")
@@ -146,6 +151,7 @@ STUDIES = {
             "no-balance-loss": _short("--model.balance_loss", "0"),
             "balance-over-micro-batch": _short("--model.balance_scope", "data_parallel"),
             "capacity-1.25": _short("--model.capacity_factor", "1.25"),
+            "bf16": _short("--train.precision", "bf16"),
         },
         curve={"8-experts": 8, "16-experts": 16, "32-experts": 32, HALF: 64, "128-experts": 128, "256-experts": 256},
     ),
