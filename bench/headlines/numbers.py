@@ -21,6 +21,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "savers": (),
     "recompute": (),
     "scaling": (),
+    "large_batch": ("--gap", "0.25", "--gap-of", "lamb"),
 }
 
 
