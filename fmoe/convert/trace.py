@@ -272,7 +272,10 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
 
 
 def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
-    """Return the module and attribute that hold the rate of the only dropout between the maps, and of no other."""
+    """Return the module and attribute that set the rate of the only dropout between the maps, and of none elsewhere.
+
+    None if there is no such attribute.
+    """
     for holder in holders if len(rates.inside) == 1 else ():
         for name, value in list(vars(holder).items()):
             if not isinstance(value, float) or value != rates.inside[0]:

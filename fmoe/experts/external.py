@@ -37,7 +37,10 @@ Stacks = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_
 BACKENDS = ("te", "sonicmoe")
 _NEEDS = {
     "te": ("transformer_engine.pytorch", "pip install --no-build-isolation 'transformer_engine[pytorch]'"),
-    "sonicmoe": ("sonicmoe.functional", "pip install --no-deps sonic-moe, and what docs/cuda.md names"),
+    "sonicmoe": (
+        "sonicmoe.functional",
+        "pip install --no-deps sonic-moe && pip install quack-kernels nvidia-cutlass-dsl",
+    ),
 }
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _tuned = tuning.TuningCache("backends.json", lambda name: name in ("cuda", *BACKENDS))

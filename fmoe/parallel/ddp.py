@@ -77,8 +77,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, so their gradients are not "
-                    "reduced: it raised an error, or the loss depends on no tensor that the forward pass returned, "
-                    "directly or in lists, tuples, dicts and dataclasses"
+                    "reduced: it raised an error, or the loss depends on no tensor in the forward pass's output (a "
+                    "tensor, or lists, tuples, dicts and dataclasses of tensors)"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()

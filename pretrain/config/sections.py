@@ -87,7 +87,7 @@ class CheckpointConfig:
     """Schedule and retention of checkpoints."""
 
     every: int = 100
-    """Steps between checkpoints; the last step is saved too, even if a signal stops the run; 0 disables all saves."""
+    """Steps between checkpoints; a run also saves after its last step or after a signal; 0 disables all saves."""
     keep: int = 2
     """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int | None = None

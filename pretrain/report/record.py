@@ -182,8 +182,10 @@ class Loads:
         self._first: int | None = None
 
     def add(self, step: int, loads: Mapping[int, Sequence[float | None]]) -> None:
-        """Add a step's loads by layer, in order of steps. A layer with a load that is not finite counts as not
-        logged."""
+        """Add the loads of one step by layer; steps must ascend.
+
+        A layer with a load of None or NaN counts as not logged.
+        """
         if self._first is None:
             self._first = step
         while (span := (step - self._first) // self.stride) >= self._spans:

@@ -57,7 +57,7 @@ class Result:
 
 
 def fits(num_experts: int, top_k: int, rule: Rule, has_capacity: bool) -> bool:
-    """Return whether the kernels can count these choices in shared memory."""
+    """Return whether the kernels' counters of assignments fit in shared memory."""
     _, of_block, of_warp = calls.route_words(num_experts, top_k, rule.groups, True, has_capacity)
     return num_experts <= MAX_EXPERTS and 4 * (of_block + of_warp) <= launch.SHARED
 
