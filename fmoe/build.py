@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
-from fmoe.errors import UserError, known_names
+from fmoe.errors import UserError, known_names, wrong_type
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
 from fmoe.gates import GATES, Gate, build_gate
@@ -108,6 +108,10 @@ class Spec:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{key}={value!r} is not a positive whole number")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not field.default and (wrong := wrong_type(field.type, value)):
+                raise UserError(f"{field.name}={value!r} is not {wrong}")
         shared = self.shared_expert
         if not isinstance(shared, nn.Module | None) and (type(shared) is not int or shared < 1):
             raise UserError(f"shared_expert={shared!r} is neither a module nor a positive whole number")

@@ -8,9 +8,10 @@ import difflib
 import importlib
 import inspect
 import unicodedata
-from collections.abc import Iterable, MutableMapping
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from numbers import Integral, Real
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 EXIT_USAGE = 2
 
@@ -53,17 +54,73 @@ def option_names(factory: Any) -> list[str] | None:
     For a class that passes on its ``**options``, the result includes the names that its base classes accept. A
     ``functools.partial`` accepts the names of its function.
     """
+    annotations, is_complete = _options(factory)
+    return sorted(annotations) if is_complete else None
+
+
+def _options(factory: Any) -> tuple[dict[str, Any], bool]:
+    """Return the annotations of a factory's parameters by name, and whether it accepts no other names."""
     factory = getattr(factory, "func", factory)
     calls = [factory]
     if isinstance(factory, type):
         calls = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
-    names: set[str] = set()
+    annotations: dict[str, Any] = {}
     for call in calls:
         parameters = inspect.signature(call).parameters.values()
-        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+        annotations = {p.name: p.annotation for p in named} | annotations
         if all(p.kind != p.VAR_KEYWORD for p in parameters):
-            return sorted(names - {"self"})
-    return None
+            return annotations, True
+    return annotations, False
+
+
+def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: str, own: Iterable[str]) -> None:
+    """Check the names and the types of options with which a factory will be called.
+
+    Args:
+        table: name of the options for the message, e.g. ``"gate_options"``.
+        owner: name of the factory for the message, e.g. ``"switch"``.
+        own: parameters of the factory that are no options.
+
+    Raises:
+        UserError: an unknown name, or a value whose type `wrong_type` recognizes as wrong.
+    """
+    annotations, is_complete = _options(factory)
+    for name, value in options.items():
+        if name in own or (is_complete and name not in annotations):
+            raise UserError(f"{table}: {owner} has no {name!r}; {known_names(name, sorted({*annotations} - {*own}))}")
+        if wrong := wrong_type(annotations.get(name), value):
+            raise UserError(f"{table}: {name}={value!r} is not {wrong}")
+
+
+def wrong_type(annotation: Any, value: Any) -> str | None:
+    """Return the expected kinds of value, such as "a number", if ``value`` has none of the annotation's types.
+
+    None if the value is valid, or the annotation has types other than numbers, bools, strings, mappings, callables.
+    """
+    expected = []
+    is_number = not isinstance(value, bool)
+    for kind in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,):
+        if kind is NoneType:
+            name, is_valid = "", value is None
+        elif kind is int:
+            name, is_valid = "a whole number", isinstance(value, Integral) and is_number
+        elif kind is float:
+            name, is_valid = "a number", isinstance(value, Real) and is_number
+        elif kind is bool:
+            name, is_valid = "true or false", isinstance(value, Integral) and value in (0, 1)
+        elif kind is str:
+            name, is_valid = "a string", isinstance(value, str)
+        elif get_origin(kind) is Mapping:
+            name, is_valid = "a mapping", isinstance(value, Mapping)
+        elif get_origin(kind) is Callable:
+            name, is_valid = "a function", callable(value)
+        else:
+            return None
+        if is_valid:
+            return None
+        expected += [name] if name else []
+    return " or ".join(expected)
 
 
 def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) -> None:

@@ -148,8 +148,9 @@ def _train(
             )
         )
     )
-    if recipe.guard.hang_minutes:
-        callbacks.append(Watchdog(folder / STACKS, 60 * recipe.guard.hang_minutes))
+    watchdog = Watchdog(folder / STACKS, 60 * recipe.guard.hang_minutes) if recipe.guard.hang_minutes else None
+    if watchdog is not None:
+        callbacks.append(watchdog)
     if recipe.checkpoint.every:
         callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint, events.saved))
         callbacks.append(Stopping())
@@ -167,8 +168,12 @@ def _train(
     if checkpoint is not None and changed and processes.is_main:
         _say([f"resumes from step {checkpoint.step} with {', '.join(changed)}"])
     try:
+        if watchdog is not None:
+            watchdog.start(trainer)
         trainer.run()
     finally:  # a run that diverged, was stopped or failed gets a report too
+        if watchdog is not None:
+            watchdog.stop()
         if processes.is_main:
             _write_report(folder)
     if not trainer.is_done:

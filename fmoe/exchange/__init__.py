@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fmoe.errors import UserError, add_name, known_names, option_names
+from fmoe.errors import UserError, add_name, check_options, known_names
 from fmoe.exchange.all_gather import AllGatherExchange
 from fmoe.exchange.all_to_all import AllToAllExchange
 from fmoe.exchange.base import Exchange, GroupExchange
@@ -52,12 +52,7 @@ def build_exchange(
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")
-    known = option_names(EXCHANGES[exchange])
-    if known is not None:
-        known = sorted(set(known) - {"group", "num_experts"})
-    for name in options or {}:
-        if known is not None and name not in known:
-            raise UserError(f"exchange_options: {exchange} has no {name!r}; {known_names(name, known)}")
+    check_options("exchange_options", EXCHANGES[exchange], options or {}, exchange, ("group", "num_experts"))
     if group is None or group.size() == 1:
         return LocalExchange(num_experts)
     if num_experts % group.size():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
-from fmoe.errors import UserError, add_name, known_names, option_names
+from fmoe.errors import UserError, add_name, check_options, known_names, option_names
 from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
@@ -105,8 +105,8 @@ def build_experts(
 
     Raises:
         UserError: an unknown name (the message lists the known ones), a sequence whose length is not ``num_experts``,
-            options for experts that take none, a ``tensor_group`` for experts other than ffn, swiglu and geglu, or an
-            unavailable backend.
+            an invalid option, options for experts that take none, a ``tensor_group`` for experts other than ffn, swiglu
+            and geglu, or an unavailable backend.
     """
     count = local.stop - local.start
     if backend not in BACKENDS:
@@ -115,6 +115,9 @@ def build_experts(
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
     made_by = getattr(factory, "func", factory)
     is_ffn = isinstance(made_by, type) and issubclass(made_by, FFNExperts)
+    if options and (is_ffn or factory is not expert):
+        own = ("num_experts", "d_model", "d_hidden", "first_expert", "seed")
+        check_options("expert_options", factory, options, getattr(expert, "__name__", str(expert)), own)
     if backend not in ("auto", "torch") and not is_ffn:
         raise UserError(f"backend={backend!r} supports ffn, swiglu and geglu, not expert={expert!r}")
     if backend != "auto" and is_ffn:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fmoe.errors import UserError, add_name, known_names
+from fmoe.errors import UserError, add_name, check_options, known_names
 from fmoe.gates.base_layers import BaseRouter
 from fmoe.gates.expert_choice import ExpertChoiceRouter
 from fmoe.gates.fixed import HashRouter, RandomRouter, ZeroRouter
@@ -66,14 +66,17 @@ def build_gate(
     """Return a gate from its name, its class or a ready instance, which keeps its own settings.
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), an object that is not callable, options for a
-            gate that is not a class, an instance with another ``num_experts`` or ``top_k``.
+        UserError: unknown name (lists the known ones and the nearest), an object that is not callable, an invalid
+            option, options for a gate that is not a class, an instance with another ``num_experts`` or ``top_k``.
     """
+    name = getattr(gate, "__name__", "the gate")
     if isinstance(gate, str):
         if gate not in GATES:
             raise UserError(f"gate={gate!r} is not known; {known_names(gate, sorted(GATES))}")
+        name = gate
         gate = GATES[gate]
     if isinstance(gate, type):
+        check_options("gate_options", gate, options, name, ("d_model", "num_experts", "top_k"))
         return gate(d_model, num_experts, top_k, **options)
     if not callable(gate):
         raise UserError(f"gate={gate!r} must be a name, a class, a module or a function")

@@ -82,6 +82,8 @@ class HashRouter(FixedRouter):
         self.seed = seed
         self._key = random.key("hash gate", seed)
         if table is not None:
+            if not isinstance(table, Tensor):
+                raise UserError(f"table has type {type(table).__name__}; it must be an int64 tensor")
             if table.dim() != 2 or table.shape[1] != self.top_k or table.dtype != torch.int64:
                 raise UserError(
                     f"table has shape {tuple(table.shape)} and dtype {table.dtype}; it must be int64 "

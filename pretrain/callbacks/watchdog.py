@@ -19,7 +19,7 @@ class Watchdog(Callback):
     """After ``seconds`` without progress, write the stacks of all threads to ``folder/rank-N.txt`` and end the process.
 
     Progress is the beginning of a step or of a micro batch, in validation too. Callbacks that run before this one are
-    watched. Later callbacks, such as saving, may take any time, and so may the validation before the first step.
+    watched, and so is the validation before the first step. Later callbacks, such as saving, may take any time.
 
     Each rank has its own timer thread. The thread needs the interpreter lock, so it does not run during a native call
     that holds the lock.
@@ -33,27 +33,36 @@ class Watchdog(Callback):
         self.folder, self.seconds = folder, seconds
         self._moved = threading.Condition()
         self._seen: float | None = None  # time.monotonic() of the last progress; None: not watching
-        self._is_over = False
+        self._has_begun = self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
+    def start(self, trainer: Loop) -> None:
+        """Watch from the first micro batch on. Call it before the trainer runs, and `stop` in any case afterwards."""
         self._trainer = trainer
         trainer.engine.on_progress = self._progress
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
+    def stop(self) -> None:
+        """End the thread; a second call does nothing."""
+        with self._moved:
+            self._is_over = True
+            self._moved.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
+        self._set(None)
+
     def before_step(self, trainer: Loop) -> None:
+        self._has_begun = True
         self._progress()
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         self._set(None)
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        with self._moved:
-            self._is_over = True
-            self._moved.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self.stop()
 
     def _progress(self) -> None:
         self._set(time.monotonic())
@@ -78,7 +87,8 @@ class Watchdog(Callback):
     def _dump(self) -> None:
         rank = self._trainer.processes.rank
         path = self.folder / f"rank-{rank}.txt"
-        line = f"rank {rank}: no progress for {self.seconds / 60:g} minutes in step {self._trainer.step + 1}"
+        where = f"{'in' if self._has_begun else 'before'} step {self._trainer.step + 1}"
+        line = f"rank {rank}: no progress for {self.seconds / 60:g} minutes {where}"
         began = time.time()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

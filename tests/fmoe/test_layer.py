@@ -245,6 +245,32 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
     [
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=5), "top_k=5 is not between 1 and num_experts=4"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=0), "top_k=0"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=2.0), "top_k=2.0 is not a whole number"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=True), "top_k=True is not a whole number"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, seed="x"), "seed='x' is not a whole number"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, gate_options=[1]), "gate_options=[1] is not a mapping"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, loss_scale=2.0), "loss_scale=2.0 is not a function"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, exchange_options=3), "exchange_options=3 is not a mapping"),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="switch", gate_options={"jiter": 0.1}),
+            "gate_options: switch has no 'jiter'; valid names: ",
+        ),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="sigmoid", gate_options={"routed_scale": "x"}),
+            "gate_options: routed_scale='x' is not a number",
+        ),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, expert_options={"dropout": "x"}),
+            "expert_options: dropout='x' is not a number",
+        ),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, expert="swiglu", expert_options={"gated": 2}),
+            "expert_options: gated=2 is not true or false",
+        ),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="hash", gate_options={"table": [[0]]}),
+            "table has type list; it must be an int64 tensor",
+        ),
         (lambda: fmoe.FMoE(d_model=0, num_experts=4), "d_model=0 is not a positive"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=0), "num_experts=0 is not a positive"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, d_hidden=0), "d_hidden=0"),

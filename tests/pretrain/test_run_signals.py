@@ -163,13 +163,45 @@ class HangAtStep:
         Engine.backward = standing_still
 
 
+class HangInValidation:
+    """Rank 1 stands still at the first micro batch of a validation."""
+
+    def __call__(self):
+        from pretrain.engine import Engine
+
+        evaluate = Engine.evaluate
+
+        def standing_still(engine, samples, count):
+            progress = engine.on_progress
+
+            def first():
+                progress()
+                if engine.processes.rank == 1:
+                    threading.Event().wait()
+
+            engine.on_progress = first
+            return evaluate(engine, samples, count)
+
+        Engine.evaluate = standing_still
+
+
+def test_a_hang_in_the_validation_before_the_first_step_ends_the_run(forks, recipe_file, tmp_path):
+    folder = tmp_path / "run"
+    recipe = recipe_file(parallel={"expert": 2}, guard={"hang_minutes": 0.1}, checkpoint={"every": 1})
+    ends = forks.command("pretrain", recipe, "--run.folder", folder, size=2, before=HangInValidation())
+    assert [end.code for end in ends] == [EXIT_HANG] * 2, ends[0].err + ends[1].err
+    for rank, end in enumerate(ends):
+        assert f"rank {rank}: no progress for 0.1 minutes before step 1" in end.err
+        assert "standing_still" in (folder / "stacks" / f"rank-{rank}.txt").read_text()
+
+
 def test_a_hang_leaves_the_stacks_of_all_ranks(forks, recipe_file, tmp_path):
     folder = tmp_path / "run"
-    recipe = recipe_file(parallel={"expert": 2}, guard={"hang_minutes": 0.05}, checkpoint={"every": 1})
+    recipe = recipe_file(parallel={"expert": 2}, guard={"hang_minutes": 0.1}, checkpoint={"every": 1})
     ends = forks.command("pretrain", recipe, "--run.folder", folder, size=2, before=HangAtStep(2))
     assert [end.code for end in ends] == [EXIT_HANG] * 2, ends[0].err + ends[1].err
     for rank, end in enumerate(ends):
-        assert f"rank {rank}: no progress for 0.05 minutes in step 3" in end.err
+        assert f"rank {rank}: no progress for 0.1 minutes in step 3" in end.err
         text = (folder / "stacks" / f"rank-{rank}.txt").read_text()
         assert "Thread" in text and "train_step" in text
     assert "standing_still" in (folder / "stacks" / "rank-1.txt").read_text()
