@@ -69,7 +69,6 @@ class Spec:
     Raises:
         UserError: an option is invalid; the message has its name, value and limit. Options of a part (gate, experts,
             exchange) are checked when `arguments` builds it.
-        TypeError: an unknown keyword in ``gate_options``, ``expert_options`` or ``shared_options``; from `arguments`.
     """
 
     d_model: int = _UNSET
@@ -112,6 +111,8 @@ class Spec:
             value = getattr(self, field.name)
             if value is not field.default and (wrong := wrong_type(field.type, value)):
                 raise UserError(f"{field.name}={value!r} is not {wrong}")
+            if field.name.endswith("_group") and value is not None and not hasattr(value, "size"):
+                raise UserError(f"{field.name}={value!r} is not a process group")
         shared = self.shared_expert
         if not isinstance(shared, nn.Module | None) and (type(shared) is not int or shared < 1):
             raise UserError(f"shared_expert={shared!r} is neither a module nor a positive whole number")

@@ -111,7 +111,7 @@ def wrong_type(annotation: Any, value: Any) -> str | None:
             name, is_valid = "true or false", isinstance(value, Integral) and value in (0, 1)
         elif kind is str:
             name, is_valid = "a string", isinstance(value, str)
-        elif get_origin(kind) is Mapping:
+        elif get_origin(kind) in (Mapping, dict):
             name, is_valid = "a mapping", isinstance(value, Mapping)
         elif get_origin(kind) is Callable:
             name, is_valid = "a function", callable(value)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fmoe.errors import check_options
 from fmoe.experts.ffn import FFNExperts
 
 
@@ -33,6 +34,8 @@ class SharedExpert(nn.Module):
         if isinstance(expert, int):
             # Drawn from torch's default generator, which the layer has seeded, like the other weights of this module.
             seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
+            own = ("num_experts", "d_model", "d_hidden", "first_expert", "seed")
+            check_options("shared_options", FFNExperts, options or {}, "the shared expert", own)
             expert = FFNExperts(1, d_model, expert, seed=seed, **(options or {}))
         self.expert = expert
         self.output_gate = nn.Linear(d_model, 1, bias=False) if gated_output else None

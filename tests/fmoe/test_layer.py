@@ -249,6 +249,7 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=True), "top_k=True is not a whole number"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, seed="x"), "seed='x' is not a whole number"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, gate_options=[1]), "gate_options=[1] is not a mapping"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, moe_group=2), "moe_group=2 is not a process group"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, loss_scale=2.0), "loss_scale=2.0 is not a function"),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, exchange_options=3), "exchange_options=3 is not a mapping"),
         (
@@ -267,6 +268,11 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
             lambda: fmoe.FMoE(d_model=8, num_experts=4, expert="swiglu", expert_options={"gated": 2}),
             "expert_options: gated=2 is not true or false",
         ),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, shared_expert=8, shared_options={"gate": True}),
+            "shared_options: the shared expert has no 'gate'; valid names: activation, ",
+        ),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, expert_options="x"), "expert_options='x' is not a mapping"),
         (
             lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="hash", gate_options={"table": [[0]]}),
             "table has type list; it must be an int64 tensor",
