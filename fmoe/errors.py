@@ -88,9 +88,10 @@ def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: s
     annotations, is_complete = _options(factory)
     for name, value in options.items():
         if name in own or (is_complete and name not in annotations):
-            raise UserError(f"{table}: {owner} has no {name!r}; {known_names(name, sorted({*annotations} - {*own}))}")
+            known = known_names(name, sorted({*annotations} - {*own}))
+            raise UserError(f"{table}.{name}={value!r} is not an option of {owner}; {known}")
         if wrong := wrong_type(annotations.get(name), value):
-            raise UserError(f"{table}: {name}={value!r} is not {wrong}")
+            raise UserError(f"{table}.{name}={value!r} is not {wrong}")
 
 
 def wrong_type(annotation: Any, value: Any) -> str | None:

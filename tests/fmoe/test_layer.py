@@ -254,23 +254,23 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, exchange_options=3), "exchange_options=3 is not a mapping"),
         (
             lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="switch", gate_options={"jiter": 0.1}),
-            "gate_options: switch has no 'jiter'; valid names: ",
+            "gate_options.jiter=0.1 is not an option of switch; valid names: ",
         ),
         (
             lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="sigmoid", gate_options={"routed_scale": "x"}),
-            "gate_options: routed_scale='x' is not a number",
+            "gate_options.routed_scale='x' is not a number",
         ),
         (
             lambda: fmoe.FMoE(d_model=8, num_experts=4, expert_options={"dropout": "x"}),
-            "expert_options: dropout='x' is not a number",
+            "expert_options.dropout='x' is not a number",
         ),
         (
             lambda: fmoe.FMoE(d_model=8, num_experts=4, expert="swiglu", expert_options={"gated": 2}),
-            "expert_options: gated=2 is not true or false",
+            "expert_options.gated=2 is not true or false",
         ),
         (
             lambda: fmoe.FMoE(d_model=8, num_experts=4, shared_expert=8, shared_options={"gate": True}),
-            "shared_options: the shared expert has no 'gate'; valid names: activation, ",
+            "shared_options.gate=True is not an option of the shared expert; valid names: activation, ",
         ),
         (lambda: fmoe.FMoE(d_model=8, num_experts=4, expert_options="x"), "expert_options='x' is not a mapping"),
         (

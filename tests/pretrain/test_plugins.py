@@ -191,8 +191,8 @@ ERRORS = {
     ),
     "an option of the wrong type": (
         ["--model.gate", "naive", "--model.gate-options.expert-groups", "two"],
-        "model.gate=naive",
-        "options",
+        "model.gate_options.expert_groups='two'",
+        "is not a whole number",
     ),
     "unknown experts": (["--model.expert", "swiglo"], "model.expert=swiglo", "did you mean 'swiglu'"),
     "an option that experts lack": (["--model.expert-options.drop", "1"], "model.expert_options.drop=1", "'dropout'"),
