@@ -75,21 +75,26 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
-    """Return the changed keys as ``train.steps=300 (was 40)``, and the changed files of ``run.imports``.
+    """Return the changed keys as ``train.steps=300 (was 40)``, and the new and changed files of ``run.imports``.
 
-    Excludes ``train.init_from`` and the sections ``run``, ``checkpoint`` and ``tracking``.
+    Excludes ``train.init_from``, the sections ``checkpoint`` and ``tracking``, and keys of ``run`` but the callbacks.
     """
     now, then = asdict(recipe), checkpoint.state["recipe"]
     keys = [
         f"{section}.{name}={value} (was {then[section][name]})"
-        for section in ("model", "data", "parallel", "optimizer", "train", "guard")
+        for section in ("run", "model", "data", "parallel", "optimizer", "train", "guard")
         for name, value in now[section].items()
-        if name in then.get(section, {}) and then[section][name] != value and (section, name) != ("train", "init_from")
+        if (section != "run" or name in ("callbacks", "callback_options"))
+        and name in then.get(section, {})
+        and then[section][name] != value
+        and (section, name) != ("train", "init_from")
     ]
     before = checkpoint.state.get("imports", {})
     for file, digest in digests(recipe).items():  # found by path, or by name if the file has moved
         moved = [old for path, old in before.items() if Path(path).name == Path(file).name]
-        if before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
+        if file not in before and not moved:
+            keys.append(f"{Path(file).name} of run.imports (new)")
+        elif before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
             keys.append(f"{Path(file).name} of run.imports (its content has changed)")
     return keys
 

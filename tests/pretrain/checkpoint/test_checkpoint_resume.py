@@ -130,7 +130,7 @@ def test_what_may_change_and_what_may_not(intact):
         assert key in known or any(name.startswith(key.removesuffix("*")) for name in known), key
 
 
-def test_what_is_otherwise_is_told(intact):
+def test_what_is_otherwise_is_told(intact, tmp_path):
     checkpoint = open_checkpoint(intact)
     recipe = Recipe()
     steps = checkpoint.state["recipe"]["train"]["steps"]
@@ -140,6 +140,10 @@ def test_what_is_otherwise_is_told(intact):
     assert changes(same, checkpoint) == []
     other = replace(same, train=TrainConfig(steps=steps + 1), run=replace(recipe.run, folder="elsewhere"))
     assert changes(other, checkpoint) == [f"train.steps={steps + 1} (was {steps})"]
+    file = tmp_path / "mine.py"
+    file.write_text("")
+    plugged = replace(same, run=replace(recipe.run, imports=(str(file),), callbacks=("mine",)))
+    assert changes(plugged, checkpoint) == ["run.callbacks=('mine',) (was ())", "mine.py of run.imports (new)"]
 
 
 def test_a_run_that_is_not_there(tmp_path):
