@@ -1,4 +1,4 @@
-"""FMoE layers in a Megatron-core model: by its layer spec (`fmoe_layer_spec`), or in place (`fmoefy`)."""
+"""MoE layers of fmoe in a Megatron-core model: through its layer spec (`fmoe_layer_spec`), or in place (`fmoefy`)."""
 
 import copy
 from collections.abc import Callable, Collection
@@ -8,6 +8,7 @@ from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -24,13 +25,13 @@ MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
 class Stack(NamedTuple):
-    """A transformer block of a model, or the model's modules for multi-token prediction.
+    """A transformer block of a model, or all modules for multi-token prediction of a model.
 
     Attributes:
         layers: layers of the block on this rank.
         config: config of the block.
         offset: number of layers in earlier blocks of the model, to add to ``layer_number``.
-        is_mtp: whether the layers belong to multi-token prediction, which shares its config with the decoder.
+        is_mtp: True for the modules for multi-token prediction, which share their config with the decoder.
     """
 
     layers: tuple[Any, ...]
@@ -45,7 +46,14 @@ class Stack(NamedTuple):
 
 
 def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
-    """Return `stacks` of the model; raise a UserError if it is not one of `MODELS` or cannot be converted."""
+    """Return the model's transformer blocks (`stacks`), after a check that the model can be converted.
+
+    Args:
+        caller: name of the calling function, for the error message.
+
+    Raises:
+        UserError: the model is not one of `MODELS`, or cannot be converted.
+    """
     if not isinstance(model, MODELS):
         names = ", ".join(kind.__name__ for kind in MODELS)
         raise UserError(f"{caller} takes a model of one of the types {names}, not {type(model).__name__}")
@@ -54,9 +62,9 @@ def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
 
 
 def stacks(model: Any) -> tuple[Stack, ...]:
-    """Return the transformer blocks of one of `MODELS` in the order of the forward pass.
+    """Return the transformer blocks of a model, which is one of `MODELS`.
 
-    A T5's encoder precedes its decoder; layers of multi-token prediction come last.
+    The blocks are in the order of the forward pass: encoder, decoder, modules for multi-token prediction.
     """
     blocks = {"decoder": model.config}
     if isinstance(model, BertModel):
@@ -77,14 +85,20 @@ def stacks(model: Any) -> tuple[Stack, ...]:
 def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
     """Return a copy of a transformer layer's spec with `MegatronMoE` instead of the MLP.
 
+    For a T5 with N encoder and M decoder layers, pass ``model_layers=N + M`` to both specs and ``layer_offset=N`` to
+    the decoder's. Otherwise encoder and decoder layers with the same number share initial weights, noise and entries of
+    Megatron's aux-loss tracker.
+
     Args:
         base_spec: spec of the layer, such as ``get_gpt_layer_local_spec()``.
-        options: arguments of `MegatronMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 with N encoder and M
-            decoder layers, pass ``model_layers=N + M`` to both specs and ``layer_offset=N`` to the decoder's. Otherwise
-            encoder and decoder layers with the same number share initial weights, noise and entries of Megatron's
-            aux-loss tracker.
+        options: arguments of `MegatronMoE`, such as ``num_experts``, ``top_k`` and ``gate``.
+
+    Raises:
+        UserError: the MLP of ``base_spec`` contains the layer's norm, as in Transformer Engine's specs of dense layers.
     """
     spec = copy.deepcopy(base_spec)
+    if spec.submodules.pre_mlp_layernorm is IdentityOp:
+        _refuse_norm_in_mlp("base_spec", spec.submodules.mlp)
     spec.submodules.mlp = ModuleSpec(module=MegatronMoE, params=options)
     return spec
 
@@ -108,21 +122,21 @@ def fmoefy(
 
     Args:
         num_experts: number of experts of each layer, over all ranks.
-        layers: numbers of the layers to change, counted from 1 over the whole model as in Megatron; the layers of a
-            T5's decoder come after the encoder's, those of multi-token prediction after the decoder's. None for all
+        layers: numbers of the layers to change, from 1 over the whole model as in Megatron. In a T5, the decoder's
+            numbers follow the encoder's. The numbers of multi-token prediction follow the decoder's. None for all
             layers.
-        upcycle: initialize every expert from the MLP of its layer. By default experts are drawn at random, as with
-            `fmoe_layer_spec`: copies of a random MLP would only make experts equal. Through `fmoe.fmoefy`, the default
-            is True.
+        upcycle: initialize every expert from the MLP of its layer. By default experts are drawn at random, because
+            copies of an untrained MLP would only make all experts equal. Through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
-        granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts
+        granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`. ``num_experts`` counts
             these smaller experts.
-        seed: seed of the run; with the layer number, it determines routers, new experts and noise.
+        seed: seed of the run. Seed and layer number determine routers, new experts and noise.
         options: other arguments of `MegatronMoE`.
 
     Raises:
-        UserError: the model is wrapped, has another type, or already has FMoE layers; ``layers`` are out of range;
-            an MLP cannot be upcycled, or upcycling would change the output; an option is invalid.
+        UserError: the model is wrapped, has another type, or already has MoE layers of fmoe; ``layers`` are out of
+            range; an MLP contains the layer's norm, as in Transformer Engine's specs of dense layers; an MLP cannot be
+            upcycled, or upcycling would change the output; an option is invalid.
     """
     if hasattr(model, "module"):
         raise UserError(f"the model is wrapped in {type(model).__name__}: convert it before you wrap it")
@@ -136,6 +150,9 @@ def fmoefy(
         for layer in in_stack
         if layers is None or layer.layer_number + offset in layers
     ]
+    for layer, offset in chosen:
+        if isinstance(layer.pre_mlp_layernorm, IdentityOp):
+            _refuse_norm_in_mlp(f"layer {layer.layer_number + offset}", layer.mlp)
     found = [mlp_block(layer, granularity, offset) for layer, offset in chosen] if upcycle else []
     check_chosen(model, found, granularity, options)
     shape = {"num_experts": num_experts, "granularity": granularity, "sequence_first": True}
@@ -166,6 +183,15 @@ def fmoefy(
     return model
 
 
+def _refuse_norm_in_mlp(where: str, mlp: Any) -> None:
+    # By class name: a spec holds classes, in a ModuleSpec or, from megatron-core 0.19 on, in a functools.partial.
+    if "LayerNorm" in repr(mlp):
+        raise UserError(
+            f"{where} has its norm inside the MLP, which the experts replace: use a layer spec whose pre_mlp_layernorm "
+            "is a norm, such as get_gpt_layer_local_spec() or get_gpt_layer_with_transformer_engine_spec(num_experts=2)"
+        )
+
+
 def _make(
     layer: Any, granularity: int, block: Block | None, how: Upcycling | None, options: dict[str, Any]
 ) -> MegatronMoE:
@@ -185,7 +211,7 @@ def _make(
 def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
     """Return the converter of Megatron-core models for `fmoe.fmoefy`; None for other models.
 
-    Wrapped models get the converter too, which then raises an error.
+    A wrapped Megatron-core model gets the converter too, which then raises an error.
     """
     inner: Any = model
     while hasattr(inner, "module"):

@@ -39,6 +39,47 @@ def test_megatron_models_go_to_their_converter(forks, options, expected):
     assert only(forks.run(1, converted, options)) == expected
 
 
+def with_the_norm_in_the_mlp(form):
+    """The error for a layer that has its norm in the MLP, as in Transformer Engine's specs of dense layers."""
+    from functools import partial
+
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP
+    from tiny_gpt import EXPERTS, start, tiny_gpt
+
+    import fmoe
+    import megatron_patch
+
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):
+        def __init__(self, input_size, output_size, **options):
+            super().__init__(input_size, output_size, **options)
+            self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+
+    start()
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.pre_mlp_layernorm = IdentityOp
+    spec.submodules.mlp.submodules.linear_fc1 = LayerNormColumnParallelLinear
+    if form == "partial":
+        spec.submodules.mlp = partial(MLP, submodules=spec.submodules.mlp.submodules)
+    try:
+        if form == "model":
+            fmoe.fmoefy(tiny_gpt(spec), EXPERTS, upcycle=False)
+        else:
+            megatron_patch.fmoe_layer_spec(spec, num_experts=EXPERTS)
+    except fmoe.UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("form", "where"), [("model", "layer 1"), ("spec", "base_spec"), ("partial", "base_spec")])
+def test_a_norm_in_the_mlp_is_not_lost(forks, form, where):
+    message = only(forks.run(1, with_the_norm_in_the_mlp, form))
+    assert message.startswith(where)
+    assert "pre_mlp_layernorm" in message
+
+
 def not_megatrons():
     from torch import nn
 
