@@ -1,4 +1,4 @@
-"""Build the parts of a layer from names and options."""
+"""Build the parts of an MoE layer from names and options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,49 +22,52 @@ _UNSET: Any = None  # default of required options, and of options that `Spec.__p
 
 @dataclass(kw_only=True)
 class Spec:
-    """Options of a layer.
+    """Options of an MoE layer (`fmoe.MoE.build`).
+
+    With ``slice_group`` or ``sequence_group``, the gate routes the tokens of the whole group together, so that routing
+    groups (`fmoe.routing.RoutingGroups`) stay whole. The gradients of the gate and of the shared expert are then
+    partial sums. So are those of experts that several ranks of the group hold. Sum them over the group.
 
     Attributes:
         d_model: D, the width of tokens.
         num_experts: E, the number of experts on all ranks together; each rank of ``moe_group`` holds an equal part.
         d_hidden: hidden width of an expert; None for ``4 * d_model``.
         top_k: K, experts per token; None for the gate's own default.
-        gate: a name of `fmoe.gates.GATES`, a class, a function or a ready instance; None for "naive".
+        gate: a name in `fmoe.gates.GATES`, a class, a function or a ready instance; None for "naive".
         gate_options: keywords for a gate given by name or class, e.g. ``{"capacity_factor": 1.0}``.
-        expert: a name of `fmoe.experts.EXPERTS`, a subclass of `fmoe.experts.FFNExperts`, another module class or
-            factory (called with ``d_model`` for each expert), or a sequence of one module, class or factory per expert;
-            None if a subclass of `fmoe.MoE` assigns the experts.
+        expert: a name in `fmoe.experts.EXPERTS`; a subclass of `fmoe.experts.FFNExperts`; a module class or function,
+            called with ``d_model`` once per expert; or a sequence of one module, class or function per expert. None if
+            a subclass of `fmoe.MoE` assigns the experts.
         expert_options: keywords for a named expert or a subclass of ``FFNExperts``, e.g. ``{"bias": False}``.
         shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or the hidden
             width of an FFN; None for no shared expert.
-        shared_options: keywords of that FFN (`fmoe.experts.FFNExperts`); None for those in ``expert_options``. The
-            FFN is ungated with GELU by default, even beside ``expert="swiglu"``.
+        shared_options: options of that FFN (`fmoe.experts.FFNExperts`); None for ``expert_options``. The FFN is ungated
+            with GELU by default, even with ``expert="swiglu"``.
         shared_gate: multiply the shared expert's output by ``sigmoid(w . x)``, with a trained w (Qwen2-MoE).
-        granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, so that each token gets
-            ``m * K`` of ``m * E`` experts (DeepSeekMoE, arXiv 2401.06066).
+        granularity: m splits every expert into m experts of hidden width ``d_hidden / m`` (DeepSeekMoE, arXiv
+            2401.06066). Each token then gets ``m * K`` of ``m * E`` experts.
         moe_group: expert parallel group, over which the experts are spread; None if this rank holds all.
-        exchange: a name of `fmoe.exchange.EXCHANGES`, the algorithm that sends rows between the ranks of ``moe_group``
-            (docs/parallelism.md compares them); results are equal up to rounding.
+        exchange: name in `fmoe.exchange.EXCHANGES` of the algorithm that sends tokens between the ranks of
+            ``moe_group`` (docs/parallelism.md compares them). Their results are equal up to rounding.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
-        slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
-        sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
-            dimension of the input. With ``slice_group`` or this group, the gate decides about the tokens of the whole
-            group, so that routing groups are not cut. The gradients of the gate, the shared expert, and experts that
-            several ranks of the group hold are then partial sums: sum them over the group.
+        slice_group: tensor parallel group, whose ranks hold the same tokens. Each rank processes one slice of them; the
+            output on every rank has all tokens.
+        sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences. The parts follow
+            each other along the first dimension of the input.
         expert_tensor_group: ranks over which the hidden units of every expert are spread (only ffn, swiglu and geglu).
         aux_loss: "auto" adds the losses to the backward pass; for "manual", add `fmoe.collect_losses` to your loss.
         loss_weights: factor of each auxiliary loss by name; missing names keep their defaults
             (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns a loss off.
         loss_scale: function that returns the factor by which the backward pass multiplies the auxiliary losses; None
             for the value of `fmoe.set_loss_scale`.
-        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
+        group_size: tokens per routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: backend of `fmoe.experts.FFNExperts`: "native", "cuda", "te", "sonicmoe" (a shared FFN then has
-            "auto"), "torch", or "auto" for the fastest available.
+        backend: backend of `fmoe.experts.FFNExperts`: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
+            fastest available. With "sonicmoe", a shared FFN has "auto".
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
-        seed: seed of the layer's weights and noise; it must be equal on all ranks. If it is None, the first rank of
-            ``moe_group`` draws a seed from torch's default generator and sends it to the other ranks of that group.
+        seed: seed of the layer's weights and noise, equal on all ranks. For None, the first rank of ``moe_group`` draws
+            a seed from torch's default generator, and sends it to the other ranks of that group.
 
     Raises:
         UserError: an option is invalid; the message has its name, value and limit. Options of a part (gate, experts,
@@ -128,7 +131,7 @@ class Spec:
             )
         for key, value in (self.exchange_options or {}).items():
             if self.expert_tensor_group is not None and key in ("max_rows", "shadow"):
-                raise UserError(f"exchange_options: {key}={value!r} is not supported with expert_tensor_group: omit it")
+                raise UserError(f"exchange_options.{key}={value!r} is not supported with expert_tensor_group: omit it")
         gate = GATES.get(self.gate or "naive") if isinstance(self.gate, str | None) else self.gate
         unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and getattr(gate, "__module__", "").startswith("fmoe."):  # a gate of yours may have other losses
@@ -145,7 +148,7 @@ class Spec:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Spec":
-        """Return the spec of these options.
+        """Return these options as a `Spec`.
 
         Raises:
             UserError: an unknown or invalid option.
@@ -159,10 +162,13 @@ class Spec:
     def arguments(
         self, *, layout: Callable[..., Layout] = Layout, aux: Callable[..., AuxLosses] = AuxLosses
     ) -> dict[str, Any]:
-        """Draw ``seed`` if it is None, and return the arguments of `fmoe.MoE`.
+        """Build the parts of the layer, and return the arguments of `fmoe.MoE`. If ``seed`` is None, draw it first.
 
         Args:
-            layout, aux: classes or functions that build the arguments ``layout`` and ``aux``.
+            layout, aux: classes or functions to call instead of `fmoe.layout.Layout` and `fmoe.losses.AuxLosses`.
+
+        Raises:
+            UserError: an option of the gate, the experts or the exchange is invalid.
         """
         exchange = build_exchange(self.moe_group, self.num_experts, self.exchange, self.exchange_options)
         if self.seed is None:
@@ -179,7 +185,10 @@ class Spec:
         }
 
     def parts(self, exchange: Exchange, seed: int) -> dict[str, Any]:
-        """Return gate, experts and shared expert, whose weights depend on the seed and not on the number of ranks."""
+        """Build the parts with parameters, by name: "gate", "experts" (those of this rank) and "shared".
+
+        The weights depend on the seed, but not on the number of ranks.
+        """
         first, count = exchange.ep_rank * exchange.num_local_experts, exchange.num_local_experts
         with random.keyed("gate", seed):
             gate = build_gate(

@@ -47,7 +47,7 @@ def commands() -> dict[str, EntryPoint]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Map each extra of the installed fmoe to the distributions that it requires directly, not through other extras."""
+    """Return the packages that each extra of the installed fmoe requires, without those of extras inside it."""
     found: dict[str, list[str]] = {}
     try:
         requirements = requires("fmoe") or []
@@ -85,7 +85,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that exits with 2 and one line for invalid arguments; the line suggests names for an unknown option."""
+    """Argument parser that answers invalid arguments with one line on stderr and exit code 2.
+
+    For an unknown option, the line suggests similar names.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
@@ -109,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_option(option: str, known: Iterable[str], program: str, near: Sequence[str] = ()) -> str:
-    """Return the message for an option that is not in ``known``. Suggest ``near``, or else similar known options."""
+    """Return the message for an option that is not in ``known``. It suggests ``near``, by default similar options."""
     near = near or difflib.get_close_matches(option, list(known), n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all"
     return f"unknown option {option}; {hint}"
@@ -119,8 +122,8 @@ def run(program: str, command) -> int:
     """Call ``command()`` and return its exit code.
 
     A `UserError` becomes one line on stderr and exit code 2. So does a path that the system refuses (no permission, a
-    name too long, ...) or a missing package that an extra installs. An interrupt becomes exit code 130. If the reader
-    of the output ends first, as ``| head`` does, the command ends silently with 141, as if by SIGPIPE.
+    name too long, ...), or a missing package that an extra of fmoe installs. An interrupt becomes exit code 130. If the
+    reader of the output ends first, as in ``| head``, the exit code is 141, as if by SIGPIPE, without a message.
     """
     try:
         try:

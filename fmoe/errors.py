@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about the unknown ``name``: the valid names, and a similar one if there is one."""
+    """Return the end of a message about the unknown ``name``: the valid names, and the most similar one if any."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"valid names: {', '.join(known) or 'none'}" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -75,12 +75,12 @@ def _options(factory: Any) -> tuple[dict[str, Any], bool]:
 
 
 def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: str, own: Iterable[str]) -> None:
-    """Check the names and the types of options with which a factory will be called.
+    """Check the names and types of options with which a factory (a class or function) will be called.
 
     Args:
         table: name of the options for the message, e.g. ``"gate_options"``.
         owner: name of the factory for the message, e.g. ``"switch"``.
-        own: parameters of the factory that are no options.
+        own: parameters of the factory that are not options, e.g. ``d_model``.
 
     Raises:
         UserError: an unknown name, or a value whose type `wrong_type` recognizes as wrong.
@@ -95,9 +95,10 @@ def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: s
 
 
 def wrong_type(annotation: Any, value: Any) -> str | None:
-    """Return the expected kinds of value, such as "a number", if ``value`` has none of the annotation's types.
+    """Describe the annotation's types, as in "a number or a string", if ``value`` has none of them.
 
-    None if the value is valid, or the annotation has types other than numbers, bools, strings, mappings, callables.
+    Return None for a valid value. Return None also if the annotation has types other than numbers, bools, strings,
+    mappings, callables and None.
     """
     expected = []
     is_number = not isinstance(value, bool)
@@ -125,8 +126,10 @@ def wrong_type(annotation: Any, value: Any) -> str | None:
 
 
 def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) -> None:
-    """Register ``entry`` under a new name in a table. Registering a redefined class or function again, as a notebook
-    does when a cell runs twice, replaces the old one.
+    """Register ``entry`` in a table of names.
+
+    If a class or function was defined again and has the same module and name, it replaces the old one. This happens
+    when a notebook cell runs twice.
 
     Args:
         kind: option that takes the names of this table, for the message, e.g. ``"gate"``.
@@ -144,7 +147,6 @@ def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) 
 
 
 def _defined_as(entry: Any) -> tuple[str, ...]:
-    """Return the module and qualified name of an entry."""
     if isinstance(entry, ModuleType):
         return (entry.__name__,)
     entry = getattr(entry, "func", entry)  # of a functools.partial
@@ -158,7 +160,7 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     Args:
         module: module to import, e.g. ``"sentencepiece"``.
         extra: the extra of this distribution that installs it, e.g. ``"pretrain"``.
-        purpose: subject of the message, the feature that needs the module, e.g. ``"fmoe data tokenizer"``.
+        purpose: the feature that needs the module, for the message, e.g. ``"fmoe data tokenizer"``.
 
     Raises:
         MissingPackageError: the package itself is absent. An error inside the package propagates unchanged.

@@ -1,11 +1,11 @@
-"""The tokens that a rank routes: from a layer's input to this rank's tokens, and back to the layer's output.
+"""Conversion of a layer's input to the tokens of this rank, and of their outputs to the layer's output.
 
-Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate must see whole routing
-groups, so the ranks gather its input, or only its logits if it decides by these alone. All ranks of the group then make
-the same decisions, and each rank continues with its own tokens.
+Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate must see whole routing groups
+(`fmoe.routing.RoutingGroups`), so these ranks gather its input. If the gate needs only logits, they gather its logits
+instead. All ranks of the group then make the same decisions, and each rank continues with its own tokens.
 
-Shape letters: T tokens of this rank, A tokens that the gate decides about (those of all ranks of the group), D model
-width, K experts per token.
+Shape letters: T tokens of this rank, A tokens that the gate routes (those of all ranks of the group), D model width, K
+experts per token.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Layout:
 
     Args:
         d_model: D.
-        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
+        group_size: tokens per routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
         slice_group: ranks that hold the same tokens and each route a slice of them; None without such ranks.
         sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without such
@@ -45,12 +45,12 @@ class Layout:
     def split(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, by_logits: bool = False
     ) -> "LocalTokens":
-        """Return this rank's tokens of ``x``, with the tokens that its gate decides about.
+        """Return this rank's tokens of ``x``, and the tokens that its gate routes.
 
         Args:
             x, mask, token_ids: input of the layer (`fmoe.MoE.forward`); [T, D] is one sequence.
             seed: the layer's seed, from which its noise is drawn.
-            by_logits: give the gate only this rank's tokens, because it gathers its logits over ranks.
+            by_logits: whether the gate gathers its logits over ranks, so that its input is only this rank's tokens.
 
         Raises:
             UserError: ``x`` is not [..., T, D] or not floating point; ``mask`` or ``token_ids`` does not have one value
@@ -74,7 +74,7 @@ class Layout:
     def tokens(
         self, x: Tensor, mask: Tensor | None = None, token_ids: Tensor | None = None, seed: int = 0
     ) -> tuple[Tensor, RoutingGroups]:
-        """Return the tokens ``x_TD`` of an input (a view if possible) and their routing groups.
+        """Return the tokens of an input as [T, D], a view if possible, and their routing groups.
 
         Args:
             x, mask, token_ids, seed: see `split`.
@@ -98,8 +98,8 @@ class Layout:
     def _tokens(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
     ) -> tuple[Tensor, RoutingGroups]:
-        """Like `tokens`, without checks. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is
-        this rank's part of them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
+        """Do the work of `tokens` without checks. With ``shards``, ``x`` is this rank's part of the tokens; ``mask``,
+        ``token_ids`` and the returned groups cover the tokens of all ranks."""
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         sequence_first = self.sequence_first and x.dim() == 3
         length = leading[0] if sequence_first else leading[-1]
@@ -119,15 +119,18 @@ class Layout:
 
 @dataclass(eq=False)
 class LocalTokens:
-    """This rank's tokens of one input, and the tokens that its gate decides about.
+    """This rank's T tokens of one input, and the A tokens that its gate routes.
+
+    Without tensor and sequence parallelism, these are the same tokens. With a tensor or sequence parallel group, the A
+    tokens are those of all its ranks.
 
     Attributes:
         inputs: tensors [T, ...] whose rows are sent to the experts; the first one is `x_TD`.
-        gate_input_TD: input of the gate, [A, D], or [T, D] if its logits are gathered.
+        gate_input_TD: input of the gate: [A, D], or [T, D] if the gate gathers its logits over ranks.
         groups: the routing groups of the A tokens.
         leading: the input's shape without D.
         loss_share: factor of the auxiliary losses on this rank; below 1 if their gradients are summed over ranks.
-        shards: how the A tokens are spread over ranks; None if all of them are this rank's own.
+        shards: how the A tokens are spread over ranks; None if this rank holds all of them.
         slice_group: group over which `join` gathers the outputs; None to gather nothing.
     """
 
@@ -145,7 +148,7 @@ class LocalTokens:
         return self.inputs[0]
 
     def local(self, x_AX: Tensor) -> Tensor:
-        """Return the values of this rank's tokens, [T, ...], given those of all A tokens."""
+        """Return the rows of this rank's tokens, [T, ...], from a tensor with a row for each of the A tokens."""
         return x_AX if self.shards is None else self.shards.local(x_AX, self.leading[1:].numel())
 
     def local_routing(self, routing: Routing) -> Routing:
@@ -177,13 +180,13 @@ class LocalTokens:
         return [*self.inputs, keys_T.unsqueeze(1)]
 
     def without_padding(self, y_TD: Tensor) -> Tensor:
-        """Return ``y_TD`` with zeros for the tokens that the mask leaves out."""
+        """Return ``y_TD`` with zeros for padding."""
         if self.groups.mask_T is None:
             return y_TD
         return y_TD.masked_fill(~self.local(self.groups.mask_T).unsqueeze(1), 0)
 
     def join(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's outputs [T, ...] in the shape of the layer's input, gathered over ``slice_group``."""
+        """Gather outputs [T, width] over ``slice_group``, and reshape them to the leading dimensions of the input."""
         if self.slice_group is not None:
             outputs = [self._gather_slices(y, self.slice_group) for y in outputs]
         return [y.reshape(*self.leading, *y.shape[-1:]) for y in outputs]
@@ -196,7 +199,7 @@ class LocalTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Tokens spread over the ranks of ``group`` along their first dimension; an entry is what one index selects.
+    """Tokens whose first dimension is spread over the ranks of ``group``. An entry is one index along it.
 
     Attributes:
         lengths: number of entries of each rank; rank 0 has the first ones.
@@ -227,7 +230,7 @@ class TokenShards:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First entry of this rank, and one past its last."""
+        """First entry of this rank, and the entry after its last."""
         begin = sum(self.lengths[: self.group.rank()])
         return begin, begin + self.lengths[self.group.rank()]
 
@@ -235,10 +238,10 @@ class TokenShards:
         """Return the entries of all ranks, given this rank's entries ``x``; differentiable.
 
         Args:
-            full: the result, if this rank already has it; then nothing is communicated in the forward pass.
-            alike: whether all ranks compute the same from the result, except for values that depend only on a rank's
-                own entries. This rank then has the whole gradient of ``x``, and nothing is communicated in the backward
-                pass. Otherwise the gradients of all ranks are summed.
+            full: the result, if this rank already has it. The forward pass then communicates nothing.
+            alike: False sums the gradients of all ranks. True takes this rank's own gradient, without communication. It
+                requires that all ranks compute the same from the result. A value that depends only on one rank's
+                entries may be computed on that rank alone.
         """
         return _Gather.apply(x, full, self, alike)
 
@@ -308,9 +311,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x`` with zeros for padding. Padding may hold NaN, and NaN times a weight of zero is NaN.
+    """Return ``x`` with zeros where ``mask`` is False: padding may hold NaN, and NaN times a weight of zero is NaN.
 
-    With a mask of invalid shape or dtype, ``x`` is returned unchanged, because `Layout.split` raises the error.
+    If the mask has an invalid shape or dtype, return ``x`` unchanged; `Layout.split` raises the error.
     """
     is_valid = mask.dtype == torch.bool and mask.shape == x.shape[:-1]
     return x.masked_fill(~mask.unsqueeze(-1), 0) if is_valid else x
@@ -347,10 +350,10 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
-    """Return this rank's slice, along the first dimension, of each tensor of a pytree that all ranks hold."""
+    """Return this rank's slice of each tensor of a pytree, along the first dimension. All ranks hold this pytree."""
     return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 
 def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor of ``length`` rows whose slices the ranks hold: the inverse of `take_slice`."""
+    """Concatenate the slices of all ranks to a tensor of ``length`` rows; the inverse of `take_slice`."""
     return _GatherSlices.apply(x, length, group)

@@ -1,7 +1,8 @@
 """Auxiliary losses: the formulas, and `AuxLosses`, which adds a layer's losses to its backward pass.
 
-Each loss is computed within a routing group and averaged over groups, weighted by their number of tokens. It does not
-depend on how the batch is spread over micro batches and ranks, if these hold whole groups and equally many tokens.
+Each loss is computed within each routing group (`fmoe.routing.RoutingGroups`). The result is the mean over groups,
+weighted by their number of tokens. It does not depend on how the batch is split over micro batches and ranks, if these
+hold whole groups and equally many tokens.
 
 Shape letters: G groups, S positions of a group, E experts, T tokens, K experts per token.
 """
@@ -30,14 +31,14 @@ DEFAULT_LOSS_WEIGHTS = {"balance": 1e-2, "z": 1e-3, "importance": 1e-1, "load": 
 
 
 def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return ``E * sum_e f_e P_e``, which is 1 for balanced routing (Switch, arXiv 2101.03961 equations 4-6; GShard's
-    ``l_aux``, arXiv 2006.16668 algorithm 1, is the same up to a constant).
+    """Return ``E * sum_e f_e P_e``, which is 1 for balanced routing (Switch, arXiv 2101.03961 equations 4-6).
 
-    E is the number of experts on all ranks, f_e an expert's share of the choices, P_e its mean probability.
+    E is the number of experts on all ranks, f_e an expert's share of the choices, and P_e its mean probability. The
+    ``l_aux`` of GShard (arXiv 2006.16668 algorithm 1) is the same up to a constant.
 
     Args:
         probs_GSE: the router's probabilities, differentiable.
-        load_GE: number of choices that fall on each expert in the group, before capacity.
+        load_GE: number of choices of each expert in each group, before the capacity limit.
         valid_GS: bool, True for positions that hold a token; None for all.
 
     Returns:
@@ -57,8 +58,10 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
 
 
 def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return `load_balancing_loss` after scaling each token's scores to sum to one (DeepSeek-V3, arXiv 2412.19437
-    equations 17-20, with a routing group in place of the sequence).
+    """Scale each token's scores to sum to one, and return their `load_balancing_loss`.
+
+    This is the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437 equations 17-20), with routing groups in place of
+    sequences.
 
     Args:
         scores_GSE: positive affinities of each token to all experts, differentiable; they need not sum to one.
@@ -69,8 +72,10 @@ def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor 
 
 
 def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return ``CV(Importance)^2``, a squared coefficient of variation over experts. The Importance of an expert is the
-    sum of its gate values over the group's tokens (Shazeer et al., arXiv 1701.06538 equations 6-7).
+    """Return ``CV(Importance)^2``, a squared coefficient of variation over experts.
+
+    The Importance of an expert is the sum of its gate values over the group's tokens (Shazeer et al., arXiv 1701.06538
+    equations 6-7).
 
     Args:
         gates_GSE: combine weight of each expert, 0 where it was not chosen; differentiable.
@@ -83,11 +88,14 @@ def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor
 
 
 def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return ``CV(Load)^2``, a squared coefficient of variation over experts. An expert's Load is a smooth estimate of
-    the number of the group's tokens that choose it (arXiv 1701.06538 equations 10-11).
+    """Return ``CV(Load)^2``, a squared coefficient of variation over experts.
+
+    The Load of an expert is a smooth estimate of the number of the group's tokens that choose it (Shazeer et al., arXiv
+    1701.06538 equations 10-11).
 
     Args:
-        chosen_GSE: probability P(x, i) that the expert is chosen if only its noise is drawn again (equation 9).
+        chosen_GSE: probability P(x, i) that token x chooses expert i if only the noise of that expert's logit is drawn
+            again (equation 9).
         valid_GS: bool, True for positions that hold a token; None for all.
 
     Returns:
@@ -97,8 +105,8 @@ def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
 
 
 def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
-    """Sum over each group's tokens; compute the squared coefficient of variation, over experts, of these sums. Return
-    its mean over groups, weighted by their number of tokens."""
+    """Sum values over each group's tokens, and return the squared coefficient of variation over experts of the sums. It
+    is averaged over groups, weighted by their number of tokens."""
     if valid_GS is None:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
@@ -110,8 +118,9 @@ def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
 
 
 def router_z_loss(logsumexp_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """Return the mean over tokens of ``logsumexp(logits)^2``, a loss that keeps router logits small (ST-MoE, arXiv
-    2202.08906 equation 5).
+    """Return the mean over tokens of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906 equation 5).
+
+    This loss keeps the router's logits small.
 
     Args:
         logsumexp_T: logsumexp of each token's logits, differentiable.
@@ -130,10 +139,10 @@ _default_scale: float | Tensor = 1.0
 
 
 def set_loss_scale(value: float | Tensor) -> None:
-    """Set the factor of auxiliary losses in the backward pass, for layers without a ``loss_scale`` option.
+    """Set the factor of auxiliary losses in the backward pass, for layers without the option ``loss_scale``.
 
-    A trainer sets it to the factor of its own loss: (loss scale of fp16) / (micro batches per step). Plain
-    ``loss.backward()`` needs 1, the default.
+    It must equal the factor of the training loss: (loss scale of fp16) / (micro batches per step). The default, 1, is
+    right for plain ``loss.backward()``.
     """
     global _default_scale
     _default_scale = value
@@ -150,7 +159,7 @@ class AuxLosses:
     Args:
         num_experts: E.
         weights: factor of each loss by name; missing names keep their defaults.
-        is_manual: whether to leave the losses to `collect_losses` instead of adding them to the backward pass.
+        is_manual: whether the losses wait for `collect_losses`. Otherwise the backward pass adds them.
         scale: function that returns the losses' factor in the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
@@ -205,8 +214,9 @@ class AuxLosses:
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
-        """Return the combine weights. In training, their backward pass adds the gradients of the losses; manual losses
-        wait for `collect` instead.
+        """Return the combine weights, whose backward pass also adds the gradients of the losses.
+
+        With ``is_manual``, the losses wait for `collect` instead. Without ``training``, the losses are ignored.
 
         Args:
             share: factor of the losses on this rank (``loss_share`` of `fmoe.layout.LocalTokens`).
@@ -236,8 +246,7 @@ class AuxLosses:
         return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
-        """Return the gradients of the losses, ``scale() * more * factors``, in float32 on ``device``; without ``more``
-        if it is None. Products of numbers are cached between steps."""
+        """Return the gradient of each loss, ``scale() * more * factors``, in float32; ``more=None`` counts as 1."""
         scale = self.scale()
         if not isinstance(scale, Tensor):
             factors = tuple(factor * scale for factor in factors)
@@ -257,11 +266,11 @@ class AuxLosses:
     def count(
         self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool, observer: Observer | None
     ) -> list[Tensor]:
-        """Return the outputs, whose backward pass counts the statistics of the micro batch exactly once.
+        """Return the outputs, whose backward pass counts the routing statistics of this forward pass once.
 
-        An activation checkpoint runs a forward pass several times, so the backward pass counts. If router, experts and
-        input are all frozen, no gradient reaches the outputs, and the forward pass counts. Evaluation counts only with
-        ``counts_evaluation``.
+        The backward pass counts, because activation checkpoints repeat the forward pass. If no output requires a
+        gradient, the forward pass counts. In evaluation, it counts only with ``counts_evaluation``. In training,
+        nothing is counted while gradients are disabled.
 
         Args:
             weight_TK: result of `attach`.
@@ -285,7 +294,7 @@ class AuxLosses:
         return outputs
 
     def record(self, routing: Routing, observer: Observer | None = None) -> None:
-        """Count the statistics of one micro batch. Called once per micro batch, usually in its backward pass."""
+        """Count the statistics of one micro batch, and call the observer; None for the attribute ``observer``."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)
         observer = observer or self.observer
@@ -319,9 +328,10 @@ class AuxLosses:
 
 
 def collect_losses(model: nn.Module) -> Tensor:
-    """Return the sum of the weighted auxiliary losses since the last call, over all layers with ``aux_loss="manual"``.
+    """Return the sum of the weighted auxiliary losses of all layers with ``aux_loss="manual"``, since the last call.
 
-    It is a scalar to add to the training loss; zero if there are no losses."""
+    Add this scalar to the training loss. It is zero if there are no losses.
+    """
     layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
     found = [loss for aux in layers if (loss := aux.collect()) is not None]
     if found:
@@ -363,10 +373,10 @@ def _scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
-    """Return ``x``; its backward pass also gives ``loss`` the gradient ``scale()``, as if ``scale() * loss`` had been
-    added to the training loss.
+    """Return ``x``, whose backward pass also gives ``loss`` the gradient ``scale()``.
 
-    The result is a view made by a Function and must not be changed in place: attach to tensors that users never see.
+    The effect is that of adding ``scale() * loss`` to the training loss. The result is a view that an autograd function
+    returns, so it must not be changed in place.
     """
     return _AttachLoss.apply(x, loss, scale)
 
@@ -385,11 +395,9 @@ def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> No
 
 
 def _is_recomputation() -> bool:
-    """Return whether an activation checkpoint is repeating a forward pass that ran with gradients enabled before.
-
-    Reentrant checkpoints run the first pass without gradients, so their second pass must count. Torch has no API for
-    the kind of checkpoint, so the stack is searched.
-    """
+    """Return whether an activation checkpoint is repeating a forward pass that ran with gradients enabled before."""
+    # Reentrant checkpoints run the first pass without gradients, so their second pass must count. Torch has no API for
+    # the kind of checkpoint, so the stack is searched.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -412,8 +420,7 @@ _MAX_COUNTED = 4096
 
 
 def _register(aux: AuxLosses) -> Tensor:
-    """Register the object and return its number: a tensor on the CPU, so that layers of equal shape share compiled
-    code."""
+    """Register the object and return its number, as a tensor so that layers of equal shape share compiled code."""
     number = next(_numbers)
     _registered[number] = aux
     return torch.tensor(number, dtype=torch.int64, device="cpu")

@@ -31,7 +31,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def coefficient_of_variation(load: Sequence[float]) -> float:
-    """Return standard deviation / mean; 0 for a load of zeros."""
+    """Return standard deviation / mean of the loads; 0 if all loads are 0."""
     mean = sum(load) / len(load)
     return (sum((x - mean) ** 2 for x in load) / len(load)) ** 0.5 / mean if mean else 0.0
 
@@ -67,7 +67,7 @@ class LayerReport:
 
 
 class LayerMetrics:
-    """Sums of `RoutingStats` and of losses in one vector, which can be reduced over ranks.
+    """Sums of `RoutingStats` and of losses in one vector, which can be summed over ranks.
 
     Attributes:
         seen: names of the losses added so far.
@@ -81,7 +81,7 @@ class LayerMetrics:
         self.seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
-        """Add one micro batch. In training the backward pass calls this, so that recomputation is not counted."""
+        """Add the statistics and losses of one micro batch; ``stats=None`` adds nothing."""
         if stats is None:
             return
         sums = stats.sums
@@ -131,9 +131,9 @@ class LayerMetrics:
         return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`.
+        """Return the sums so far, [E + 3 + number of losses], in the dtype `fmoe.routing.sum_dtype`.
 
-        They are additive over ranks whose gates see different tokens.
+        Sums of ranks whose gates see different tokens may be added.
 
         Args:
             device: device of the zeros to return if nothing has been counted.
@@ -142,7 +142,7 @@ class LayerMetrics:
             return self._total(device)
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
-        """Return the report of ``sums``, which may be reduced over ranks; None for the current sums of this rank.
+        """Return the report of ``sums``, for example sums over ranks; None for the current sums of this rank.
 
         Synchronizes with the device.
         """
@@ -163,7 +163,7 @@ class LayerMetrics:
         )
 
     def take(self) -> LayerReport:
-        """Return the report and reset, atomically."""
+        """Return the report, and reset the sums in the same atomic step."""
         with _lock:
             sums = self._total()
             self._clear()
@@ -182,10 +182,11 @@ class LayerMetrics:
 
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Count evaluation passes in the metrics of ``model``'s layers within this context.
+    """Count forward passes in evaluation mode in the metrics of ``model``'s layers, within this context.
 
-    Loads, drops and entropy are counted; gates have no losses in evaluation. Counts start at zero. Read them inside
-    the context: its end restores the previous ones."""
+    Loads, drops and entropy are counted; gates have no losses in evaluation. The counts start at zero. Read them inside
+    the context, because its end restores the counts from before it.
+    """
     layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]
@@ -202,8 +203,10 @@ def counting(model: nn.Module) -> Iterator[None]:
 
 
 def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
-    """Return the routing report of every MoE layer of ``model``, by module name, for the tokens that this rank's gates
-    see (with ``slice_group`` or ``sequence_group``, the tokens of all ranks of that group).
+    """Return the routing report of every MoE layer of ``model``, keyed by module name.
+
+    A report covers the tokens that this rank's gate routes. With ``slice_group`` or ``sequence_group``, these are the
+    tokens of all ranks of that group.
 
     Args:
         reset: reset the counts afterwards.

@@ -73,7 +73,7 @@ class MoE(nn.Module):
         return cls(**Spec.of(options).arguments())
 
     def assemble(self, gate: Any, experts: nn.Module | None, shared: nn.Module | None) -> None:
-        """Install the parts that have parameters; called again when a layer is rebuilt under another seed."""
+        """Set the parts that have parameters; ``experts=None`` leaves the experts as they are."""
         self.gate = gate
         if experts is not None:
             self.experts = experts
@@ -93,7 +93,8 @@ class MoE(nn.Module):
         Raises:
             UserError: an argument has an invalid shape or dtype, the gate returned an invalid routing, or settings
                 differ between ranks.
-            PeerError: another rank failed, is gone or does not respond; names the rank, and its error if known.
+            PeerError: another rank failed, is gone or does not respond. The message names the rank, and its error if
+                known.
         """
         gate = self.gate if isinstance(self.gate, Router) else adapted(self.gate)
         runs_collectives = getattr(gate, "runs_collectives", False)
@@ -108,12 +109,12 @@ class MoE(nn.Module):
         return self.result(outputs, expert_call)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
-        """Return the tokens of this rank."""
+        """Return this rank's tokens, with zeros for padding, and those that its gate routes."""
         x = x if mask is None else zero_padding(x, mask)
         return self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate))
 
     def route(self, tokens: LocalTokens) -> Routing:
-        """Return the gate's decision about the tokens that it sees."""
+        """Return the gate's decision about ``tokens.gate_input_TD``."""
         if isinstance(self.gate, Router) and not self.check:
             return self.gate(tokens.gate_input_TD, tokens.groups)
         return external.route(
@@ -125,13 +126,13 @@ class MoE(nn.Module):
         return ExpertCall(self.experts, self.name, tokens.x_TD, self.training)
 
     def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:
-        """Add the shared expert's output."""
+        """Return the combined outputs [T, ...], with the shared expert's output added to the first of them."""
         if self.shared is None:
             return outputs
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
 
     def result(self, outputs: list[Tensor], expert_call: ExpertCall) -> Any:
-        """Return the layer's output from ``outputs``, the tensors of `finish` in the shape of the layer's input."""
+        """Return the layer's output, given the tensors of `finish` in the shape of the layer's input."""
         return outputs[0]
 
     def facts(self, x: Any) -> dict[str, object]:
@@ -179,13 +180,17 @@ class MoE(nn.Module):
         self.aux.metrics = metrics
 
     def collect_losses(self) -> Tensor | None:
-        """Return the sum of the weighted losses of all training passes since the last call, for ``aux_loss="manual"``;
-        None if there are none."""
+        """Return the sum of the layer's weighted auxiliary losses since the last call, for ``aux_loss="manual"``.
+
+        Return None if there are none.
+        """
         return self.aux.collect()
 
     def reset_parameters(self) -> None:
-        """Call ``reset_parameters`` of the parts that have it, under the layer's seed: for models built on the meta
-        device."""
+        """Draw all parameters again from the layer's seed, for models that were built on the meta device.
+
+        A gate or experts without a method ``reset_parameters`` are left unchanged.
+        """
         for part, *key in ((self.gate, "gate"), (self.experts, "experts", self.first_expert)):
             with random.keyed(*key, self.seed):
                 if hasattr(part, "reset_parameters"):

@@ -5,7 +5,7 @@ Two rules (docs/layer.md explains why):
 * Initial weights are a function of (the layer's seed, global expert id, name). A rank draws only its own experts, and
   they are the same at every expert parallel size.
 * Noise during training (jitter, random second expert) is a counter-based hash of (seed, layer, step, routing group,
-  purpose, position within the group), so that a group has the same noise on every rank, on CPU and on GPU.
+  purpose, position within the group). A group has the same noise on every rank, on CPU and on GPU.
 
 `set_position` sets the position in training (seed, step, first token of the micro batch) once per micro batch. The seed
 of torch's default generator identifies the position. Activation recomputation, torch's and Megatron's, restores that
@@ -91,7 +91,7 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 def branch(*parts: int | str) -> int:
     """Return a new seed for torch's default CPU generator, derived from its current seed and ``parts``.
 
-    The new seed identifies the same position. This is for code that seeds the generator while a model runs, such as
+    The new seed identifies the same `position`. Use it in code that seeds the generator while a model runs, such as
     Megatron's regions with separate noise per tensor parallel rank.
     """
     seed = key("branch", torch.initial_seed(), *parts)
@@ -111,13 +111,13 @@ def _remember(state: int, where: Position) -> None:
 def position() -> Position | None:
     """Return the position of the current forward pass, also when it is recomputed.
 
-    None if none was set, or if torch's default generator was seeded in another way since.
+    Return None if none was set, or if torch's default generator was seeded in another way since.
     """
     return _positions.get(torch.initial_seed())
 
 
 def first_token() -> int | Tensor:
-    """Return ``first_token`` of the position; 0 if there is no position.
+    """Return ``first_token`` of the current `position`; 0 if there is no position.
 
     While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the value.
     """
@@ -132,11 +132,12 @@ def _first_token() -> int:
 
 
 def noise_key(layer_seed: int) -> int | Tensor:
-    """Return the key of a layer's noise in this forward pass.
+    """Return the key of a layer's noise in this forward pass, a hash of (seed of the run, seed of the layer, step).
 
-    Without a position, the key is drawn from torch's default generator: reproducible under `torch.manual_seed`,
-    different in each call, and equal under recomputation. While torch.compile traces, return a scalar tensor on the
-    host, because compiled code must not contain the value.
+    Without a `position`, the key is drawn from torch's default generator. It is then reproducible under
+    `torch.manual_seed`, different in each call, and equal under recomputation.
+
+    While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the value.
     """
     if torch.compiler.is_compiling():
         return _noise_key_op(layer_seed, device=torch.device("cpu"))
@@ -193,15 +194,15 @@ def _(key_: Tensor, purpose: str) -> Tensor:
 def uniform(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return uniform numbers in [0, 1), float32 [G, count], multiples of 2^-24.
 
-    Row g has the numbers from index ``start`` of the sequence that ``keys_G[g]`` (int64) determines.
+    A key ``keys_G[g]`` (int64) determines a sequence of numbers. Row g has ``count`` of them, from index ``start``.
     """
     return _shift_right(_hash(keys_G, start, start + count), 8).to(torch.float32).mul_(2.0**-24)
 
 
 def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
-    """Return uniform numbers like `uniform`, but multiples of 2^-16, two from each hash.
+    """Return numbers like `uniform`, but multiples of 2^-16, from half as many hashes.
 
-    Use it for noise on every element of an input, where hashing dominates the cost.
+    Use it for noise on every element of an input.
     """
     first = start // 2
     halves = _hash(keys_G, first, (start + count + 1) // 2).view(torch.int16)  # low half first; signed
@@ -209,24 +210,19 @@ def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
 
 
 def dropped(keys_G: Tensor, count: int, rate: float) -> Tensor:
-    """Return bool [G, count], each True with probability ``drop_rate(rate)``; row g is a function of ``keys_G[g]``.
-
-    Each decision uses 16 bits, half of a hash, without floating-point numbers.
-    """
+    """Return bool [G, count]: True with probability ``drop_rate(rate)``, and row g a function of ``keys_G[g]``."""
     halves = _hash(keys_G, 0, (count + 1) // 2).view(torch.int16)[:, :count]
     return halves < round(drop_rate(rate) * 2**16) - 2**15
 
 
 def drop_rate(rate: float) -> float:
-    """Return the exact rate of `dropped`, for scaling: the multiple of 2^-16 below 1 that is closest to ``rate``."""
+    """Return the probability of True in `dropped`: the multiple of 2^-16 below 1 that is closest to ``rate``."""
     return min(round(rate * 2**16), 2**16 - 1) / 2**16
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
-    """Return int32 [G, stop - start]: counters hashed twice by MurmurHash3's finalizer (public domain).
-
-    Each pass uses half of the key. The hash relies on int32 arithmetic that wraps around.
-    """
+    """Return int32 [G, stop - start]: counters hashed by MurmurHash3's finalizer (public domain), once with each half
+    of the key, in arithmetic that wraps around."""
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
     counter = torch.arange(start, stop, dtype=torch.int32, device=keys_G.device)
@@ -235,7 +231,7 @@ def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
 
 
 def normal(keys_G: Tensor, count: int) -> Tensor:
-    """Return standard normal numbers, float32 [G, count]: quantiles of `uniform` numbers, within 5.5 of zero."""
+    """Return standard normal numbers, float32 [G, count], within 5.5 of zero; row g is a function of ``keys_G[g]``."""
     # The middle of each interval of width 2^-24 is never 0; in float64 it does not round to 1.
     middle = uniform(keys_G, count).double() + 2.0**-25
     return (2 * middle - 1).erfinv().mul(2**0.5).float()
@@ -244,10 +240,10 @@ def normal(keys_G: Tensor, count: int) -> Tensor:
 def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
 
-    Row g has the numbers from index ``start`` of the sequence that ``keys_G[g]`` determines. Half of a hash chooses one
-    of 2^16 intervals of equal probability, and the other half chooses a point in that interval. torch.compile
-    cannot trace this function, which is for initial weights.
+    The key ``keys_G[g]`` determines a sequence of numbers. Row g has ``count`` of them, from index ``start``. Use this
+    function for initial weights; torch.compile cannot trace it.
     """
+    # Half of a hash chooses one of 2^16 intervals of equal probability, the other half a point in that interval.
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
     interval = (hash_ >> 16).add_(1 << 15).view(-1)
@@ -262,9 +258,9 @@ _normal_ends: dict[torch.device, Tensor] = {}
 def normal_ends(device: torch.device) -> Tensor:
     """Return the ends of 2^16 intervals of equal standard normal probability, float32 [2^16 + 1].
 
-    The two outermost intervals, which would be infinite, end where uniform numbers in them give the right variance.
-    All ends are rounded to multiples of 2^-20, so they do not depend on how a machine computes logarithms, and their
-    differences are exact.
+    The two outermost intervals are finite. They end where the numbers of `exact_normal` have variance 1. All ends are
+    rounded to multiples of 2^-20. They do not depend on how a machine computes logarithms, and their differences are
+    exact.
     """
     is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode reject tensors made outside them
     found = _normal_ends.get(device) if is_plain else None
@@ -284,7 +280,7 @@ def _ends() -> list[float]:
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:
-    """Return a key (int64) for every index: splitmix64's finalizer applied to ``key + (index + 1) * odd constant``."""
+    """Return a key (int64) for every index: splitmix64's finalizer of ``key_ + (index + 1) * odd constant``."""
     x = key_ + (index_G + 1) * _int64(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _int64(0x94D049BB133111EB)

@@ -42,8 +42,8 @@ class RoutingStats:
         dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
-        sums: one vector: the four fields above in this order, then each loss of ``loss_names`` times ``tokens``. The
-            fields are views of it; None if they are separate tensors.
+        sums: one vector of the four fields above, in this order, and then each loss of ``loss_names`` times
+            ``tokens``. The fields are then views of this vector. None if they are separate tensors.
         loss_names: names of the losses in ``sums``.
     """
 
@@ -82,11 +82,12 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
             T * K.
-        counted: ``expert_TK``, and its numbers of assignments by tile and expert, from the gate's kernel; None if
-            `fmoe.kernels.cuda.rows.place` has to count them.
-        is_fused: whether one operation computed weights and losses, whose names are then in ``DEFAULT_LOSS_WEIGHTS``.
-        passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the
-            gate's backward pass adds the gradient of this output to its own. None if the experts use the input itself.
+        counted: (``expert_TK``, number of its assignments by tile and expert), from a CUDA kernel of fmoe that counts
+            them by `fmoe.kernels.cuda.calls.TokenTiles`; else None.
+        passed: (the gate's input, the same tokens as an output of the gate), from a CUDA kernel of fmoe; else None. The
+            experts use this output. The gate's backward pass then adds both gradients of the tokens.
+        is_fused: whether one CUDA operation computed weights and losses. The names of the losses are then in
+            `fmoe.losses.DEFAULT_LOSS_WEIGHTS`.
     """
 
     expert_TK: Tensor
@@ -99,7 +100,7 @@ class Routing:
     is_fused: bool = False
 
     def counts_of(self, expert_TK: Tensor) -> Tensor | None:
-        """Return the counts of ``expert_TK`` if it is the tensor that the gate counted, else None."""
+        """Return the counts in ``counted`` if they are those of this very tensor, else None."""
         return self.counted[1] if self.counted is not None and self.counted[0] is expert_TK else None
 
 
@@ -107,10 +108,11 @@ class Routing:
 class RoutingGroups:
     """The groups of tokens within which a gate applies capacity and balance losses, and the noise of these groups.
 
-    A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
-    2.2), independent of the tokens' order in memory and of their spread over ranks. Routing thus does not depend on
-    the split of the job (data parallel size, expert parallel size, micro batch size), if each micro batch holds whole
-    groups.
+    A group is ``size`` consecutive tokens, counted sequence after sequence (GShard's local groups, arXiv 2006.16668
+    section 2.2). It does not depend on the tokens' order in memory, nor on their spread over ranks. If each micro batch
+    holds whole groups, routing is therefore the same for every data parallel, expert parallel and micro batch size.
+
+    Methods that return noise take a ``purpose``, which is any name. Different purposes have independent noise.
 
     Attributes:
         num_sequences, sequence_length: shape of the token stream; T is their product.
@@ -184,7 +186,7 @@ class RoutingGroups:
 
     @property
     def is_ragged(self) -> bool:
-        """True if some groups may have positions without a token to route: there is a mask or padding."""
+        """True if there is a mask or padding, so that groups may have positions without a token to route."""
         return self.mask_T is not None or self.padding > 0
 
     def valid(self, device: torch.device) -> Tensor:
@@ -195,11 +197,7 @@ class RoutingGroups:
         return self.split(mask_T, pad=False)
 
     def key_on_host(self, purpose: str) -> int:
-        """Return the number from which a kernel derives the noise keys of all groups. Not for use under torch.compile.
-
-        Args:
-            purpose: what the noise is for; different purposes have independent noise, here and in the methods below.
-        """
+        """Return the number from which a kernel derives the noise keys of all groups; not under torch.compile."""
         if self._key is None:
             self._key = self.noise_key()
         return random.key(int(self._key), purpose)
@@ -244,8 +242,8 @@ class RoutingGroups:
         """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.
 
         The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result.
-        Combine weights are an exception, because each rank uses only those of its own tokens: a token's weights may
-        depend only on the token's own values.
+        Combine weights are an exception, because each rank uses only those of its own tokens. A token's combine weights
+        may depend only on the token's own values.
         """
         if self.shards is None:
             return x_TX

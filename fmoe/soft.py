@@ -17,8 +17,6 @@ from fmoe.layout import zero_padding
 
 
 class _DenseExperts(nn.Module):
-    """Base class of layers that hold all experts on this rank and give each expert equally many rows."""
-
     def __init__(
         self,
         d_model: int,
@@ -54,9 +52,9 @@ class _DenseExperts(nn.Module):
 class SoftMoE(_DenseExperts):
     """Soft MoE (arXiv 2308.00951, algorithm 1).
 
-    The input of each slot is a weighted mean of all tokens of a sequence, and each token's output is a weighted mean of
-    the outputs of all slots. No token is dropped. Do not use it in autoregressive models: a token's output depends on
-    later tokens.
+    The input of each slot is a weighted mean of all tokens of a sequence. Each token's output is a weighted mean of the
+    outputs of all slots. No token is dropped. Do not use this layer in autoregressive models, because a token's output
+    depends on later tokens.
 
     Args:
         d_model: D.
@@ -119,7 +117,7 @@ class SoftMoE(_DenseExperts):
 class MMoE(_DenseExperts):
     """Multi-gate Mixture-of-Experts (Ma et al., KDD 2018): tasks share experts but not gates.
 
-    Task n has the output ``y_n = sum_e softmax(W_n x)_e f_e(x)``.
+    Task n has the output ``y_n = sum_e softmax(W_n x)_e f_e(x)``, where f_e is expert e.
 
     Args:
         d_model: D.
@@ -149,7 +147,7 @@ class MMoE(_DenseExperts):
             )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return N outputs for ``x`` [..., S, D], one per task, each in the same shape."""
+        """Return N outputs for ``x`` [..., S, D], one per task, each in the shape of ``x``."""
         self._check(x)
         x_TD = x.reshape(-1, self.d_model)
         out_ETD = self._run(x_TD.expand(self.num_experts, -1, -1))

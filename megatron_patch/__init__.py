@@ -1,7 +1,7 @@
-"""FMoE layers in Megatron-core models, and a runtime for machines without a GPU.
+"""MoE layers of fmoe in Megatron-core models, and a runtime for machines without a GPU.
 
-Without a GPU, call ``megatron_patch.cpu.install()`` before using megatron-core. Without Triton, import this package
-before megatron-core, which needs Triton from 0.18 on.
+Without a GPU, call ``megatron_patch.cpu.install()`` before using megatron-core. From version 0.18 on, megatron-core
+needs Triton. If Triton is not installed, import this package before megatron-core.
 """
 
 import warnings

@@ -1,6 +1,6 @@
 """Megatron-core's attention without Transformer Engine, computed by torch's ``scaled_dot_product_attention``.
 
-Megatron-core's own code materializes the [s, s] scores of every head several times; torch has fused kernels for CPU and
+Megatron-core's own code materializes the [s, s] scores of every head several times. torch has fused kernels for CPU and
 GPU (FlashAttention, arXiv 2205.14135).
 """
 
@@ -29,26 +29,32 @@ from megatron_patch.dropout import HeadDropout
 class SDPAttention(DotProductAttention):
     """Replacement for `DotProductAttention` that uses torch's `scaled_dot_product_attention`.
 
-    Arguments, shapes and results are the same, except for a query whose keys are all masked: its output is zeros (NaN
-    with `HeadDropout` and no learned offsets), while megatron-core's code returns the mean of the values. Cases that
-    torch's kernels do not support use megatron-core's code: packed sequences; scores scaled by layer number; several
-    queries after cached keys, if there is no mask, window or offset; windows or offsets, if attention is not causal or
-    has a bias. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An
-    attention bias, which megatron-core's code refuses, is added to the scaled scores.
+    Arguments, shapes and results are the same, with these exceptions:
 
-    A causal window of n + 1 tokens (``config.window_size=(n, 0)``) is computed in blocks, or as a mask with
-    `HeadDropout`. A learned offset of the softmax (``config.softmax_type="learnable"``) is computed as an additional
-    key (`fmoe.kernels.attention`). Offsets start at zero; each tensor parallel rank holds those of its heads. A mask
-    also applies in layers with a window, where megatron-core's code ignores it.
+    * A query whose keys are all masked returns zeros. Megatron-core returns the mean of the values. With `HeadDropout`
+      and no learned offsets, the result is NaN.
+    * An attention bias is added to the scaled scores. Megatron-core refuses a bias.
+    * A mask also applies in layers with a window, where Megatron-core ignores it.
+    * Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
+    * bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`).
 
-    Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
+    ``config.window_size=(n, 0)`` is a causal window of n + 1 tokens. ``config.softmax_type="learnable"`` adds a learned
+    offset per head to the softmax (`fmoe.kernels.attention`). Offsets start at zero. Each tensor parallel rank holds
+    the offsets of its own heads.
 
-    Under context parallelism, each rank holds a contiguous slice of the sequences, and attends over whole sequences
-    with a part of its heads (`megatron_patch.context`). Masks are those of whole sequences, [b, 1, s, s].
+    Megatron-core's code still computes the cases that torch's kernels do not support:
+
+    * packed sequences;
+    * scores scaled by layer number;
+    * windows or offsets, if attention is not causal or has a bias;
+    * several queries after cached keys, without a mask, window or offset.
+
+    Under context parallelism, each rank holds a contiguous slice of the sequences. It attends over whole sequences with
+    a part of its heads (`megatron_patch.context`). A mask is for whole sequences, [b, 1, s, s].
 
     Raises:
-        UserError: the context parallel size does not divide the heads of a tensor parallel rank; under context
-            parallelism, a case that torch's kernels do not support, an attention bias, or dropout that is not
+        UserError: the context parallel size does not divide the heads of a tensor parallel rank. Under context
+            parallelism, a forward pass also raises it for the cases above, an attention bias, and dropout that is not
             `HeadDropout`.
     """
 
@@ -89,7 +95,7 @@ class SDPAttention(DotProductAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's slice of the learned offsets of all heads, if there are any."""
+        """Return this rank's slice of the learned softmax offsets of all heads; empty without offsets."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -113,8 +119,8 @@ class SDPAttention(DotProductAttention):
         """Map query, key and value [s, b, heads, head width] to [s, b, heads * head width of values].
 
         Args:
-            attention_mask: True where a query must not see a key, [1 or b, 1, s of queries, s of keys]. In causal
-                attention, None hides just the later keys, and a mask must hide them too.
+            attention_mask: True where a query must not see a key, [1 or b, 1, s of queries, s of keys]. Causal
+                attention without a mask hides the later keys. A mask replaces this default, so it must hide them too.
             attention_bias: added to the scores, such as T5's relative positions: [1 or b, heads, s of queries, s of
                 keys].
         """
@@ -135,7 +141,6 @@ class SDPAttention(DotProductAttention):
         attention_bias: Tensor | None,
         packed_seq_params: Any,
     ) -> Tensor:
-        """Attend with the heads of ``query`` over whole sequences."""
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         window, sinks_H = softmax.window_size, self._sinks()
@@ -189,7 +194,7 @@ class SDPAttention(DotProductAttention):
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
     def _sinks(self) -> Tensor | None:
-        """Return the learned offsets (sinks) of the heads with which this rank attends."""
+        """Return the learned softmax offsets of the heads with which this rank attends."""
         if self.softmax_offset is None or self.context_group is None:
             return self.softmax_offset
         return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]
@@ -207,11 +212,8 @@ class SDPAttention(DotProductAttention):
         is_causal: bool,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attend with keyed dropout of the probabilities, which torch's kernels do not support.
-
-        Queries, keys, values and the result are [b, heads, s, head width]. ``mask`` is a bias, or True where a query
-        must not see a key.
-        """
+        """Attend with dropout by `HeadDropout`: queries, keys, values and the result are [b, heads, s, head width].
+        ``mask`` is a bias, or True where a query must not see a key."""
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = (query * self.softmax_scale) @ key.transpose(2, 3)

@@ -1,7 +1,7 @@
 """bf16 matrix products of dense layers in float32, for processors without bf16 instructions.
 
 On these processors, torch's bf16 products take three to six times as long as conversions plus products in float32.
-Weights, activations and gradients stay bf16; a product is rounded once, at the end.
+Weights, activations and gradients stay bf16. A product is rounded once, at the end.
 
 Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that
 benchmarks measure them unchanged. Under sequence parallelism, layers that gather their input use torch's products.
@@ -31,7 +31,7 @@ def is_needed() -> bool:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark the bf16 weights of Megatron-core's embeddings and of its linear layers outside experts."""
+    """Mark bf16 weights for products in float32: those of embeddings and of linear layers outside experts."""
     for module in model.modules():
         is_dense = isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert
         is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight the output layer may share
@@ -41,7 +41,7 @@ def mark_weights(model: nn.Module) -> None:
 
 
 def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
-    """Return ``a @ b`` of bf16 matrices, summed in float32 and rounded once: bf16 [M, O]."""
+    """Return ``a @ b`` of two bf16 matrices as bf16 [M, O], summed in float32 and rounded once."""
     b_IO = b_IO.float()
     (rows, inner), width = a_MI.shape, b_IO.shape[1]
     out_MO = a_MI.new_empty(rows, width)
@@ -54,7 +54,7 @@ def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
 
 
 def forward_in_float32(forward: Callable) -> staticmethod:
-    """Make ``LinearWithGradAccumulationAndAsyncCommunication.forward`` multiply marked weights in float32."""
+    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.forward`` to multiply marked weights in float32."""
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, *settings):
@@ -74,7 +74,7 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
 
 def backward_in_float32(backward: Callable) -> staticmethod:
-    """Make ``LinearWithGradAccumulationAndAsyncCommunication.backward`` multiply marked weights in float32."""
+    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.backward`` to multiply marked weights in float32."""
 
     @functools.wraps(backward)
     def wrapped(ctx, grad):

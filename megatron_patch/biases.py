@@ -1,4 +1,4 @@
-"""Biases of single linear layers of a GPT; Megatron-core's ``add_bias_linear`` adds biases to all linear layers."""
+"""Biases of selected linear layers of a GPT. Megatron-core's ``add_bias_linear`` adds biases to all of them or none."""
 
 from typing import Any
 
@@ -9,16 +9,17 @@ from torch import nn
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` with a bias, whatever ``bias`` Megatron-core passes."""
+    """`RowParallelLinear` that always has a bias, even if Megatron-core passes ``bias=False``."""
 
     def __init__(self, *args: Any, bias: bool, **options: Any):
         super().__init__(*args, bias=True, **options)
 
 
 def add_output_bias(model: GPTModel) -> None:
-    """Add a bias, initialized to zeros, to a model's logits; do nothing on a pipeline stage without an output layer.
+    """Add a bias, initialized to zeros, to a model's logits.
 
-    Each tensor parallel rank holds the elements of its part of the vocabulary.
+    Each tensor parallel rank holds the elements of its part of the vocabulary. A pipeline stage without an output layer
+    is unchanged.
     """
     if not model.post_process:
         return

@@ -1,8 +1,8 @@
 """Context parallelism: each rank of a group holds one contiguous slice of every sequence, in the order of the ranks.
 
-Only attention and gates need more than the slice. Before attention, the ranks exchange their slices of the sequences
-for slices of the heads (DeepSpeed-Ulysses, arXiv 2309.14509): each rank then attends over whole sequences, with the
-same kernel, masks and dropout as a single process, and all have equal work. After attention, they exchange back.
+Only attention and gates need more than the slice. Before attention, the ranks exchange slices of the sequences for
+slices of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). Each rank then attends over whole sequences, with the same
+kernel, masks and dropout as a single process. After attention, the ranks exchange back.
 
 Shape letters: P ranks, S tokens of a slice, B sequences, A heads on a rank before the exchange, W head width.
 """
@@ -22,7 +22,9 @@ from fmoe.runtime import collectives
 
 
 def context_group(config: TransformerConfig, collection: Any = None) -> dist.ProcessGroup | None:
-    """Return the context parallel group: ``collection.cp`` or, without it, parallel_state's. None if it has one rank.
+    """Return the context parallel group; None if it has one rank.
+
+    The group is ``collection.cp``, or Megatron's parallel_state's if the collection has none.
 
     Raises:
         UserError: ``config.context_parallel_size`` differs from the size of the group.
@@ -39,9 +41,10 @@ def context_group(config: TransformerConfig, collection: Any = None) -> dist.Pro
 
 
 def slice_rotary_positions(model: Any) -> None:
-    """Make a Megatron-core model's rotary embedding, if any, return the global positions of this rank's slice.
+    """Make a model's rotary embedding return the global positions of this rank's slice of the sequences.
 
-    Megatron-core would return the positions of two chunks, one from each end of the sequence (zigzag).
+    Megatron-core's own positions are those of two chunks, one from each end of the sequence (zigzag). A model without a
+    rotary embedding is unchanged.
     """
     embedding, group = getattr(model, "rotary_pos_emb", None), context_group(model.config)
     if embedding is None or group is None:
@@ -60,7 +63,7 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessG
 
     Args:
         query: [S, B, A, W]; P divides A.
-        key, value: [S, B, A', W], where A' divides A. If P does not divide A', heads are sent to several ranks.
+        key, value: [S, B, A', W], where A' divides A. If P does not divide A', several ranks receive the same head.
 
     Returns:
         Query [P * S, B, A / P, W]; key and value of the heads that these queries use.

@@ -1,8 +1,7 @@
 """Megatron-core on machines without a GPU.
 
-Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each of which states its
-reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a required name, `install` raises a
-UserError that names it.
+Megatron-core hard-codes the device "cuda". `install` applies `PATCHES`, which redirect it to the CPU. Each patch states
+its reason. If torch sees a GPU, `PATCHES` are not applied.
 """
 
 import contextlib
@@ -47,8 +46,6 @@ def _device_on_cpu(function: Callable) -> Callable:
 
 
 def _to_on_cpu(to: Callable) -> Callable:
-    """Make CUDA devices mean the CPU in any argument of ``Tensor.to``."""
-
     @functools.wraps(to)
     def wrapped(self, *args, **kwargs):
         return to(self, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
@@ -74,7 +71,7 @@ def _type_for_megatron(type_: Callable) -> Callable:
 
 
 class _NullStream:
-    """A stream of a device that runs everything synchronously; all of these streams are equal."""
+    """A CUDA stream without a device: everything runs synchronously, and all streams are equal."""
 
     def __init__(self, *args, **kwargs): ...
     def wait_stream(self, stream) -> None: ...
@@ -116,14 +113,8 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 
 
 def _cpu_rng_tracker(tracker_class: type) -> type:
-    """Make the tracker use torch's CPU generator instead of the CUDA one.
-
-    The generator's seed also identifies the position in training (`fmoe.random`). Layers need the position inside
-    `fork` too, because a sequence parallel model forks around all of its layers. If a position is set, a fork therefore
-    gets a seed derived from the seeds of the outer generator and of the tracker's state. If the previous fork of that
-    state had the same derived seed, the new fork continues the draws of the previous one. Draws then depend on the
-    position and the tracker's seed.
-    """
+    """Make the tracker use torch's CPU generator instead of the CUDA one. If a position in training is set
+    (`fmoe.random`), a fork's draws depend only on this position and the tracker's seed."""
 
     class CpuRNGStatesTracker(tracker_class):
         def add(self, name, seed):
@@ -142,6 +133,9 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
                 raise KeyError(f"the RNG state {name} does not exist: add it first")
             outside = torch.get_rng_state()
             branch = None
+            # Layers need the position inside a fork too: a sequence parallel model forks around all of its layers. The
+            # seed of the generator identifies the position, so a fork gets a seed derived from it. A later fork with
+            # the same derived seed continues the draws.
             if random.position() is not None:
                 branch = random.branch(name, self.__dict__.get("_seed_of", {}).get(name, 0))
             torch.set_rng_state(self.states_[name])
@@ -168,7 +162,7 @@ def _splits_as_numpy(move: Callable) -> Callable:
 
 
 def _max_without_indices(largest: Callable) -> staticmethod:
-    """Compute the largest logit of each token but not its index, whose search would take most of the time."""
+    """Return the largest logit of each token, but not its index, whose search would take most of the time."""
 
     def calculated(vocab_parallel_logits):
         logits = vocab_parallel_logits.float()
@@ -243,15 +237,16 @@ _installed = False
 
 
 def install() -> bool:
-    """Apply the patches for any device and, without a GPU, `PATCHES`, for the rest of the process.
+    """Patch megatron-core for the rest of the process, so that it also runs without a GPU: on the CPU, with gloo.
 
-    Megatron-core then runs on the CPU with gloo. Further calls do nothing.
+    Applies `megatron_patch.patches.PATCHES` on every machine and, without a GPU, also `PATCHES` of this module. Further
+    calls do nothing.
 
     Returns:
         True if `PATCHES` are applied, False if torch sees a GPU.
 
     Raises:
-        UserError: as `megatron_patch.patches.apply`.
+        UserError: the version of megatron-core is not supported, or it lacks a name that a patch replaces.
     """
     global _installed
     patches.install()
@@ -268,7 +263,7 @@ def install() -> bool:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Put models, wrappers and optimizers built in this context on the meta device: shapes without memory.
+    """Put models, wrappers and optimizers that are built in this context on the meta device: shapes without memory.
 
     Raises:
         RuntimeError: `install` has not been called, or torch sees a GPU.

@@ -1,8 +1,8 @@
 """Dropout keyed by token and feature, which drops the same elements however a job is split.
 
-Megatron-core draws from a generator, so its dropout depends on the shape of the micro batch and on the number of tensor
-parallel ranks. Here each decision is a hash of (seed, step, layer, site, token, feature) (`fmoe.random`). It does not
-depend on micro batches, ranks, pipeline stages or recomputation.
+Megatron-core draws from a generator. Its dropout therefore depends on the shape of the micro batch and on the number of
+tensor parallel ranks. Here each decision is a hash of (seed, step, layer, site, token, feature) (`fmoe.random`). It
+does not depend on micro batches, ranks, pipeline stages or recomputation.
 
 Shape letters: S sequence length on this rank, B sequences, H hidden size, A heads on this rank, K keys.
 """
@@ -25,11 +25,11 @@ class TokenDropout(nn.Dropout):
 
     Args:
         rate: probability of dropping an element.
-        site: hash of the run's seed and of this module's place in the model.
-        is_sliced: whether tensor parallel ranks hold slices of the sequences; context parallel ranks always do.
+        site: hash of the run's seed and of this module's position in the model (`fmoe.random.key`).
+        is_sliced: True if tensor parallel ranks hold slices of the sequences. Context parallel ranks always do.
 
     Attributes:
-        part: name added to the key, for a module that runs several times per micro batch.
+        part: name that distinguishes the calls of a module that runs several times per micro batch.
     """
 
     def __init__(self, rate: float, site: int, is_sliced: bool = False):
@@ -44,7 +44,7 @@ class TokenDropout(nn.Dropout):
         return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
 
     def keys(self, x_SBH: Tensor) -> Tensor:
-        """Return the key of each token, int64 [S, B]."""
+        """Return the random key of each token, int64 [S, B]."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         slices, number = _context_parallel()
@@ -52,7 +52,7 @@ class TokenDropout(nn.Dropout):
         return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
 
     def token_keys(self, positions: range, length: int, batch: int, device: torch.device) -> Tensor:
-        """Return a key for each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
+        """Return a random key for each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
 
         Returns:
             int64 [batch, len(positions)].
@@ -94,7 +94,7 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Replace a Megatron-core language model's dropout by keyed dropout: in embedding, attention and residual branches.
+    """Replace the dropout of a Megatron-core language model (embedding, attention, residual branches) by keyed dropout.
 
     Args:
         model: the whole model, or a pipeline stage.

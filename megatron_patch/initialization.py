@@ -1,8 +1,8 @@
 """Initial weights of a dense model that do not depend on the pipeline split.
 
 Megatron-core draws the weights of a stage's layers from one generator, one layer after the other, so they depend on the
-split. Here a key made of seed and layer number determines a layer's weights, as seed and id determine an expert's
-(`fmoe.random`). With ``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
+split. Here the seed and the layer number alone determine a layer's weights (`fmoe.random`). With
+``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
 import copy
@@ -22,12 +22,12 @@ from fmoe import random
 def keyed_layer_spec(
     spec: ModuleSpec, seed: int, part: str = "decoder", without_mlp: Collection[int] = ()
 ) -> ModuleSpec:
-    """Return a copy of a transformer layer's spec that builds weights keyed by (seed, part, layer number).
+    """Return a copy of a transformer layer's spec that draws weights from (seed, part, layer number) alone.
 
     Args:
         part: name of the stack, in models where several stacks number their layers from 1.
-        without_mlp: numbers of layers to build without an MLP, because experts will replace it. The MLP is drawn last,
-            so the rest of the layer has the same weights as with it.
+        without_mlp: numbers of layers to build without an MLP, because experts will replace it. The other weights of
+            these layers stay the same.
     """
 
     class KeyedLayer(spec.module):
@@ -48,7 +48,11 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: Any, seed: int) -> None:
-    """Draw the weight of an untied output layer under its own key. Models on the meta device are left unchanged."""
+    """Draw the weight of the output layer from the seed alone.
+
+    A model is unchanged if it is on the meta device, has no output layer on this stage, or ties its weight to the
+    embedding.
+    """
     if not model.post_process or model.share_embeddings_and_output_weights:
         return
     weight = model.output_layer.weight

@@ -22,8 +22,7 @@ class LatentAttention(MLASelfAttention):
     """`MLASelfAttention` with the correct gradient of the rotary key under tensor parallelism.
 
     All heads share one rotary key per token, so its gradient is the sum over the heads of all tensor parallel ranks.
-    Megatron-core's layers without Transformer Engine, whose down projection is split by columns, sum the gradient over
-    the heads of one rank only.
+    Without Transformer Engine, Megatron-core sums over the heads of one rank only.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **options: Any):
@@ -32,23 +31,16 @@ class LatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(functools.partial(_gather, config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the modules that the spec names.
-
-        megatron-core 0.19 calls this. The base class's own method refuses norms of compressed keys and values unless
-        ``config.qk_layernorm`` is set. If that is set and queries are not compressed, the method needs Transformer
-        Engine.
-        """
+        """Return the modules that the spec names. Without ``config.qk_layernorm``, the base class refuses norms of
+        compressed keys and values; with it, uncompressed queries need Transformer Engine."""
         return {name: getattr(submodules, name) for name in _FROM_SPEC}
 
 
 def _gather(
     config: MLATransformerConfig, module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather all columns of the compressed keys and values and of the rotary key from all ranks.
-
-    Megatron-core then assumes a replicated layer, and does not gather the output again. Under sequence
-    parallelism, it expects a slice of the tokens from such a layer, gathers the rotary keys and sums their gradients.
-    """
+    """Gather all columns of the down projection from all ranks, as Megatron-core expects of a replicated layer. Under
+    sequence parallelism, return this rank's slice of the tokens: Megatron-core then gathers the rotary keys."""
     columns, bias = output
     whole = gather_from_tensor_model_parallel_region(columns)
     if config.sequence_parallel:

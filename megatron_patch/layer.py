@@ -35,34 +35,35 @@ _TRACKED = {"balance": "load_balancing_loss", "z": "z_loss"}
 class MegatronMoE(MoE):
     """`fmoe.MoE` with the constructor and the call of a Megatron-core MLP.
 
-    Width, activation, bias, initializers and dtype come from ``config``; the tensor, expert and expert tensor parallel
-    groups from ``pg_collection`` or parallel_state. The layer sets ``config.num_moe_experts``, because Megatron's
-    schedule passes the scale of auxiliary losses only to models whose config sets it.
+    Width, activation, bias, initializers and dtype come from ``config``. The tensor, expert and expert tensor parallel
+    groups come from ``pg_collection`` or, without it, from Megatron's parallel_state. The layer sets
+    ``config.num_moe_experts``: otherwise Megatron's schedule would not pass on the scale of auxiliary losses.
 
-    Each tensor parallel rank routes a slice of the sequences: under sequence parallelism the slice that it holds, else
-    one that it takes from the whole sequences. Under context parallelism each rank routes the slice that it holds,
-    which must be contiguous (`megatron_patch.context`). The gate decides over all slices.
+    Each tensor parallel rank routes one slice of the sequences. Under sequence parallelism, each rank holds only this
+    slice. Otherwise, the layer takes the slice from the whole sequences. Under context parallelism, each rank routes
+    the slice that it holds, which must be contiguous (`megatron_patch.context`). The gate decides over all slices.
 
     With an expert tensor parallel size above 1, the experts' hidden units are split over that group. With
-    ``config.recompute_granularity="selective"``, the layer is recomputed if ``config.recompute_modules`` lists "mlp"
-    or "moe".
+    ``config.recompute_granularity="selective"``, the layer is recomputed if ``config.recompute_modules`` lists "mlp" or
+    "moe".
 
     Args:
         config, submodules, layer_number, pg_collection, is_mtp_layer, name: arguments that Megatron-core passes.
         num_experts: number of experts over all ranks.
-        d_hidden: hidden width of an expert; None for ``moe_ffn_hidden_size`` of the config, or ``ffn_hidden_size`` if
-            that is not set.
-        seed: seed of the run; together with the layer number, it keys the layer's weights and noise.
-        layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
-        model_layers: number of layers over all stacks; None for those in ``config``, multi-token prediction included.
-        overlap_shared: on a GPU, compute the shared expert on a second stream, beside the gate, the exchange and the
-            routed experts, forward and backward. The result is the same.
+        d_hidden: hidden width of an expert. None for the config's ``moe_ffn_hidden_size`` or, if that is not set, its
+            ``ffn_hidden_size``.
+        seed: seed of the run. Seed and layer number determine the layer's weights and noise.
+        layer_offset: number of layers in earlier stacks, such as a T5's encoder. It is added to the layer number.
+        model_layers: number of layers over all stacks. None for the number in ``config``, including multi-token
+            prediction.
+        overlap_shared: on a GPU, compute the shared expert on a second stream, in parallel with the gate, the
+            all-to-all and the routed experts. The result is the same.
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
-        UserError: the config's tensor or context parallel size differs from the group's; tensor and context
-            parallelism are combined without sequence parallelism; ``gate`` is a module, which layers would share; an
-            option is invalid.
+        UserError: the config's tensor or context parallel size differs from the group's; tensor and context parallelism
+            are combined without sequence parallelism; ``gate`` is a module, which all layers would share; an option is
+            invalid.
     """
 
     aux: "MegatronAux"
@@ -144,13 +145,13 @@ class MegatronMoE(MoE):
         self._shared_output: tuple[Tensor, torch.cuda.Stream] | None = None
 
     def _move(self) -> None:
-        """Move the layer to the device and dtype of the model."""
+        """Move the layer to the model's device and dtype."""
         on_meta = any(parameter.is_meta for parameter in self.parameters())
         on_cpu = on_meta or self.config.use_cpu_initialization
         self.to(device=None if on_cpu else torch.cuda.current_device(), dtype=self.config.params_dtype)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Rebuild the gate and the experts under a new layer number; called by Megatron-core."""
+        """Set the layer's number, to which ``layer_offset`` is added. A new number draws gate and experts again."""
         layer_number += self._layer_offset
         if layer_number != self.layer_number:
             self.layer_number = self.aux.layer_number = layer_number
@@ -268,7 +269,8 @@ class MegatronAux(AuxLosses):
 
 
 def drop_tracked_losses() -> None:
-    """Empty Megatron's aux-loss tracker before another model is built: the tracker keeps the old number of layers."""
+    """Empty Megatron's aux-loss tracker, which keeps the number of layers of the model. Call it before building another
+    model."""
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
         moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
     else:  # from megatron-core 0.18 on
@@ -279,7 +281,7 @@ def drop_tracked_losses() -> None:
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for shared experts; one per device, because layers run one after the other."""
+    """Return a device's stream for shared experts. Layers run one after the other, so they share it."""
     return torch.cuda.Stream(device)
 
 

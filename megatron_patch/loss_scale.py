@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SharedGradScaler(MegatronGradScaler):
-    """A scaler that several optimizers share, and that is updated once per step.
+    """A loss scaler that several optimizers share, and that is updated once per step.
 
     Args:
         scaler: scaler of Megatron-core, dynamic or constant.
@@ -40,15 +40,20 @@ class SharedGradScaler(MegatronGradScaler):
         return isinstance(self.scaler, DynamicGradScaler) and bool(self.scale > self.scaler.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing: each optimizer calls this method with its own overflow only. `settle` updates the scale."""
+        """Do nothing. Each optimizer calls this method with its own overflow only; `settle` updates the scale."""
 
     def settle(self, found_inf: bool) -> None:
-        """Update the scale, once per step; ``found_inf`` is True if any optimizer of any rank overflowed."""
+        """Update the scale; call it once per step.
+
+        Args:
+            found_inf: True if gradients of any optimizer overflowed, on any rank.
+        """
         self.skipped += found_inf
         self.scaler.update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers: ``skipped``, and ``scale``, ``growth_tracker``, ``hysteresis_tracker`` if dynamic."""
+        """Return plain numbers: ``skipped`` and, of a dynamic scale, ``scale``, ``growth_tracker`` and
+        ``hysteresis_tracker``."""
         state = {name: float(v) if torch.is_tensor(v) else v for name, v in self.scaler.state_dict().items()}
         return state | {"skipped": self.skipped}
 
@@ -72,7 +77,7 @@ def grad_scaler(optimizer: MegatronOptimizer) -> SharedGradScaler | None:
 
 
 def share(init: Callable) -> Callable:
-    """Make ``ChainedOptimizer.__init__`` give all optimizers the scaler of the first one, which scales the loss."""
+    """Wrap ``ChainedOptimizer.__init__`` so that all optimizers use the scaler of the first, which scales the loss."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):
@@ -87,7 +92,7 @@ def share(init: Callable) -> Callable:
 
 
 def settle_together(prepare: Callable) -> Callable:
-    """Make ``ChainedOptimizer.prepare_grads`` agree on overflows over all ranks, and update the scale once."""
+    """Wrap ``ChainedOptimizer.prepare_grads`` so that all ranks agree on overflows, and update the scale once."""
 
     @functools.wraps(prepare)
     @torch.no_grad()

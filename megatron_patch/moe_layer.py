@@ -1,4 +1,4 @@
-"""Conversion of Megatron-core's MoELayer to `MegatronMoE`: a state dict, or a whole model in place.
+"""Conversion of Megatron-core's MoELayer to `MegatronMoE`: of a state dict, or of a whole model in place.
 
 Shape letters: E experts, L experts of this rank, D model width, H hidden width, P = H, or 2 H with a gated linear unit.
 """
@@ -43,16 +43,16 @@ LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | None = None) -> dict[str, Tensor]:
-    """Return the state dict of a Megatron-core model or MoE layer with the names and shapes of FMoE.
+    """Convert the state dict of a Megatron-core model or MoE layer to the names and shapes of `MegatronMoE`.
 
     The experts may come from SequentialMLP (``experts.local_experts.N.linear_fc1.weight``), GroupedMLP
-    (``experts.weight1``) or TEGroupedMLP (``experts.linear_fc1.weightN``). Entries outside MoE layers are unchanged;
-    Transformer Engine's ``_extra_state`` inside them is dropped.
+    (``experts.weight1``) or TEGroupedMLP (``experts.linear_fc1.weightN``). Entries outside MoE layers are unchanged. In
+    MoE layers, Transformer Engine's ``_extra_state`` is dropped.
 
     Args:
-        state: state dict of one rank or of a whole model. Expert tensor parallelism, which splits experts, is not
-            supported.
-        num_local_experts: L, the experts in ``state``; None for as many as the router has.
+        state: state dict of one rank or of a whole model. Expert tensor parallelism is not supported, because it splits
+            the matrices of an expert.
+        num_local_experts: number of experts in each layer of ``state``; None for as many as the router has.
 
     Returns:
         A new dict, which shares unchanged tensors with ``state``.
@@ -104,10 +104,10 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def sharded_names() -> dict[str, str]:
-    """Map Megatron-core's names of an MoE layer's tensors in a distributed checkpoint to FMoE's names.
+    """Map Megatron-core's tensor names of an MoE layer in a distributed checkpoint to fmoe's names.
 
-    In such a checkpoint, the experts of all ranks are one tensor. FMoE's shared experts have an additional leading axis
-    of size 1.
+    In such a checkpoint, the experts of all ranks are one tensor. The weights of fmoe's shared expert have an
+    additional first axis of size 1.
     """
     names = {f"router.{name}": ours for name, ours in _OF_ROUTER.items()} | dict(_shared_names())
     for linear, ours in _OF_LINEAR.items():
@@ -154,19 +154,21 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Module:
     """Replace the MoELayers of a Megatron-core model with `MegatronMoE`; return the model, whose output is unchanged.
 
-    The new layers keep gate, experts, shared experts and loss weights. Load the weights first, and convert before
-    Float16Module, DistributedDataParallel and the optimizer. With expert parallelism each rank converts its own
-    experts. A router bias that balances loads (``moe_router_enable_expert_bias``) is updated by `fmoe.end_step`.
+    The new layers keep the weights of gate, experts and shared experts, and the weights of the losses. Load a
+    checkpoint before the conversion. Convert before Float16Module, DistributedDataParallel and the optimizer.
+
+    With expert parallelism, each rank converts its own experts. If the router has a bias that balances loads
+    (``moe_router_enable_expert_bias``), `fmoe.end_step` updates it.
 
     Args:
         model: a GPTModel, T5Model, BertModel or CLIPViTModel. Layers without experts are unchanged.
-        seed: seed of the run; keys the layers' noise.
+        seed: seed of the run, for the noise of the layers.
         options: arguments of `MegatronMoE` that leave the output unchanged: ``exchange``, ``exchange_options``,
             ``backend``, ``group_size``, ``loss_weights``, ``check``.
 
     Raises:
-        UserError: the model is wrapped, has another type or, without pipeline parallelism, no MoELayer; FMoE does not
-            support a layer's config. The model is then unchanged.
+        UserError: the model is wrapped, has another type, or has no MoELayer (not checked under pipeline parallelism);
+            fmoe does not support a layer's config. The model is then unchanged.
     """
     parts = checked_stacks(model, "convert_moe_layers")
     total = sum(stack.num_layers for stack in parts)
@@ -223,7 +225,6 @@ def _converted(layer: Any, options: dict[str, Any]) -> MegatronMoE:
 
 
 def _check(old: MoELayer, config: TransformerConfig, name: str) -> None:
-    """Raise UserError if FMoE does not support the layer."""
     for field, holds, why in LIMITS:
         value = getattr(config, field, None)
         if not holds(value):

@@ -1,10 +1,12 @@
 """Multi-token prediction (MTP) with Megatron-core's modules: DeepSeek-V3, arXiv 2412.19437 section 2.2.
 
-Module k predicts the token k + 1 positions ahead from two inputs: the hidden state of module k - 1 (of the decoder, if
-k = 1) and the embedding of the token k positions ahead. It normalizes both, projects them together and runs a
-transformer layer with the number ``config.num_layers + k``; it shares the model's embedding and output layer. Its loss
-is the mean over the tokens that it predicts: all labels of a sequence but the first k. Megatron-core adds the gradient
-of the mean loss of the modules, times ``config.mtp_loss_scaling_factor``, to the backward pass of the model's loss.
+Module k predicts the token k + 1 positions ahead. Its inputs are the embedding of the token k positions ahead and the
+hidden state of module k - 1. Module 1 takes the hidden state of the decoder instead. A module normalizes its inputs,
+projects them together and runs a transformer layer with the number ``config.num_layers + k``. It shares the model's
+embedding and output layer.
+
+The loss of module k is the mean over the tokens that it predicts: all labels of a sequence but the first k. In the
+backward pass, Megatron-core adds the gradient of the modules' mean loss, times ``config.mtp_loss_scaling_factor``.
 """
 
 import copy
@@ -26,9 +28,10 @@ _LAYER = ("transformer_layer", "mtp_model_layer")  # up to megatron-core 0.16, a
 
 
 class MTPModel(GPTModel):
-    """`GPTModel` that runs its MTP modules only in training, with labels; the state dict always has their weights.
+    """`GPTModel` that runs its MTP modules only in training, with labels.
 
-    A pipeline stage with the modules has a copy of the embedding, which Megatron-core keeps equal to the first stage's.
+    The state dict always has the weights of the modules. A pipeline stage with the modules has a copy of the embedding,
+    which Megatron-core keeps equal to the first stage's.
     """
 
     def __init__(self, *args, **options):
@@ -57,7 +60,9 @@ def mtp_block_spec(
     vp_stage: int | None = None,
     norm: Any = None,
 ) -> Any:
-    """Return the spec of this pipeline stage's MTP modules, with weights keyed by (seed, module); None without modules.
+    """Return the spec of this pipeline stage's MTP modules; None if the stage has none.
+
+    The modules' initial weights depend only on the seed and on their numbers.
 
     Args:
         layer_spec: spec of a transformer layer.
@@ -83,7 +88,8 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield each MTP module's transformer layer, and its number in the model minus its ``layer_number``."""
+    """Yield the transformer layer of each MTP module, with the offset from ``layer_number`` to its number in the
+    model."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))
@@ -91,7 +97,10 @@ def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
 
 
 def take_losses() -> Tensor | None:
-    """Return the losses [modules], summed over the micro batches since the last call; None if this rank has none."""
+    """Return the loss of each MTP module, summed over the micro batches since the last call: [modules].
+
+    Returns None if this rank has no losses.
+    """
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
     losses = tracker.get("values", tracker.get("loss_values"))  # before and from megatron-core 0.19 on
     tracker.clear()

@@ -1,4 +1,4 @@
-"""The hidden matrices of Megatron-core's models, for `fmoe.optim.Muon`."""
+"""The weight matrices of Megatron-core's models that `fmoe.optim.Muon` orthogonalizes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,12 +18,13 @@ _GROUPED: Any = getattr(experts, "GroupedMLP", ())  # megatron-core 0.17 removed
 
 
 def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
-    """Return the hidden matrices in each weight of a model's transformer layers, as the weight's module defines them.
+    """Map the weights of a model's transformer layers to the matrices in them that Muon orthogonalizes.
 
-    Embeddings, position embeddings, output layers and the heads of a BERT are outside these layers, and
-    `fmoe.optim.hidden_matrices` leaves out gates. Fused matrices count separately: query, key and value of
-    ``linear_qkv``, key and value of ``linear_kv``, and the halves of a gated ``linear_fc1``. Each has the rows of all
-    heads or hidden units, over all tensor parallel ranks.
+    Gates are left out, as `fmoe.optim.hidden_matrices` does, and so is everything outside transformer layers:
+    embeddings, position embeddings, output layers, the heads of a BERT.
+
+    Fused matrices count separately: query, key and value of ``linear_qkv``, key and value of ``linear_kv``, and the
+    halves of a gated ``linear_fc1``. Each has the rows of all heads or hidden units, over all tensor parallel ranks.
 
     Raises:
         UserError: the model has Megatron-core's GroupedMLP, whose weights are experts side by side.
@@ -50,7 +51,14 @@ def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
 
 
 def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
-    """Raise UserError if ``matrices`` does not describe how a parameter is split over tensor parallel ranks."""
+    """Check that Muon can gather a parameter from the tensor parallel ranks.
+
+    Args:
+        ranks: number of ranks over which the parameter is split.
+
+    Raises:
+        UserError: the parameter is split, but ``matrices`` has no process group for it.
+    """
     if ranks > 1 and matrices.group is None:
         raise UserError(
             f"Muon cannot gather a weight of shape {tuple(parameter.shape)}: it is split over {ranks} tensor parallel "
@@ -59,8 +67,8 @@ def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
 
 
 def _fused(module: nn.Module) -> Iterable[tuple[nn.Module, tuple[int, ...]]]:
-    """Yield each fused linear layer of a module, and the number of rows of each of its matrices (in an attention, per
-    group of heads)."""
+    """Yield each fused linear layer of a module, and the number of rows of each of its matrices. In self attention and
+    cross attention, rows are counted per group of heads."""
     if isinstance(module, SelfAttention):
         head = module.hidden_size_per_attention_head
         queries = module.num_attention_heads_per_partition // module.num_query_groups_per_partition

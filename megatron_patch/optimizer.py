@@ -36,14 +36,14 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class Shard:
-    """The range of a flattened parameter that an optimizer of this rank steps.
+    """The range of a flattened parameter that an optimizer of this rank updates.
 
     Attributes:
         optimizer: torch optimizer, which holds the state of ``main``.
         parameter: parameter of the model.
-        main: tensor that is stepped: the parameter, a float32 copy of it, or a flat slice of either.
+        main: tensor that the optimizer updates: the parameter, a float32 copy of it, or a flat slice of either.
         start, stop: range of ``main`` in the flattened parameter.
-        is_sharded: whether it belongs to the distributed optimizer, whose ranks step different ranges.
+        is_sharded: True in the distributed optimizer, whose ranks update different ranges.
     """
 
     optimizer: Optimizer
@@ -60,7 +60,8 @@ class Shard:
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the inner optimizers with parameters on this rank, e.g. one for dense parameters and one for experts."""
+    """Return the inner optimizers with parameters on this rank, such as one for dense parameters and one for
+    experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
@@ -92,9 +93,12 @@ def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
 
 
 def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
-    """Update the optimizer after ``shard.main`` was changed, and replace its state with ``state`` if that is given.
+    """Update an optimizer after a change of ``shard.main``, and optionally replace the optimizer's state for it.
 
-    An optimizer that steps on the host keeps copies of its parameters there, which are updated too.
+    An optimizer that runs on the host keeps copies of its parameters there. These are updated too.
+
+    Args:
+        state: the new state, by name; None keeps the old one.
     """
     own, main = shard.optimizer, shard.main
     if not isinstance(own, HybridDeviceOptimizer):
@@ -113,7 +117,10 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
 
 
 def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
-    """Return the model's parameters that one of `optimizers` steps, in the order of its layout."""
+    """Return the model's parameters that an inner optimizer (from `optimizers`) updates.
+
+    For the distributed optimizer, these are the parameters of all data parallel ranks, in the same order on each.
+    """
     if isinstance(part, DistributedOptimizer):
         # All parameters in the order of the buffers, which is equal on all data parallel ranks.
         return [parameter for buffer in part.buffers for parameter in buffer.params]
@@ -125,18 +132,19 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron-core's optimizer around the optimizers from ``make``, without weight decay of vectors.
 
-    Vectors have one axis, or are biases of stacked experts, which Megatron-core would decay because they have two axes.
+    Vectors are parameters with one axis, and the biases of stacked experts. Such a bias has two axes, so Megatron-core
+    alone would decay it.
 
     Args:
-        config: Megatron-core's config for Adam; required with ``make`` too, which need not use it.
+        config: Megatron-core's optimizer config. ``make`` need not use its settings for Adam.
         model_chunks: model chunks, each wrapped in Megatron's DDP.
         make: maps parameter groups to an optimizer; called once for dense parameters and once for experts. None for
             Adam, from Transformer Engine or apex if they are installed.
         options: arguments of ``get_megatron_optimizer``.
 
     Raises:
-        UserError: the version of megatron-core is not supported, or it lacks a name to replace; an optimizer that
-            needs whole tensors would get slices of them; Muon does not support a weight.
+        UserError: the version of megatron-core is not supported, or it lacks a name to replace; an optimizer that needs
+            whole tensors would get slices of them; Muon does not support a weight.
     """
     patches.install()
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
@@ -162,6 +170,9 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: float) -
     """Clip gradients in place, with the same result as Megatron-core's ``clip_grad_by_total_norm_fp32``, bit for bit.
 
     Without apex, Megatron-core's function allocates a copy of each gradient and copies it back.
+
+    Args:
+        norm: norm of the gradients of all parameters together, before clipping.
     """
     factor = max_norm / (norm + 1.0e-6)
     if factor < 1.0:
@@ -185,7 +196,6 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
 
 
 def _layout(part: MegatronOptimizer) -> Layout:
-    """Return the layout with which squared norms are summed over the ranks that hold slices of a parameter."""
     found, parameters = list(shards_of(part)), parameters_of(part)
     over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -196,7 +206,7 @@ def _layout(part: MegatronOptimizer) -> Layout:
 
 
 def _muon_shards(part: MegatronOptimizer, matrices: Mapping[Tensor, Matrices]) -> Shards:
-    """Return the ranges of parameters that this rank steps, after a check that matrices can be gathered."""
+    """Return the ranges of parameters that this rank updates. Raise UserError if a matrix cannot be gathered."""
     for shard in shards_of(part):
         if shard.parameter in matrices:
             ranks = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)

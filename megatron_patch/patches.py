@@ -1,8 +1,8 @@
 """Patches of megatron-core: the class `Patch`, and the patches for any device (`PATCHES`).
 
-The first FMoE layer and `megatron_patch.optimizer.build_optimizer` call `install`; `megatron_patch.cpu.install` does
-too, and adds `megatron_patch.cpu.PATCHES` on machines without a GPU. Call `install` yourself before you build a
-sequence parallel model without Transformer Engine.
+`install` applies the patches. The first `MegatronMoE` layer, `megatron_patch.optimizer.build_optimizer` and
+`megatron_patch.cpu.install` call it. Call it yourself before you build a sequence parallel model without Transformer
+Engine.
 """
 
 import copy
@@ -32,8 +32,8 @@ class Patch:
     Attributes:
         module, name: location of the name; ``module:Class`` for a method.
         make: function of the old value that returns the new one.
-        reason: what fails without the patch; files and lines are those of megatron-core 0.16.1.
-        required: whether it is an error if the module or class lacks the name.
+        reason: what fails without the patch. Files and lines are those of megatron-core 0.16.1.
+        required: if True, `apply` raises an error when the module or class lacks the name.
     """
 
     module: str
@@ -122,7 +122,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Make the constructor first mark the current parameters of layers, because it reads the marks."""
+    """Make the constructor first refresh the marks of the layers' parameters, because it reads them."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
@@ -249,7 +249,7 @@ def install() -> None:
     """Apply `PATCHES` for the rest of the process. Further calls do nothing.
 
     Raises:
-        UserError: as `apply`.
+        UserError: the version of megatron-core is not supported, or it lacks a name that a patch replaces.
     """
     global _installed
     if not _installed:

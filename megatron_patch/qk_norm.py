@@ -21,7 +21,9 @@ class AllHeadsRMSNorm(nn.Module):
     over the ranks.
 
     Args:
-        hidden_size, config, eps: width of a head, config of the model and epsilon, which Megatron-core passes.
+        hidden_size: width of a head.
+        config: config of the model.
+        eps: constant that is added to the mean square.
         num_heads: number of heads over all tensor parallel ranks.
     """
 
@@ -44,7 +46,7 @@ class AllHeadsRMSNorm(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the weight as this rank's slice of the weights of all heads."""
+        """Return this rank's slice of the weights of all heads as a sharded tensor."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -57,7 +59,7 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a group whose ranks use the sum for different elements, so that its gradient is summed too."""
+    """Sum over a group whose ranks use the sum for different elements. The gradient is therefore summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,8 +13,9 @@ from fmoe.experts import ModuleExperts
 def sharded_experts(
     experts: nn.Module, exchange: Exchange, group: dist.ProcessGroup | None, prefix: str, offsets: tuple
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Return each tensor of a layer's experts with its global offset or, if experts are separate modules, under its
-    global name.
+    """Return the tensors of a layer's experts as Megatron's sharded tensors.
+
+    Stacked experts get their offset among all experts. Experts that are separate modules are named by their global id.
 
     Args:
         group: expert tensor parallel group; None for one rank.

@@ -1,8 +1,8 @@
 """Transformer-XL (Dai et al. 2019, arXiv 1901.02860 section 3): relative positions and segment recurrence.
 
 Layers keep their input hidden states as the memory of the next segment of the same text. Keys and values come from the
-memory and the segment, queries only from the segment; no gradient enters the memory. A score depends on positions only
-through the distance between query and key.
+memory and the segment, queries only from the segment. No gradient enters the memory. Positions enter a score only as
+the distance between query and key.
 
 Shape letters: S tokens of the segment, M of the memory, K = M + S keys, B sequences, A heads on this rank, W head
 width, D hidden size.
@@ -89,7 +89,7 @@ class PositionBiases(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return this rank's slices of the vectors of all heads."""
+        """Return this rank's slices of the vectors of all heads as sharded tensors."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -104,13 +104,14 @@ class PositionBiases(nn.Module):
 class RelativeAttention(SelfAttention):
     """Causal self attention with Transformer-XL's scores, over a memory and a segment.
 
-    With query q, content key k and projected distance encoding r, a score is the scaled sum of
-    (q + u) k and (q + v) r: the terms (a) + (c) and (b) + (d) of section 3.3. Each layer has its own u, v and
-    projection. The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
+    The score of query q, content key k and projected distance encoding r is (q + u) k + (q + v) r, scaled. These are
+    the terms (a) + (c) and (b) + (d) of section 3.3. Each layer has its own u, v and projection.
+
+    The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
 
     Attributes:
-        memory: normalized hidden states before the segment [M, B, D], a slice of them under sequence parallelism; None
-            without memory. `RecurrentLayer` sets it.
+        memory: normalized hidden states before the segment [M, B, D], or a slice of them under sequence parallelism.
+            None without memory. `RecurrentLayer` sets it.
     """
 
     memory: Tensor | None = None
@@ -214,10 +215,10 @@ class RecurrentLayer(TransformerLayer):
 
 
 class StreamMemory:
-    """Memory of streams of text that a model reads side by side, segment after segment.
+    """Memory of several streams of text, which a model reads side by side, segment after segment.
 
-    Sequences are numbered: sequence n is the next segment of stream ``n % streams``. Micro batches hold consecutive
-    sequences, and start at the same streams in every pass over the streams.
+    Sequences are numbered: sequence n is the next segment of stream ``n % streams``. A micro batch holds consecutive
+    sequences. In every pass over the streams, micro batches start at the same streams.
 
     Args:
         model: model, or pipeline chunk of it, with layers of type `RecurrentLayer`.
@@ -237,7 +238,7 @@ class StreamMemory:
     def enter(self, first: int, is_start: bool = False, size: int | None = None) -> None:
         """Give the layers the memory of a micro batch, until the next call or `leave`.
 
-        Recomputation of the layers in the backward pass needs the memory, so the memory remains after the forward pass.
+        The memory remains after the forward pass, because recomputation in the backward pass needs it.
 
         Args:
             first: number of the first sequence of the micro batch.

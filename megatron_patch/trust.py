@@ -15,14 +15,12 @@ from megatron_patch.optimizer import optimizers, parameters_of
 
 
 def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
-    """Return the trust ratios of the last step of LAMB or LARS, each once, however the model is split.
-
-    All ranks must call it; it waits for the device.
+    """Return the trust ratios of the last step of LAMB or LARS, over all ranks. Collective; waits for the device.
 
     Returns:
-        The ratios of dense matrices, and the ratios of experts (one per expert of each stacked weight), float32 on the
-        device of the parameters. Values are equal on every rank; their order depends on the split. Both are empty
-        before the first step, and for other optimizers.
+        Two float32 vectors on the device of the parameters: one ratio per dense matrix, and one ratio per expert of
+        each stacked weight. Values are equal on every rank and at every split, but their order depends on the split.
+        Both are empty before the first step, and for other optimizers.
     """
     mine: dict[bool, list[Tensor]] = {False: [], True: []}
     for of_experts, ratios in _held(optimizer):

@@ -1,4 +1,5 @@
-"""Upcycling of a Megatron-core model: its MLPs as the blocks from which `fmoe.convert.upcycle` makes experts."""
+"""Upcycling of a Megatron-core model: conversion of its MLPs to blocks, from which `fmoe.convert.upcycle` makes
+experts."""
 
 from typing import Any
 
@@ -20,10 +21,11 @@ from megatron_patch.layer import MegatronMoE
 
 
 def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
-    """Return the MLP of a transformer layer as a block.
+    """Return the MLP of a transformer layer as a block, from which experts are copied.
 
     Args:
-        offset: number of layers in earlier stacks, added to the layer's number.
+        granularity: number of experts into which the MLP is split.
+        offset: number of layers in earlier stacks, added to the layer's number in messages.
 
     Raises:
         UserError: the layer's MLP is not Megatron-core's `MLP`, or it computes more than a feed-forward block; or the
@@ -93,7 +95,10 @@ def _unsupported(mlp: nn.Module) -> str | None:
 
 
 def expert_options(block: Block, options: dict | None) -> dict:
-    """Return options that make experts of the block's form; their weights are not drawn, because `fill` sets them."""
+    """Return expert options with the activation, gate and bias of a block, updated with ``options``.
+
+    The experts' weights are not initialized: `fill` sets them.
+    """
     like = {
         "activation": known_activation(block.activation, block.tensors[0].dtype),
         "gated": block.is_gated,
@@ -103,7 +108,11 @@ def expert_options(block: Block, options: dict | None) -> dict:
 
 
 def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
-    """Fill the layer's experts from a block, in the block's dtype and device; freeze them if the block is frozen."""
+    """Copy a block into the layer's experts, in the block's dtype and device. Experts of a frozen block are frozen.
+
+    Raises:
+        UserError: the layer has an expert tensor parallel group.
+    """
     if (group := layer.spec.expert_tensor_group) is not None:
         raise UserError(
             f"expert_tensor_parallel_size={group.size()}, which splits experts, is not supported with upcycle=True: "

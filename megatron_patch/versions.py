@@ -64,8 +64,7 @@ _NO_TRITON = SimpleNamespace(jit=lambda function: function, language=SimpleNames
 def without_triton() -> Iterator[None]:
     """Allow ``import megatron.core`` where Triton is not installed, as with torch's build for the CPU.
 
-    Only import statements in `_NEEDS_TRITON` get a stand-in. It is not in ``sys.modules``: all other modules, including
-    those that `_NEEDS_TRITON` import, find no Triton.
+    The modules that megatron-core itself imports find a stand-in for Triton. All other modules still find no Triton.
     """
     if importlib.util.find_spec("triton") is not None:
         yield

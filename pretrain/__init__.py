@@ -8,11 +8,12 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 def leave_working_folder() -> None:
-    """Keep modules in the working folder out of a program that ``python -m`` started, and out of its child processes.
+    """Remove the working folder from the module search path, for this process and its child processes.
 
-    ``python -m`` searches the working folder first: it would import a ``random.py`` or ``fmoe/`` there instead of the
-    real one. If the working folder contains this package, as a clone does, it stays on the search path. Exits with code
-    2 if ``fmoe`` or ``megatron_patch`` is missing or comes from elsewhere.
+    ``python -m`` puts the working folder on this path. A ``random.py`` there would be imported instead of the standard
+    module. The folder stays on the path if it contains this package, as a clone does.
+
+    Exits with code 2 if ``fmoe`` or ``megatron_patch`` is not installed beside this package.
     """
     here = os.path.realpath(os.getcwd())
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == here:
@@ -32,8 +33,10 @@ def leave_working_folder() -> None:
 
 
 def safe_environment() -> dict[str, str]:
-    """Return an environment for child processes, in which Python imports nothing from the working folder unless the
-    folder contains this package."""
+    """Return environment variables that keep the working folder off the module search path of child processes.
+
+    The folder stays on the path if it contains this package, as a clone does.
+    """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if os.path.realpath(os.getcwd()) == _ROOT:
         environment["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])

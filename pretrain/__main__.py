@@ -1,4 +1,7 @@
-"""``python -m pretrain RECIPE.toml [--section.key value] [--resume [WHERE]]``, alone or under torchrun."""
+"""Train one rank of a run: ``python -m pretrain RECIPE.toml [--section.key value] [--resume [WHERE]]``.
+
+A run with several ranks needs torchrun, which starts this command once per rank.
+"""
 
 from pretrain import leave_working_folder
 
@@ -30,18 +33,18 @@ _SECONDS_FOR_THE_FIRST = 30  # time for another rank to print the error and end
 def parse(
     argv: Sequence[str], program: str, usage: str = "", about: str = ""
 ) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
-    """Parse the recipe, ``--resume``, ``--fallback`` and the recipe keys set by options.
+    """Parse the recipe, ``--resume``, ``--fallback`` and the options that set recipe keys, such as ``--train.steps
+    100``.
 
     Args:
-        usage: further arguments of the program.
-        about: their description in the help.
+        usage: the program's other options, for the usage line.
+        about: description of these options, for the help.
 
     Returns:
-        The arguments (``recipe``, ``resume``, ``fallback``), and the overridden keys with their values.
+        The arguments (``recipe``, ``resume``, ``fallback``), and the recipe keys that options set, with their values.
 
     Raises:
-        UserError: there is no recipe or more than one, an option is unknown or has an invalid value, or ``--fallback``
-            comes without ``--resume``.
+        UserError: no recipe or several, an unknown option, an invalid value, or ``--fallback`` without ``--resume``.
         SystemExit: after printing ``--help``.
     """
     shipped = ", ".join(shipped_recipes())
@@ -100,7 +103,7 @@ def parse(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of a run; return its exit code, one of those that `pretrain.process` lists.
+    """Train one rank of a run, and return its exit code. `pretrain.process` lists the codes.
 
     Raises:
         UserError: an error that the user can fix.

@@ -1,5 +1,8 @@
-"""``fmoe train RECIPE``: start the ranks that the recipe's ``[parallel]`` needs, or this node's share of them, and
-train; with ``--dry-run``, print the plan of the run instead."""
+"""The command ``fmoe train RECIPE``.
+
+It starts the ranks that the recipe's ``[parallel]`` needs, or this node's share of them, and trains. With
+``--dry-run``, it prints the plan of the run instead.
+"""
 
 from pretrain import leave_working_folder, safe_environment
 
@@ -29,10 +32,10 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the recipe and its inputs, then run torchrun; return the exit code.
+    """Check the recipe and its inputs, train, and return the exit code.
 
-    Trains in this process if the recipe needs one rank and restarts are off, or if torchrun started this process as one
-    of several. Starts nothing for ``--dry-run`` or, without ``--fallback``, if the run is finished already.
+    A single rank trains in this process, unless ``--max-restarts`` is set. So does a rank that torchrun started. In all
+    other cases, torchrun starts the ranks. Nothing is trained with ``--dry-run``, or if the run is finished already.
     """
     given = argv
     options, argv = split_options(argv)
@@ -75,7 +78,6 @@ _SAID = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the
 
 
 def _print_how_to_resume(folder: Path, argv: Sequence[str], recipe: str) -> None:
-    """Print the newest checkpoint, and the command that resumes from it."""
     from pretrain.checkpoint import latest  # imports packages that may be missing
     from pretrain.tracking.folder import CHECKPOINTS
 
@@ -118,7 +120,7 @@ _NUMBERS = {"nodes": 1, "node_rank": 0, "processes_per_node": 1, "max_restarts":
 
 
 def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separate the options of the launch from the arguments that are passed on to the ranks.
+    """Separate the launcher's own options from the arguments that every rank gets.
 
     Raises:
         UserError: an option has an invalid value, or ``--json`` comes without ``--dry-run``.
@@ -156,8 +158,8 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
     """Return the number of nodes, and the number of ranks on each.
 
     Raises:
-        UserError: the options and the recipe's ``[parallel]`` differ in the total number of ranks, or that number is
-            not a multiple of the number of nodes.
+        UserError: the options set another number of ranks than the recipe's ``[parallel]``, or the number of nodes does
+            not divide the number of ranks.
     """
     size, here = recipe.parallel.world_size, options.processes_per_node
     nodes = options.nodes or 1
@@ -177,7 +179,6 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
 
 
 def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
-    """Raise UserError if an option lacks another one that it needs, or contradicts another one."""
     of_several = ("node_rank", "rendezvous")
     for name in of_several:
         value = getattr(options, name)
@@ -195,8 +196,7 @@ def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
 
 
 def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
-    """Return the options with which torchrun's agents, one per node, find each other. Ranks are numbered in the order
-    of their nodes."""
+    """Return the torchrun options by which the nodes of a run find each other."""
     if nodes == 1:
         return ["--standalone", "--local-addr", "127.0.0.1"]
     host, _, port = options.rendezvous.rpartition(":")
@@ -209,7 +209,10 @@ GPUS_OF_A_NODE = 8
 
 
 def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
-    """Print the plan of the run: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
+    """Print the plan of the run: the resolved recipe, the process grid and the bytes per rank. Return exit code 0.
+
+    Reads no data, writes no files and needs no GPU.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # sizes do not depend on GPUs, and everything is on the meta device
     from pretrain import dryrun  # imports megatron-core
 
@@ -220,11 +223,14 @@ def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
 
 
 def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
-    """Check all inputs that can be checked before ranks start, so that an error is one line with exit code 2.
+    """Check the recipe's callbacks, data and checkpoint before any rank starts.
 
     Returns:
-        True, after printing the run's summary, if the run is finished already. Always False with ``fallback``: then the
-        ranks decide, after verifying checkpoints.
+        True if the run is finished already; its summary is then printed. Always False with ``fallback``: the ranks then
+        look for an intact checkpoint first.
+
+    Raises:
+        UserError: an input is invalid.
     """
     from pretrain.callbacks import build_callbacks  # imports megatron-core, like the next lines
     from pretrain.engine.model import check_parts

@@ -1,12 +1,12 @@
-"""Locks of a run folder: only one run writes to it, and a second run is refused before it changes anything.
+"""Locks of a run folder, so that only one run at a time writes to it.
 
-There are two lock files. ``launch.lock`` belongs to the process that started the run: `fmoe train`, or rank 0 if
-torchrun was started by hand. ``run.lock`` belongs to rank 0, which may outlive a killed launcher until its last
-checkpoint is written. Each file names its holder and is removed when the lock is released.
+There are two lock files. ``launch.lock`` belongs to the process that started the run: ``fmoe train``, or rank 0 if
+torchrun was started by hand. ``run.lock`` belongs to rank 0. If the launcher is killed, rank 0 may live on until it has
+written its last checkpoint. Each file names its holder, and is removed when the lock is released.
 
-The files are locked with flock: the kernel, or the server of a network file system, releases a lock when its holder
-dies. A holder also touches its file every few seconds. Where machines do not share flock or do not support it,
-this heartbeat shows whether the holder is alive.
+The files are locked with ``flock``. The kernel, or the server of a network file system, releases such a lock when its
+holder dies. A holder also touches its file every few seconds. On file systems without a shared ``flock``, this
+heartbeat shows that the holder is alive.
 """
 
 import contextlib
@@ -47,15 +47,16 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
-    """Lock the folder during the block. The folder is created, and removed again if it is still empty at the end.
+    """Lock a run folder during a ``with`` block.
 
-    Waits, at most `WAIT` seconds, for a holder that is about to end, sends no heartbeat, or has lost its launcher.
+    Creates a missing folder, and removes it again if it is empty at the end. If the previous holder is about to end or
+    seems dead, waits for it at most `WAIT` seconds.
 
     Args:
-        is_launcher: hold only ``launch.lock``; the launched rank 0, which gets `TOKEN`, holds ``run.lock``.
+        is_launcher: hold only ``launch.lock``. Rank 0, which gets the token, then holds ``run.lock``.
 
     Yields:
-        The lock's token, which launched ranks get in the environment variable `TOKEN`.
+        The lock's token. The launcher passes it to the ranks in the environment variable `TOKEN`.
 
     Raises:
         UserError: another run holds the folder (the message names its holder), or the folder is not writable.
@@ -77,13 +78,13 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
 
 
 def ending() -> None:
-    """Announce to waiting processes that this one is about to end. Safe in a signal handler."""
+    """Announce that this process is about to end, so that others wait for its locks. Safe in a signal handler."""
     for lock in _held:
         lock.write(is_ending=True)
 
 
 class _Lock:
-    """A lock held by this process: an open file with a record of the holder (host, process, times) in it."""
+    """A lock held by this process: an open file with a record of the holder (host, process, times)."""
 
     def __init__(self, path: Path, file: int):
         self.path, self.token, self._file = path, uuid.uuid4().hex, file
@@ -91,7 +92,6 @@ class _Lock:
         self.write()
 
     def write(self, *, is_ending: bool = False) -> None:
-        """Write the record, always of the same length, so that it overwrites the previous one."""
         record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -133,7 +133,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
-    """Take the lock for the lifetime of the stack, with a heartbeat thread."""
+    """Hold the lock, with a heartbeat thread, until the stack is closed."""
     try:
         lock = _acquire(path)
     except OSError as error:
@@ -161,12 +161,8 @@ def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
 
 
 def _acquire(path: Path) -> _Lock:
-    """Acquire the lock, waiting if its holder is about to end or may be dead.
-
-    Raises:
-        UserError: another process holds it, or the path is not a regular file.
-        OSError: the folder is not writable.
-    """
+    """Acquire the lock; wait if its holder is about to end or may be dead. Raise UserError if another process holds
+    it."""
     begin, has_warned, watch = time.monotonic(), False, _Watch()
     while True:
         with contextlib.ExitStack() as closing:
@@ -202,12 +198,7 @@ def _acquire(path: Path) -> _Lock:
 
 
 class _Watch:
-    """A lock's holder as seen by another process.
-
-    Attributes:
-        record: the holder's record; empty without a holder.
-        is_alive: True if it has sent a heartbeat since the first look.
-    """
+    """Another process's view of a lock's holder; ``is_alive`` is True once a heartbeat was seen."""
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {}
@@ -224,7 +215,7 @@ class _Watch:
 
     @property
     def is_local(self) -> bool:
-        """True if the holder is, or was, a process of this machine since the machine's last start."""
+        """True if the holder is or was a process of this machine, since the machine last booted."""
         return self.record.get("machine") == _MACHINE
 
     @property
@@ -253,7 +244,7 @@ def _open(path: Path) -> int:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether the open file still has this path."""
+    """Return whether the open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except OSError:
@@ -296,7 +287,7 @@ def _in_use(path: Path, holder: dict[str, Any]) -> UserError:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Remove the folder and its parents after the block, if they did not exist before it and are empty."""
+    """After the block, remove the folder and its parents if they are empty and did not exist before."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         yield

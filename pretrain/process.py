@@ -1,7 +1,7 @@
 """The ranks of a run: device, rendezvous, process group, exit codes.
 
-A run's exit codes are the constants below, 0 for success, 2 for invalid input (`fmoe.errors.EXIT_USAGE`), and the
-codes of crashes and interrupts (docs/operations.md).
+A run exits with 0 for success, with 2 for invalid input (`fmoe.errors.EXIT_USAGE`), or with one of the constants below.
+docs/operations.md also lists the codes of crashes and interrupts.
 """
 
 import os
@@ -18,15 +18,18 @@ from fmoe.errors import UserError
 from pretrain import lock
 
 EXIT_DIVERGED = 65
-"""A guard stopped the run. A restart would read the same data with the same weights: investigate first.
-EX_DATAERR of sysexits.h."""
+"""A guard (recipe section ``[guard]``) stopped a run that diverged. A restart would repeat the same steps: find the
+cause first. EX_DATAERR of sysexits.h."""
 
 EXIT_HANG = 70
-"""No progress for ``guard.hang_minutes``; the stacks are in the run's folder. EX_SOFTWARE of sysexits.h."""
+"""The run made no progress for ``guard.hang_minutes`` minutes. The stack traces are in the run's folder. EX_SOFTWARE of
+sysexits.h."""
 
 EXIT_REQUEUE = 75
-"""A signal stopped the run. The run saved a checkpoint, unless no rank handled signals yet or ``checkpoint.every``
-is 0. Restart it with ``--resume auto``. EX_TEMPFAIL of sysexits.h, on which schedulers can be configured to requeue."""
+"""A signal stopped the run. Restart it with ``--resume auto``.
+
+The run saved a checkpoint first, unless training had not started or ``checkpoint.every`` is 0. The code is EX_TEMPFAIL
+of sysexits.h. Schedulers can be configured to requeue a job that exits with it."""
 
 _DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
 _TIMEOUT = timedelta(minutes=10)
@@ -35,12 +38,12 @@ _SECONDS_TO_HEAR = 10
 
 
 class Diverged(RuntimeError):
-    """A guard ends the run, on all ranks at the same step. The message is one line."""
+    """Error that ends a diverged run: a guard raises it on all ranks at the same step. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process as a rank of the run."""
+    """Rank, world size and device of this process."""
 
     rank: int
     world_size: int
@@ -63,17 +66,20 @@ def local_rank() -> int:
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
-    """Return the timeout of collectives: longer than the watchdog's, because the watchdog's report has more detail."""
+    """Return the timeout of collectives: 10 minutes, or two minutes more than ``hang_minutes`` if that is longer.
+
+    The watchdog, which waits for ``hang_minutes``, thus reports a hang first. Its report has more detail.
+    """
     return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
 
 
 class RefusedElsewhere(UserError):
-    """Rank 0 refuses to start, and prints the reason."""
+    """Error on all other ranks when rank 0 refuses to start. Rank 0 prints the reason."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rendezvous of the ranks of a run, before they have a process group."""
+    """Connection of a run's ranks before they have a process group."""
 
     store: dist.Store
     rank: int
@@ -107,7 +113,7 @@ class Meeting:
 
 
 def meet(limit: timedelta = _TIMEOUT) -> Meeting:
-    """Meet the other ranks of the run.
+    """Connect to the other ranks of the run.
 
     Args:
         limit: maximum time to wait for another rank.
@@ -150,7 +156,8 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
 def unusable_gpu() -> str | None:
     """Return an error message if this machine has an NVIDIA GPU that torch cannot use; else None.
 
-    Training would otherwise run on the CPU silently. CUDA_VISIBLE_DEVICES, empty or -1, selects the CPU on purpose.
+    Without this check, training would silently run on the CPU. An empty CUDA_VISIBLE_DEVICES, or -1, selects the CPU on
+    purpose: the result is then None.
     """
     if torch.cuda.is_available() or not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None

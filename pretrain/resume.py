@@ -49,8 +49,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the checkpoint has only weights, if a key that must not change differs from the checkpoint's
-    recipe, or if the checkpoint is beyond ``train.steps``."""
+    """Check that this recipe can continue a checkpoint.
+
+    Raises:
+        UserError: the checkpoint has only weights; it is beyond ``train.steps``; or the recipe changes a key that must
+            stay the same (docs/checkpoints.md lists the keys that may change).
+    """
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
     # A key that did not exist when the checkpoint was written had, in effect, today's default.
@@ -75,9 +79,10 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
-    """Return the changed keys as ``train.steps=300 (was 40)``, and the new and changed files of ``run.imports``.
+    """Return the recipe's changes since the checkpoint, each as ``train.steps=300 (was 40)``.
 
-    Excludes ``train.init_from``, the sections ``checkpoint`` and ``tracking``, and keys of ``run`` but the callbacks.
+    New and changed files of ``run.imports`` are in the list too. Left out are ``train.init_from``, the sections
+    ``checkpoint`` and ``tracking``, and the keys of ``run`` other than the callbacks.
     """
     now, then = asdict(recipe), checkpoint.state["recipe"]
     keys = [
@@ -110,10 +115,13 @@ def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
 
 
 def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the data have changed, or if resuming would not continue with the sample after the
-    checkpoint's last one.
+    """Check that the data are those of the checkpoint, and that training continues with the next sample.
 
-    Corpora and tokenizer are compared by SHA-256, at any path; files without a recorded SHA-256, by their path.
+    Corpora and tokenizer are compared by SHA-256, so they may be at another path. A file without a recorded SHA-256
+    must be at the same path.
+
+    Raises:
+        UserError: the data have changed, or the recipe's batch sizes lead to another next sample.
     """
     then = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
     was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
@@ -145,7 +153,7 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
 def _check_same(
     key: str, path: str, old_path: str, digest: str | None, old_digest: str | None, checkpoint: Checkpoint
 ) -> None:
-    """Raise UserError unless both files are the same: by SHA-256 or, if one is unknown, by path."""
+    """Raise UserError unless both files have the same SHA-256 or, if one is unknown, the same path."""
     if digest and old_digest:
         if digest != old_digest:
             raise UserError(
@@ -157,23 +165,23 @@ def _check_same(
 
 
 def check_exists(folder: Path, resume: str | None) -> None:
-    """Raise UserError if ``--resume`` is given without a value ("run") and the run's folder does not exist."""
+    """Raise UserError if ``--resume`` has no value (``resume="run"``) and the run's folder does not exist."""
     if resume == "run" and not folder.exists():
         raise UserError(f"run.folder={folder} does not exist: omit --resume to start a new run there")
 
 
 def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False) -> Checkpoint | None:
-    """Return the checkpoint to resume from, checked without reading its shards; None to start a new run.
+    """Return the checkpoint to resume from, or None to start a new run. No tensors are read.
 
     Args:
         folder: folder of the run.
-        resume: None for a new run; "run" for the newest checkpoint in the folder; "auto" for the same or, if there is
-            none, a new run; otherwise the folder of a checkpoint, of checkpoints or of another run.
+        resume: None for a new run. "run" for the newest checkpoint in ``folder``. "auto" for the same or, if there is
+            none, a new run. Any other value is the path of a checkpoint, of a folder of checkpoints, or of another run.
         fallback: skip damaged checkpoints.
 
     Raises:
-        UserError: the folder of a new run holds a run already; there is no checkpoint, or it is damaged; or the folder
-            has checkpoints, and ``resume`` names a checkpoint other than the newest of them.
+        UserError: ``resume`` is None, but the folder holds a run already; there is no checkpoint, or it is damaged;
+            ``resume`` is a path, and the folder's newest checkpoint is not the one at the path.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
@@ -210,14 +218,18 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
 
 def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
-    """Return the checkpoint to resume from, after verifying all its files by SHA-256. Collective; each rank reads a
-    share of the files.
+    """Return the checkpoint to resume from, after verifying the SHA-256 of all its files. Collective: the ranks share
+    the files.
 
-    With ``fallback``, damaged checkpoints are skipped with a warning; those in the run's own folder are renamed
-    ``step-N.damaged``, because their steps will be saved again.
+    With ``fallback``, damaged checkpoints are skipped with a warning. Those in the run's own folder are renamed
+    ``step-N.damaged``, because the run will save their steps again.
+
+    Args:
+        folder, resume: as in `find_checkpoint`.
 
     Raises:
-        UserError: on every rank, if the checkpoint (with ``fallback``, every one) is damaged; the message names a file.
+        UserError: on every rank, if the checkpoint is damaged or, with ``fallback``, if all are. The message names a
+            file.
     """
     candidates = _candidates(folder, resume, fallback)
     damaged: list[Path] = []
@@ -242,7 +254,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
 
 
 def verify_together(path: Path) -> Checkpoint:
-    """Open a checkpoint and verify the SHA-256 of all its files, each on one of the ranks. Collective.
+    """Open a checkpoint and verify the SHA-256 of all its files. Collective: the ranks share the files.
 
     Raises:
         UserError: on every rank, if any rank finds damage.
@@ -255,7 +267,7 @@ def verify_together(path: Path) -> Checkpoint:
 
 
 def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
-    """Return the step folders to try, in order; without ``fallback``, only the first."""
+    """Return the folders of the checkpoints to try, newest first; only one without ``fallback``."""
     if resume not in ("auto", "run"):
         check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)

@@ -1,4 +1,4 @@
-"""One rank's run of a recipe: lock of the folder, checkpoint to resume from, training, summary."""
+"""Training of a recipe on one rank, from the lock of the run's folder to the summary at the end."""
 
 import contextlib
 import json
@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the checkpoint is of the recipe's last step, so that the run is finished.
+    """Return whether the checkpoint is of the recipe's last step.
 
     Raises:
-        UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step and
-            comes from another run, while the run's own folder has no checkpoint.
+        UserError: this recipe cannot continue the checkpoint (`check_resumable`, `check_data`); or the checkpoint
+            belongs to another run and is already of the last step, so that nothing is left to train.
     """
     if checkpoint is None:
         return False
@@ -187,7 +187,7 @@ def _train(
 
 
 def _guards(recipe: Recipe) -> list[Callback]:
-    """Return the guards of the recipe, which must precede the callbacks that log their metrics."""
+    """Return the recipe's guards. They must precede the callbacks that log their metrics."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
         # Choices of the random gate are meant to be uniform.
@@ -197,10 +197,10 @@ def _guards(recipe: Recipe) -> list[Callback]:
 
 
 def open_weights(recipe: Recipe) -> Checkpoint | None:
-    """Open the checkpoint of ``train.init_from``, if set.
+    """Open the checkpoint that ``train.init_from`` names; return None if the key is not set.
 
     Raises:
-        UserError: there is no checkpoint, or it is damaged; the message names the key.
+        UserError: there is no checkpoint, or it is damaged.
     """
     if recipe.train.init_from is None:
         return None
@@ -236,7 +236,7 @@ def summarize(recipe: Recipe) -> None:
 
 
 def _figure(row: dict, key: str) -> str:
-    """Format a metric; metrics.jsonl has null for a non-finite value."""
+    """Format a metric, whose value in ``metrics.jsonl`` is null if it was not finite."""
     value = row[key]
     return f"{value:.4f}" if isinstance(value, int | float) else str(row.get(f"{key}_nonfinite", value))
 
@@ -258,8 +258,7 @@ def _say(lines: list[str]) -> None:
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
-    """Write ``run.json`` (versions, sizes, digests of the data, the experts that each rank's layers hold), and print
-    the number of parameters and the experts. Collective."""
+    """Write ``run.json``, and print the number of parameters and the experts of each rank. Collective."""
     layers = trainer.engine.moe_layers
     mine = torch.tensor(
         [layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0], dtype=torch.int64, device="cpu"

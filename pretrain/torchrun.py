@@ -1,11 +1,12 @@
-"""Run torchrun as a child of ``fmoe train``, which forwards signals to the run and returns the run's exit code.
+"""Run torchrun as a child process, so that signals stop a run between steps and the run's exit code is passed on.
 
-torchrun also ends when its parent does. On SIGTERM, it ends its ranks, by force after a timeout, and exits with code 1,
-whatever their exit codes are. Therefore the parent signals a rank instead: all ranks stop together, write the run's
-exit code to a small file and exit with 0, and torchrun ends by itself.
+On SIGTERM, torchrun passes the signal to its ranks, and kills them after a timeout. It then exits with code 1, whatever
+the ranks' exit codes are. Therefore the parent, ``fmoe train``, sends the signal to one rank instead. All ranks then
+stop at the same step, write the run's exit code to a small file and exit with 0. torchrun then ends by itself. If the
+parent dies, torchrun ends too.
 
-``python -m pretrain.torchrun ARGS`` is that child. It writes its own messages, and the list of failed ranks, to two
-files in the folder that launcher and ranks share. Ranks inherit the descriptor of the real stderr.
+``python -m pretrain.torchrun ARGS`` is the child process. Parent, child and ranks share a temporary folder. The child
+writes its own messages and the list of failed ranks to files there. The ranks write to the parent's stderr.
 """
 
 import os
@@ -55,21 +56,23 @@ def _before_exec() -> None:
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs torchrun with these arguments."""
+    """Return the command line that runs torchrun with these arguments."""
     return [sys.executable, "-m", "pretrain.torchrun", *arguments]
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
-    """Run torchrun until it ends; return the exit code that the ranks posted after their last start, else torchrun's.
+    """Run torchrun until it ends, and return the run's exit code.
 
-    After a failure, prints the rank that failed first and the cause, unless a rank posted the run's exit code.
+    This is the code that a rank passed to `report` or, if there is none, torchrun's. If the run fails without such a
+    code, prints the rank that failed first, and the cause.
 
-    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps (`EXIT_REQUEUE`) or, while no rank handles
-    signals, ends torchrun. A later SIGINT goes to torchrun, which ends its ranks at once.
+    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps; the code is then `EXIT_REQUEUE`. While no rank
+    handles signals, it ends torchrun instead. A later SIGINT ends all ranks at once.
 
     Args:
-        command: from `command`, or a substitute for it.
-        log: receives, if torchrun fails, its own messages and the tracebacks of all failed ranks but the first.
+        command: command line from `command`, or a substitute.
+        log: file to append to if torchrun fails: its own messages, and the tracebacks of all failed ranks but the
+            first.
 
     Raises:
         UserError: the command succeeded, but its processes did not run this package.
@@ -192,21 +195,23 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
 
 
 def join() -> None:
-    """Make this rank end when torchrun does, if `run` started that torchrun."""
+    """Make this rank end when its torchrun ends. Does nothing if `run` did not start that torchrun."""
     if FOLDER in os.environ:
         die_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
 
 
 def ready() -> None:
-    """On local rank 0, announce to the launcher that this rank handles signals from now on."""
+    """Announce to the launcher, on local rank 0, that this rank handles signals from now on."""
     if process.local_rank() == 0:
         _post("pid", os.getpid())
 
 
 def report(code: int) -> int:
-    """Post the exit code of the run to the launcher; return the exit code for this process, which is 0 if torchrun must
-    not see a failure."""
+    """Report the run's exit code to the launcher, and return the exit code of this process.
+
+    This process exits with 0 if torchrun must not see a failure, after which it would restart the ranks.
+    """
     if FOLDER not in os.environ or code == 0:
         return code
     _post("code", code)
@@ -214,7 +219,7 @@ def report(code: int) -> int:
 
 
 def keep_error(text: str) -> bool:
-    """Write a rank's traceback to a file for the launcher, which prints only the first failed rank's.
+    """Write this rank's traceback to a file for the launcher, which prints the one of the first failed rank.
 
     Returns:
         True if the file was written. False without a launcher, and while torchrun may still restart the ranks.
@@ -226,7 +231,7 @@ def keep_error(text: str) -> bool:
 
 
 def _post(name: str, value: int) -> None:
-    """Post a value to the launcher; the file's name has the number of restarts by torchrun."""
+    """Write a value to a file for the launcher, named with the number of restarts so far."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
@@ -246,7 +251,7 @@ def _write(name: str, text: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run torchrun in this process, and write the list of failed ranks."""
+    """Run torchrun in this process. If ranks fail, write the list of failed ranks."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -34,7 +34,7 @@ class Trainer:
 
     Attributes:
         step: number of completed steps, including skipped ones.
-        is_stopping: True if a rank was asked to stop; the step just made is then the last of this process.
+        is_stopping: True once a rank was asked to stop. This process then takes no further step.
         was_skipped: True if the last step was skipped.
         recipe, processes, engine, inputs: for use by callbacks.
     """
@@ -133,7 +133,7 @@ class Trainer:
         return None
 
     def run_state(self) -> dict[str, Any]:
-        """Return a checkpoint's state except tensors and random generators; it is the same on every rank."""
+        """Return the part of a checkpoint that is the same on every rank: all but tensors and random generators."""
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
@@ -145,26 +145,27 @@ class Trainer:
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
-        """Copy the content of a checkpoint of this step to the host. Without ``buffers``, the snapshot must be written
-        before the next step.
+        """Copy the content of a checkpoint of this step to the host.
 
         Collective: an error on one rank is raised on all.
 
         Args:
-            buffers: host memory to copy into, so that training may continue.
+            buffers: host memory to copy into, so that training may continue. Without it, write the snapshot before the
+                next step.
         """
         with Ranks().together():
             return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of this step; return when it is on disk."""
+        """Write a checkpoint of this step into ``folder``; return when it is on disk."""
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint, whatever ``[parallel]`` it was saved with.
 
         Raises:
-            UserError: see ``check_resumable`` and ``check_data``; or the checkpoint's tensors do not fit the model.
+            UserError: recipe or data differ from the checkpoint's (`pretrain.resume.check_resumable`,
+                `pretrain.resume.check_data`), or its tensors do not fit the model.
         """
         resume.check_resumable(self.recipe, checkpoint)
         resume.check_data(self.recipe, self.inputs, checkpoint)
@@ -175,7 +176,7 @@ class Trainer:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Load only weights and buffers; training starts at step 0, with a new optimizer and the first sample.
+        """Load only weights and buffers. Training starts at step 0, with a new optimizer and the first sample.
 
         Raises:
             UserError: a tensor is missing, unexpected, or differs in shape.

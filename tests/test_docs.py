@@ -8,6 +8,7 @@ import pytest
 
 from fmoe.cli import commands
 from fmoe.gates import GATES
+from pretrain.tracking import metrics
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("data/**/*.md"))
@@ -28,7 +29,8 @@ def test_snippets(page):
     for library in LIBRARIES.get(page.name, ()):
         pytest.importorskip(library, reason=f"{library} is not installed")
     names: dict = {}
-    with mock.patch.dict(GATES):  # a gate that a page registers is not one of the library's
+    # A gate or metric that a page registers is not one of the library's.
+    with mock.patch.dict(GATES), mock.patch.object(metrics, "DECLARED", list(metrics.DECLARED)):
         for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
             program = compile(code, page.name, "exec")
             if not BROUGHT.search(code):

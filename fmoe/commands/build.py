@@ -24,16 +24,16 @@ def main(argv: Sequence[str]) -> int:
         Exit code: 1 if the native library fails to compile or load, or a build with ``--arch`` fails; else 0.
 
     Raises:
-        UserError: an unknown sanitizer, ``--sanitize`` together with ``--arch``, or an architecture that NVRTC does not
-            support.
+        UserError: a sanitizer is unknown, ``--sanitize`` is given together with ``--arch``, or NVRTC does not support
+            an architecture.
     """
     parser = Parser(prog="fmoe build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="compile even if the cache has an entry")
-    parser.add_argument("--clean", action="store_true", help="empty the cache and exit")
+    parser.add_argument("--clean", action="store_true", help="remove all compiled libraries from the cache, and exit")
     parser.add_argument("--sanitize", default="", metavar="address,undefined", help="build with sanitizers, for tests")
     only_cuda = "compile only the CUDA kernels, for these architectures; needs no GPU"
     parser.add_argument("--arch", nargs="+", metavar="sm_90", help=only_cuda)
-    parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers of kernels")
+    parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers of CUDA kernels")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
     try:
@@ -117,7 +117,7 @@ def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False)
 
 
 def _build_cuda_here(force: bool, verbose: bool) -> None:
-    """Compile the kernels for the GPUs of this machine, if it has any; a failed build is printed, not raised."""
+    """Compile the kernels for the GPUs of this machine, if any. A failed build is printed, not raised."""
     if not torch.cuda.is_available():
         return
     try:

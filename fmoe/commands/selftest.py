@@ -1,8 +1,9 @@
 """``fmoe selftest``: check that a layer split over the ranks agrees with an unsplit one, and time the exchanges.
 
-Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``; without torchrun it is a job of one
-process. Every rank builds the unsplit layer and its part of the split one from the same seed, and compares the two for
-its own tokens and experts. Ranks report through the store of torch.distributed, which works even if a collective hangs.
+Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``. Without torchrun it is a job of one
+process. Every rank builds the unsplit layer and its part of the split one from the same seed. It compares the two for
+its own tokens and experts. Ranks report through the store of torch.distributed, which works even if a collective
+hangs.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class Result:
     Attributes:
         errors: relative error of each quantity, the largest over all ranks.
         failed: descriptions of failures, with ranks; empty if the case passed.
-        is_broken: whether a rank raised or did not answer, after which ranks may be out of step.
+        is_broken: whether a rank raised or did not answer. Ranks may then be out of step.
     """
 
     case: str
@@ -121,7 +122,7 @@ def _columns(values: Sequence[Any], form: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A gate, experts and an exchange with its options."""
+    """A combination to test: a gate, experts, and an exchange with its options."""
 
     exchange: str
     options: dict[str, Any]
@@ -134,7 +135,7 @@ class Case:
 
 
 def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return the exchanges to test, with options; those that support chunks appear twice. For ep=1, return one."""
+    """Return the exchanges to test, with options. With one rank (``ep=1``), return only one."""
     if ep == 1:
         return [("all_to_all", {})]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
@@ -160,7 +161,7 @@ _QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient
 
 
 def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
-    """Run the case: every rank posts its relative errors, or its exception, to the store; rank 0 evaluates them."""
+    """Run the case. Every rank posts its relative errors, or its exception, to the store, and rank 0 evaluates them."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:

@@ -1,10 +1,12 @@
 """``fmoefy`` converts the feed-forward blocks of a model to experts, in place.
 
-`fmoe.convert.families` finds the blocks, module by module. Models whose layers have another interface (Megatron-core)
-are passed to converters of whole models: entry points of the group ``fmoe.converters``, named after the package of the
-models and loaded only if that package is imported. A converter takes the model and returns None if the model is not of
-its family, else a function that converts it. `fmoefy` calls that function with the model, ``num_experts`` and the
-options that differ from their defaults. fmoe imports no model library.
+`fmoe.convert.families` finds the blocks, module by module. Models whose layers have another interface, such as
+Megatron-core's, need a converter of whole models. Converters are entry points of the group ``fmoe.converters``. An
+entry point has the name of the models' package, and is loaded only if that package is imported: fmoe imports no model
+library.
+
+A converter takes the model. It returns a function that converts the model, or None for a model of another family.
+`fmoefy` calls this function with the model, ``num_experts`` and the options that differ from their defaults.
 """
 
 import contextlib
@@ -58,16 +60,16 @@ def fmoefy(
         num_experts: number of experts of each layer, over all ranks.
         layers: ``"all"``; indices of blocks in order of occurrence, counted from 0; or n for every n-th block (indices
             n - 1, 2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
-        upcycle: every expert starts as a copy of the dense block (arXiv 2212.05055); False draws new experts of the
-            block's sizes.
+        upcycle: make every expert a copy of the dense block (arXiv 2212.05055). False draws new experts of the block's
+            sizes.
         exact: with ``upcycle``, raise an error with the reason if anything but ``noise`` would change the model's
             output. False accepts a changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
-        granularity: m makes small experts, each with 1 / m of the block's hidden units; ``num_experts`` and ``top_k``
-            count these. With ``upcycle``, m small experts form the block (`fmoe.convert.upcycle`), so m must divide
-            both numbers.
-        seed: key of new weights and noise; None draws one from torch's default generator. All ranks of ``moe_group``
+        granularity: m divides the block's hidden units among m small experts. ``num_experts`` and ``top_k`` count these
+            small experts. With ``upcycle``, m must divide both numbers, because m small experts form a copy of the
+            block (`fmoe.convert.upcycle`).
+        seed: seed of new weights and noise; None draws one from torch's default generator. All ranks of ``moe_group``
             must use the same.
         options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,
             ... For Megatron-core models, options of `megatron_patch.fmoefy`, which counts layers from 1 and uses seed 0
@@ -109,7 +111,7 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return the function of the first converter that accepts the model, or None; and the names of converters tried."""
+    """Return the function by which the first fitting converter converts the model, or None; and all names tried."""
     names = []
     for entry in entry_points(group="fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds
@@ -239,7 +241,7 @@ def plan_blocks(
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Leave a weight uninitialized: it will be overwritten, and drawing weights would dominate the time."""
+    """Leave a weight uninitialized, because it will be overwritten. Drawing it would dominate the time."""
 
 
 # Options of experts whose weights `upcycle_` will fill.
@@ -247,7 +249,7 @@ NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
 def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> MoE:
-    """Return an MoE of the block's sizes, dtype, device and mode; ``how`` upcycles the block, None draws experts."""
+    """Return an MoE layer of the block's sizes, dtype, device and mode. If ``how`` is None, draw new experts."""
     options = {"sequence_first": block.sequence_first, **options}
     granularity = options.pop("granularity")
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))

@@ -26,7 +26,7 @@ class LinearMap(NamedTuple):
 def linear_map(module: Any) -> LinearMap | None:
     """Return the map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (stored transposed).
 
-    None for every module that `obstacle` refuses.
+    Return None for a module that is not such a plain linear map; `obstacle` says why.
     """
     if module is None or obstacle(module) is not None:
         return None
@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return an error phrase if the module has hooks or a replaced ``forward``, which conversion would lose."""
+    """Return a phrase, "has ...", if the module has hooks or a replaced ``forward``, which conversion would lose."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -46,7 +46,7 @@ def addition(module: nn.Module) -> str | None:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Return a phrase that states why the module is not the plain linear map of its weight and bias; None if it is."""
+    """Return a phrase that says why the module is not just the linear map of its weight and bias; None if it is."""
     kind = type(module)
     if not _is_conv1d(module) and not isinstance(module, nn.Linear):
         return f"is a {kind.__name__}, not an nn.Linear"
@@ -112,18 +112,20 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """``W_out drop(act(W_in x + b_in)) + b_out``; gated: ``W_out drop(act(W_gate x) * W_value x)``.
+    """A feed-forward block: ``W_out drop(act(W_in x + b_in)) + b_out``, where ``drop`` is dropout in training.
+
+    A gated block is ``W_out drop(act(W_gate x) * W_value x)``, with optional biases.
 
     Attributes:
         maps_in: one map D -> H, or two: gate and value of a gated block.
         map_out: the map H -> D.
         activation: function between the maps; it has no parameters and maps each row independently.
-        module: the module that holds the block; the MoE layer inherits its mode (training or evaluation).
-        install: puts the MoE layer into the model and removes the dense maps; None to replace `module` in each of its
-            parents.
+        module: the module that holds the block. The MoE layer inherits its mode (training or evaluation).
+        install: function that puts the MoE layer, its argument, into the model and removes the dense maps. None
+            replaces `module` in each of its parents.
         dropout: probability of the dropout between activation and output map.
-        after: modules that `module` applies to the block's output. If the MoE layer replaces `module`, they
-            follow that layer; an ``install`` function has to keep them itself.
+        after: modules that `module` applies to the block's output. With ``install=None``, they follow the MoE layer;
+            an ``install`` function has to keep them itself.
         sequence_first: whether the block's input is [S, B, D] instead of [B, S, D].
         place: name of the block within `module`, for messages.
 
@@ -191,8 +193,8 @@ class Block:
 def probe_values(dtype: torch.dtype) -> Tensor:
     """Return the values at which activations are compared, float64 [N] and exact in ``dtype``.
 
-    They are dense around 0, reach far out in both directions, where some activations clip, and include values of full
-    precision, which a cast to a narrower dtype would round.
+    They are dense around 0, and reach far out in both directions, where some activations clip. Some have the full
+    precision of the dtype, which a cast to a narrower dtype would round.
     """
     near = torch.arange(-192, 193, dtype=torch.float64, device="cpu") / 16
     exponents = torch.arange(-20, 40, dtype=torch.float64, device="cpu")
@@ -207,8 +209,8 @@ def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.d
 
     Args:
         size: bound on intermediate values that cancel, as on GELU's far negative side.
-        dtype: dtype of the model. A 16-bit dtype counts as float32, in which activations are evaluated, unless
-            ``actual`` has 16 bits itself.
+        dtype: dtype of the model. The tolerance for a 16-bit dtype is that of float32, in which activations are
+            evaluated, unless ``actual`` has 16 bits itself.
     """
     if actual.shape != expected.shape:
         return False
@@ -238,10 +240,9 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
 
 
 def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
-    """Recognize an activation by its values and derivatives, and return its name in `fmoe.experts`.
+    """Recognize an activation by its values and derivatives, and return its name in `fmoe.experts.ffn.ACTIVATIONS`.
 
-    With a name, the experts can use a fused kernel. If no name fits, return the activation itself, or a copy that does
-    not change its input in place.
+    If no name fits, return the activation itself. If it changes its input in place, return a copy that does not.
     """
     for name, function in ACTIVATIONS.items():
         try:
@@ -267,7 +268,7 @@ def _rows(count: int, width: int) -> Tensor:
 def is_rowwise(activation: Activation, width: int) -> bool:
     """Return whether the function keeps shapes and maps each row independently.
 
-    In an expert, the neighbors of a row depend on the routing, so the function must not use them.
+    It must not use a row's neighbors, because those of an expert's row depend on the routing.
     """
     x = _rows(6, width).view(2, 3, width)
     try:

@@ -37,7 +37,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
-    """Return a list with the block that ``module`` computes by ``num_linear`` linear maps, or an empty list.
+    """Find the block that ``module`` computes by ``num_linear`` linear maps, and nothing else.
 
     All other modules inside ``module`` must have neither parameters nor buffers.
     """
@@ -176,12 +176,11 @@ def _is_map_and_activation(intermediate: nn.Module, pieces: Pieces) -> bool:
 
 
 def torch_layer(module: nn.Module) -> list[Block | Refusal]:
-    """Find the block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or those of all layers of an
-    `nn.TransformerEncoder`.
+    """Find the blocks of `nn.TransformerEncoderLayer`, `nn.TransformerDecoderLayer` and `nn.TransformerEncoder`.
 
-    The MoE layer replaces ``linear1``; `nn.Identity` replaces ``linear2``, the activation and the dropout between them.
-    Encoders and their layers have a fused path for evaluation that reads the weights of both linear maps; installing
-    the MoE layer disables this path.
+    The MoE layer replaces ``linear1``. `nn.Identity` replaces ``linear2``, the activation and the dropout between them.
+    For evaluation, encoders and their layers have a fused path that reads the weights of both linear maps. The MoE
+    layer disables this path.
     """
     if isinstance(module, nn.TransformerEncoder):
         results = [result for layer in module.layers for result in _layer(layer, module)]
@@ -296,8 +295,8 @@ def register_family(name: str, find: Finder) -> None:
 
     Args:
         name: name of the family in messages; an earlier finder of the same name is replaced.
-        find: gets a module; returns a list with the `Block` of each feed-forward block that belongs to it and not to a
-            submodule; an empty list if there is none.
+        find: function that gets a module. It returns a list with a `Block` for each feed-forward block of this module
+            that is not a block of a submodule.
     """
     FAMILIES.pop(name, None)
     FAMILIES[name] = find
@@ -322,7 +321,7 @@ def find_blocks(model: nn.Module) -> list[Found]:
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return the result of `find_blocks`, and why modules that look like blocks are refused, keyed by module name."""
+    """Return the result of `find_blocks`, and by module name the reasons why lookalikes of blocks are refused."""
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}

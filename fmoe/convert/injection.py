@@ -19,7 +19,7 @@ from fmoe.experts.ffn import Activation
 
 
 def required(function: Callable) -> list[str]:
-    """Return the names of the positional parameters without a default."""
+    """Return the names of a function's or module's positional parameters without a default."""
     function = function.forward if isinstance(function, nn.Module) else function
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A module, the function that runs it, the arguments, and stubs for children that are left out."""
+    """A way to run a module: the function to call, its arguments, and stubs that replace some of its children."""
 
     owner: nn.Module
     function: Callable
@@ -53,8 +53,7 @@ class Trial(NamedTuple):
     ) -> tuple[list["Call"], Any]:
         """Run the function; return the calls of inner modules, in order, and the output.
 
-        `nn.Dropout` modules are off. Other randomness stays on: in training mode, it changes the output, which callers
-        detect. The module and its buffers are restored afterwards.
+        `nn.Dropout` modules are off, but other randomness is not. The module and its buffers are restored afterwards.
 
         Args:
             stand_ins: functions that replace the forward of modules.
@@ -109,10 +108,10 @@ def restored(owner: nn.Module) -> Iterator[None]:
 
 
 class Rates(TorchFunctionMode):
-    """Disables dropouts that are called as functions, and records their rates.
+    """Context in which `torch.nn.functional.dropout` does nothing but record its rates.
 
     Attributes:
-        inside: rates of the dropouts between the maps.
+        inside: rates of the dropouts between the linear maps of a block.
         outside: rates of the other dropouts.
         current: the list to which the next rate is added.
     """
@@ -133,12 +132,12 @@ class Rates(TorchFunctionMode):
 
 
 class Injected(NamedTuple):
-    """One run of a module with injected values.
+    """One run of a module whose linear maps return known values (`Injection`).
 
     Attributes:
-        inputs: input of each first map.
-        hidden: input of the last map.
-        result: value injected as the output of the last map.
+        inputs: input of each input map.
+        hidden: input of the output map.
+        result: value that the output map returned.
         output: output of the module.
     """
 
@@ -149,11 +148,12 @@ class Injected(NamedTuple):
 
 
 class Injection:
-    """Runs a module with known values as the outputs of its linear maps.
+    """Callable that runs a module with known values in place of the outputs of its linear maps.
 
     Args:
-        trial: run of the module.
-        first, last: the input maps, and the output map.
+        trial: way to run the module.
+        first: the input maps.
+        last: the output map.
         shapes: output shape of each input map.
         weight: weight of the output map.
         is_fused: whether a single input map computes gate and value.
@@ -208,9 +208,11 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Return whether ``hidden`` equals the formula: the activation of the first part, times the second if gated.
+        """Return whether ``hidden`` equals the formula of a block: ``act(gate) * value``, or ``act(gate)`` if ungated.
 
-        ``order`` has the indices of these parts.
+        Args:
+            order: indices of gate and value in the injected values ``parts``.
+            hidden: input of the output map.
         """
         try:
             with torch.no_grad():
@@ -224,7 +226,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the last map's input has the derivatives of `follows`' formula and depends on no parameter."""
+        """Return whether the output map's input has the formula's derivatives (`follows`), and uses no parameter."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -253,12 +255,12 @@ class Injection:
         ) and all((a is None) == (e is None) for a, e in zip(*slopes, strict=True))
 
     def is_sole_use(self) -> bool:
-        """Return whether the values returned by the first maps affect the module's output only through the last map."""
+        """Return whether the input maps' outputs affect the module's output only through the output map."""
         outputs = [tree_leaves(self(parts).output) for parts in (self.parts, [part.flip(-2) for part in self.parts])]
         return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
 
     def is_whole(self) -> bool:
-        """Return whether the first maps get the module's input unchanged, and the last map's output is the module's."""
+        """Return whether the input maps get the module's input, and the output map's output is the module's."""
         rows = self.trial.args[0]
         for training in (False, True):
             for x in (rows, wide_rows(rows, is_multiplied=False)):
@@ -291,7 +293,7 @@ def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
     """Return the rows, scaled by powers of two over a wide range of the dtype.
 
     Args:
-        is_multiplied: whether two matrix products follow, which must not overflow either.
+        is_multiplied: use a smaller range, in which two matrix products that follow do not overflow.
     """
     low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
     count = rows.shape[:-1].numel()  # the exponents span the range for any number of rows

@@ -1,11 +1,13 @@
 """Recognition of a feed-forward block by running it.
 
 The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
-module runs on random rows, and the calls of its linear maps are recorded. Then, in training and in evaluation mode, the
-outputs of these maps are replaced by known values in float64, from 1e-6 to 1e12 (at most the largest number of the
-model's dtype). The input of the output map must then be the activation of these values, and its gradient must be the
-activation's derivative. So neither the weights nor a normalization before the block can hide a clamp or another
-activation. The formula is never inferred from names.
+module runs on random rows, and the calls of its linear maps are recorded. It then runs in training and in evaluation
+mode while known values in float64 replace the outputs of these maps. The values reach from 1e-6 to 1e12, or to the
+largest number of the model's dtype.
+
+The input of the output map must then be the activation of these values, and its gradient must be the activation's
+derivative. So neither the weights nor a normalization before the block can hide a clamp or another activation. The
+formula is never inferred from names.
 """
 
 import math
@@ -30,7 +32,7 @@ class Refusal(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The block that was found by running a module.
+    """A block that was found by running a module.
 
     Attributes:
         maps_in, map_out, activation, dropout: attributes of `Block`.
@@ -43,8 +45,9 @@ class Pieces(NamedTuple):
         trial: the run in which the block was found.
         is_whole: returns whether the maps receive the module's input unchanged, and whether the last map's output is
             the module's output.
-        values, hidden: injected output of the first map, and the resulting input of the last map.
-        is_dropped: whether the dropout between the maps is also applied to the last map's output.
+        values, hidden: known values that replace the first input map's output, and the resulting input of the output
+            map.
+        is_dropped: whether the dropout between the maps is also applied to the output map's output.
     """
 
     maps_in: tuple[LinearMap, ...]
@@ -69,7 +72,7 @@ class Pieces(NamedTuple):
 
 
 def near(owner: nn.Module) -> dict[str, nn.Module]:
-    """Return children and grandchildren by name: the modules that may form a block held by ``owner`` itself."""
+    """Return children and grandchildren by name, the modules that may form a block of ``owner`` itself."""
     return {name: m for name, m in owner.named_modules() if name and name.count(".") < 2}
 
 
@@ -103,9 +106,10 @@ def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Return the pairs (name of a map D -> H or 2 H, name of a map H -> D) whose maps are not both inside one child.
+    """Return the names of linear maps that may form a block of ``owner``: (map D -> H or 2 H, map H -> D).
 
-    The value is True if the pair is likely a block: few other maps have the same parent, unlike in an attention.
+    Pairs inside one child are left out. The value is True if the pair is likely a block: unlike in an attention, few
+    other maps have the same parent.
     """
     linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)
@@ -162,13 +166,11 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
 
 
 def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: Tensor) -> Iterator[Trial]:
-    """Yield ways to call ``function``.
-
-    The first parameter gets enough rows to hold all probe values, or images if the module holds a convolution. The
-    other parameters without a default get None, rows or sizes. Children outside of the block may require more
-    arguments, such as the masks and positions of an attention. The last trials replace these children by stubs that
-    return their input, or a tuple of it and one or two Nones.
-    """
+    """Yield ways to call ``function``: several kinds of arguments, then also stubs for children outside the block."""
+    # The first parameter gets enough rows to hold all probe values, or images if the module holds a convolution. The
+    # other parameters without a default get None, rows or sizes. Children outside of the block may require more
+    # arguments, such as the masks and positions of an attention. The last trials replace these children by stubs that
+    # return their input, or a tuple of it and one or two Nones.
     height, width = shape
     side = math.isqrt(max(8, math.ceil(len(probe_values(like.dtype)) / (2 * height)))) + 1
     generator = torch.Generator().manual_seed(0)
@@ -272,10 +274,8 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
 
 
 def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
-    """Return the module and attribute that set the rate of the only dropout between the maps, and of none elsewhere.
-
-    None if there is no such attribute.
-    """
+    """Return the module and attribute that set the rate of the only dropout between the maps, and of none elsewhere;
+    None if there is no such attribute."""
     for holder in holders if len(rates.inside) == 1 else ():
         for name, value in list(vars(holder).items()):
             if not isinstance(value, float) or value != rates.inside[0]:
@@ -292,8 +292,6 @@ def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> 
 
 
 class _Dense(nn.Module):
-    """A block's formula as a module, installed for a test in the place of the MoE layer."""
-
     def __init__(self, block: Block):
         super().__init__()
         self.block = block

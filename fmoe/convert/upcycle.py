@@ -2,9 +2,11 @@
 
 Every expert starts as the dense block f, so that a token whose experts have weights w_k gets ``(sum_k w_k) f(x)``. The
 sum depends on the gate: 1 for softmax over the chosen experts, a probability for Switch, less where assignments are
-dropped. `plan_upcycling` works for any gate: it runs the layer on a small block and measures the sum. A sum that is the
-same for all tokens is divided out of the experts' output maps. If the sum differs between tokens, ``exact=False``
-divides its median out. Otherwise the router starts with logits near zero; if the sum still differs, an error is raised.
+dropped. `plan_upcycling` works for any gate, because it runs the layer on a small block and measures the sum.
+
+A sum that is the same for all tokens is divided out of the experts' output maps. If the sum differs between tokens,
+``exact=False`` divides out its median. With ``exact=True``, the router then starts with logits near zero. If the sum
+still differs, an error is raised.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
 ``e mod m`` of the hidden units. The m experts of a group have the same router weights, so a token's K choices are K / m
@@ -52,7 +54,7 @@ class Upcycling:
 def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
     """Fill the experts of ``layer`` from ``block``, and change its router if ``how`` requires it.
 
-    The experts are `fmoe.experts.FFNExperts` with H / granularity hidden units. Like initial weights, noise is keyed by
+    The experts are `fmoe.experts.FFNExperts` with H / granularity hidden units. Like initial weights, noise depends on
     (seed of the layer, global expert id, name of the parameter).
     """
     experts, width = layer.experts, block.d_hidden // how.granularity
@@ -99,11 +101,12 @@ def plan_upcycling(
     Args:
         build: returns an MoE for a block, with all options of the final layers.
         block: one of the model's blocks.
-        exact: False accepts a changed output (dropped tokens, weights with different sums) and scales by the median.
+        exact: False accepts a changed output (dropped tokens, weights with different sums), and corrects the median
+            token.
         gate: name of the gate in messages; None for its class.
 
     Raises:
-        UserError: the output would change although ``exact`` is True, or would contain no multiple of the block's
+        UserError: the output would change although ``exact`` is True; no token would get a multiple of the block's
             output; ``noise`` is negative; the gate does not support ``granularity``.
     """
     if noise < 0:
@@ -188,11 +191,9 @@ def _trial_block(block: Block, granularity: int) -> Block:
 
 @torch.no_grad()
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
-    """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if no such number exists.
-
-    Half of the tokens are equal, so that they crowd the same experts. The others are random, and every second of
-    them has nearly equal router logits for two copies of the block.
-    """
+    """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if there is none."""
+    # Half of the tokens are equal, so that they crowd the same experts. The others are random, and every second of them
+    # has nearly equal router logits for two copies of the block.
     upcycle_(layer, block, how)
     mode = layer.training
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Exchanges, which send rows to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
+"""Exchanges, which send tokens to the ranks of their experts, and return the outputs (`fmoe.exchange.base`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,8 +29,12 @@ EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
 
 
 def register_exchange(name: str, factory: Callable[..., GroupExchange]) -> None:
-    """Register an exchange under a new name, for the option ``exchange`` of a layer and ``parallel.exchange`` of a
-    recipe.
+    """Register an exchange under a new name.
+
+    The name is then valid for the option ``exchange`` of a layer, and for ``parallel.exchange`` of a recipe.
+
+    Args:
+        factory: function or class, called as the values of `EXCHANGES` are.
 
     Raises:
         UserError: the name is empty or belongs to another exchange.
@@ -44,11 +48,15 @@ def build_exchange(
     exchange: str = "all_to_all",
     options: Mapping[str, Any] | None = None,
 ) -> Exchange:
-    """Return the exchange named ``exchange`` for an expert parallel group; `LocalExchange` for one rank or no group.
+    """Build the exchange of an expert parallel group. Without a group, or for one rank, return a `LocalExchange`.
+
+    Args:
+        exchange: a name in `EXCHANGES`.
+        options: options of the exchange.
 
     Raises:
-        UserError: the name or an option is unknown; with several ranks, an option is invalid, or the number of
-            ranks does not divide ``num_experts``.
+        UserError: the name or an option is unknown. With several ranks: the value of an option is invalid, or the
+            number of ranks does not divide ``num_experts``.
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")

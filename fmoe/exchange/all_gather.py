@@ -1,8 +1,8 @@
-"""Every rank gets all tokens and computes the share of its experts in each output; a token's rank sums the shares.
+"""Expert parallelism by all-gather: every rank gets all tokens, and computes the share of its experts in each output.
 
-This suits small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and
-each rank returns one sum per token instead of a row per expert. The bytes grow with W (docs/parallelism.md), and every
-rank holds the tokens of all ranks.
+This suits small groups and large K. A token is sent once to each rank instead of once to each of its K experts. Each
+rank returns one sum per token instead of a row per expert. The bytes grow with W (docs/parallelism.md), and every rank
+holds the tokens of all ranks.
 
 Shape letters: T tokens of this rank, T' of the rank with the most tokens, others as in `fmoe.exchange.base`.
 """
@@ -22,15 +22,17 @@ from fmoe.routing import Routing
 
 
 class AllGatherExchange(GroupExchange):
-    """Exchange that gathers all tokens on every rank and sums the ranks' shares, for small groups and large K.
+    """Exchange that gathers all tokens on every rank, for small groups and large K.
+
+    Each rank computes its experts' share of every output. The shares are summed in float32 or wider, for every wire
+    dtype.
 
     Args:
-        group, num_experts, wire_dtype: see `GroupExchange`. Shares are summed in float32 or wider, for every wire
-            dtype.
+        group, num_experts, wire_dtype: see `GroupExchange`.
     """
 
     def plan(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return the choices [T, K], and how many of them fall on each expert [E]."""
+        """Return the chosen experts [T, K], and the number of assignments of each expert [E]."""
         expert_N = routing.expert_TK.reshape(-1) + 1
         count_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_N.device)
         return routing.expert_TK, count_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
@@ -103,7 +105,7 @@ def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.d
 
 
 class _Gather(torch.autograd.Function):
-    """Pad each rank's tensor [T, ...] to [T', ...] with zeros, and gather all of them on every rank: [W * T', ...]."""
+    """Pad each rank's tensor [T, ...] to T' with zeros, and gather all of them on every rank: [W * T', ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:

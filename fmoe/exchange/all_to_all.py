@@ -1,9 +1,10 @@
 """Expert parallelism by all-to-all with uneven splits (FastMoE section 3.2, GShard section 3.2).
 
-Rows can be exchanged in chunks, to overlap communication with computation (FasterMoE's smart schedule, PPoPP'22 section
-4.2) or to bound the rows that a rank holds (``max_rows``).
+Rows can be exchanged in chunks for two reasons. Chunks overlap communication with computation (FasterMoE's smart
+schedule, PPoPP'22 section 4.2). They also bound the number of rows that a rank holds (``max_rows``).
 
-Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows that a peer sends (`fmoe.exchange.hops`).
+Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows that a peer sends
+(`fmoe.exchange.hops`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,14 +28,7 @@ _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
 
 class _Agreed(NamedTuple):
-    """Result of an exchange of counts.
-
-    Attributes:
-        tensors, on_host: the counts (`AllToAllExchange._exchange_counts`), on the device and on the host.
-        shadowed: experts to send to all ranks, with the number of this rank's rows for each.
-        needed: number of chunks that ``max_rows`` requires.
-        depth: agreed backward depth (`base.GroupExchange.open`).
-    """
+    """Result of an exchange of counts. ``shadowed`` holds experts with the number of this rank's rows for each."""
 
     tensors: list[Tensor]
     on_host: list[Counts]
@@ -49,12 +43,15 @@ class AllToAllExchange(base.GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.
         chunks: number of parts in which rows are sent, computed and returned, so that parts overlap; 1 for no overlap.
-        max_rows: maximum number of rows that a rank receives at a time. If any rank would receive more, all ranks
-            exchange the rows in more chunks, one after the other, and recompute the experts' activations in the
-            backward pass: a hot expert costs time, not memory. At least 2 * E; None for no maximum.
-        shadow: maximum number of experts per forward pass whose weights are sent to all ranks, where this is faster
-            than sending their rows (`fmoe.exchange.shadow`); 0 for none.
+        max_rows: maximum number of rows that a rank receives at a time, at least 2 * E; None for no maximum. If any
+            rank would receive more, all ranks exchange the rows in more chunks, one after the other. The backward pass
+            then recomputes the experts' activations: a hot expert costs time, not memory.
+        shadow: maximum number of experts per forward pass whose weights are sent to all ranks; 0 for none. This is done
+            only where it is faster than sending their rows (`fmoe.exchange.shadow`).
         cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
+
+    Raises:
+        UserError: an option is invalid.
     """
 
     def __init__(
@@ -70,12 +67,12 @@ class AllToAllExchange(base.GroupExchange):
     ):
         super().__init__(group, num_experts, wire_dtype=wire_dtype)
         if not isinstance(shadow, int) or not 0 <= shadow <= num_experts:
-            raise UserError(f"exchange_options: shadow={shadow!r} is not a whole number from 0 to {num_experts=}")
+            raise UserError(f"exchange_options.shadow={shadow!r} is not a whole number from 0 to {num_experts=}")
         if not isinstance(chunks, int) or chunks < 1:
-            raise UserError(f"exchange_options: chunks={chunks!r} is not a positive whole number")
+            raise UserError(f"exchange_options.chunks={chunks!r} is not a positive whole number")
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 2 * num_experts):
             raise UserError(
-                f"exchange_options: max_rows={max_rows!r} must be a whole number of at least {2 * num_experts}, twice "
+                f"exchange_options.max_rows={max_rows!r} must be a whole number of at least {2 * num_experts}, twice "
                 f"num_experts={num_experts}"
             )
         self.chunks, self.max_rows, self.shadow, self.cost = chunks, max_rows, shadow, cost
@@ -95,18 +92,14 @@ class AllToAllExchange(base.GroupExchange):
         return None
 
     def _first_expert(self, experts: nn.Module) -> list[Tensor]:
-        """Return the parameters of this rank's first expert.
-
-        Raises:
-            UserError: the experts cannot be shadowed.
-        """
+        """Return the parameters of this rank's first expert. Raise UserError if experts cannot be shadowed."""
         if (shadow := getattr(experts, "shadow", None)) is None:
             raise UserError(
-                f"exchange_options: shadow={self.shadow} is not supported for {type(experts).__name__}: it needs "
+                f"exchange_options.shadow={self.shadow} is not supported for {type(experts).__name__}: it needs "
                 "FFNExperts, or modules of one class without buffers"
             )
         if getattr(experts, "_is_fsdp_managed_module", False):
-            raise UserError(f"exchange_options: shadow={self.shadow} is not supported with fully_shard: use shadow=0")
+            raise UserError(f"exchange_options.shadow={self.shadow} is not supported with fully_shard: use shadow=0")
         return shadow(0)
 
     def describe(self) -> str:
@@ -163,8 +156,7 @@ class AllToAllExchange(base.GroupExchange):
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
     def _choose_shadows(self, count_E: Tensor, cost: Cost) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return the experts to send to all ranks, with the number of this rank's rows for each; and the counts, with
-        zeros for these experts."""
+        """Return the experts to shadow, with this rank's number of rows for each; and the counts without them."""
         gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
         loads_WE = gathered.view(self.ep_size, -1).tolist()
         chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
@@ -179,9 +171,10 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Exchange counts and flags; return two lists of tensors on the device. The first holds the counts of rows sent
-        and received in each hop, [P, X + 1]; the last column of its last tensor holds flags, among them the largest of
-        all ranks. The second holds only the received counts, [P, X]."""
+        """Exchange counts and flags. Return the counts of each hop, sent and received [P, X + 1], then only received.
+
+        The last column of the last sent or received tensor holds flags, among them the largest of all ranks.
+        """
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
@@ -190,16 +183,16 @@ class AllToAllExchange(base.GroupExchange):
     def _hops(
         self, tensors: list[Tensor], on_host: list[Counts]
     ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """Return the hops, the counts [P][X] of the last hop, and the order of experts in which rows are sent (None: by
-        id)."""
+        """Return the hops, the last hop's counts [P][X], and the order of experts in sent rows (None: by id)."""
         send, receive = ([row[:-1] for row in rows] for rows in on_host)
         return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
-    """Return the counts of one hop. Senders sort rows by expert; receivers need them sorted by local expert.
+    """Return the counts of a hop that ends at the experts' ranks, where rows are needed sorted by local expert.
 
     Args:
+        send_WL, receive_WL: numbers of rows to and from each rank, by the receiver's local expert.
         received: ``receive_WL`` on the device.
     """
     key_WL = torch.arange(received.shape[1], device=received.device, dtype=torch.int64).expand_as(received)
@@ -213,8 +206,10 @@ def _to_host(tensors: list[Tensor]) -> list[Counts]:
 
 
 class RowDispatch:
-    """Permutes, exchanges and combines rows. If any rank needs the gradients of its combine weights, the weights are
-    sent after the rows, as a tensor [M], and their gradients come back (`fmoe.kernels.rows.weigh_gradient`).
+    """Base class: permutes, exchanges and combines rows.
+
+    If any rank needs the gradients of its combine weights, the weights are sent too, as a tensor [M]. Their gradients
+    come back (`fmoe.kernels.rows.weigh_gradient`).
 
     Attributes:
         plan: plan of all rows.
@@ -227,7 +222,7 @@ class RowDispatch:
     depth: int
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
+        """Permute and exchange rows, compute, and return the combined outputs (`base.Dispatch.run`)."""
         rows = [self.plan.permute(join_graph(x, self.depth >= base.TOKENS), self.num_rows) for x in inputs]
         if self.depth < base.WEIGHTS:
             return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
@@ -235,7 +230,11 @@ class RowDispatch:
         return [combine_unsaved(y, weight_TK, self.plan) for y in self.through(*rows, experts=experts)]
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Return the outputs of the experts for rows in the order of the plan."""
+        """Return the outputs of the experts for rows in the order of the plan.
+
+        Args:
+            rows: tensors [M, ...]. At the depth `base.WEIGHTS`, the last one holds the combine weights.
+        """
         raise NotImplementedError
 
 
@@ -269,7 +268,7 @@ class Dispatch(RowDispatch):
 
 
 class ChunkedDispatch(RowDispatch):
-    """Sends rows in chunks: while the experts compute a chunk, the next one is sent and the previous one is returned.
+    """Sends rows in chunks. While the experts compute a chunk, the next one is sent and the previous one is returned.
 
     Args:
         plan: orders rows by chunk, with the rows of shadowed experts at the end.

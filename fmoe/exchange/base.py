@@ -1,8 +1,8 @@
-"""Interfaces of exchanges, which move rows (vectors of tokens) to the ranks that own their experts, and back.
+"""Interfaces of exchanges, which send tokens to the ranks that own their experts, and return the outputs.
 
-A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. The ranks agree on
-the counts of rows, permute and send rows, call the experts, return their outputs and combine them. An error on one
-rank inside the session raises on every rank.
+A row is the vector of a token for one of its experts. A layer's forward pass is a session: ``with exchange.session(...)
+as session: outputs = session.run(...)``. In a session, the ranks agree on the numbers of rows. They send rows, call the
+experts, return their outputs and combine them. An error on one rank inside the session raises on every rank.
 
 Shape letters: T tokens, K experts per token, D width, E experts of all ranks, L experts of a rank, W ranks, M rows that
 this rank sends, R rows that it receives. Rank w of the group owns the experts w * L ... (w + 1) * L - 1.
@@ -30,22 +30,23 @@ TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # backward depths of a rank (`GroupExchange.
 
 
 class Dispatch(Protocol):
-    """The part of a forward pass after `GroupExchange.open`; differentiable."""
+    """The differentiable part of a forward pass, which begins when all ranks know the numbers of rows."""
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Return ``sum_k weight_tk * output of expert (t, k)``, [T, ...] for each tensor that the experts return.
+        """Return the weighted sum of each token's expert outputs, [T, ...] for each tensor that the experts return.
 
         Args:
             inputs: tensors [T, ...]; each expert gets the rows of its tokens.
+            weight_TK: combine weights.
         """
         ...
 
 
 class Session(Protocol):
-    """A forward pass of a layer."""
+    """A forward pass of a layer, from `Exchange.session`."""
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Like `Dispatch.run`.
+        """Send rows, call the experts, and return the combined outputs, as `Dispatch.run` does.
 
         Raises:
             PeerError: another rank failed, is gone or does not respond.
@@ -58,7 +59,7 @@ class Exchange(Protocol):
 
     Attributes:
         ep_rank, ep_size: this rank's index in the group, and the group's size.
-        group: None for a single rank; read-only.
+        group: the group; None for a single rank. Read-only.
         num_experts, num_local_experts: E and L.
         traffic: bytes that this rank has sent to other ranks, in forward and backward passes.
     """
@@ -79,13 +80,15 @@ class Exchange(Protocol):
 
         Args:
             name: the layer's name in errors.
-            facts: called with ``x`` in the first session; returns settings that must be equal on all ranks.
+            facts: function of ``x`` that returns settings by name, which must be equal on all ranks. Called only in the
+                first session.
             experts: the experts of this rank.
             x: the layer's input.
-            gate_runs_collectives: whether the gate communicates, so that other ranks may wait for this one in the gate.
+            gate_runs_collectives: whether the gate itself communicates. Other ranks may then wait for this one in the
+                gate.
 
         Raises:
-            UserError: the facts differ; raised on all ranks, with the fact, the ranks and the values.
+            UserError: the settings differ. It is raised on all ranks, with the setting, the ranks and the values.
         """
         ...
 
@@ -102,7 +105,7 @@ class GroupExchange:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is not a floating point dtype")
+            raise UserError(f"exchange_options.wire_dtype={wire_dtype!r} is not a floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
         self.groups: tuple[dist.ProcessGroup, ...] = (group,)  # all groups over which rows are sent
         self.ep_rank, self.ep_size = group.rank(), group.size()
@@ -136,7 +139,7 @@ class GroupExchange:
             raise
 
     def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
-        """Compare settings between ranks; called in the first session.
+        """Compare settings between ranks. This runs in the first session.
 
         Raises:
             UserError: the facts differ between ranks.
@@ -144,35 +147,39 @@ class GroupExchange:
         check_consistency(self.group, {**facts, "exchange": self.describe()}, device)
 
     def describe(self) -> str:
-        """Return the exchange and its options, for `prepare`."""
+        """Return the class and the options of this exchange, which `prepare` compares between ranks."""
         return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
 
     def plan(self, routing: Routing) -> Any:
-        """Return the plan of a routing, for `open`."""
+        """Return this rank's plan of a routing, the input of `open`."""
         return DispatchPlan.from_routing(routing, self.num_experts)
 
     def open(self, plan: Any, depth: int) -> Dispatch:
-        """Agree with the other ranks on the counts of rows. The host reads the counts from the device at most once,
-        or twice with shadowing.
+        """Agree with the other ranks on the numbers of rows, and return the rest of the forward pass.
+
+        The host reads the numbers from the device at most once, or twice with shadowing.
+
+        All ranks use the largest ``depth`` of any rank, or 0 if that is `NO_GRAD`. The ranks of ``PaddedExchange`` do
+        not know the others' depths: each uses `WEIGHTS` or 0.
 
         Args:
-            plan: from `plan`.
-            depth: what requires gradients on this rank: `WEIGHTS` if its combine weights do, else `TOKENS` if its
-                tokens do, else 1 if its experts do, else 0; `NO_GRAD` under ``torch.no_grad()``. All ranks then use the
-                largest depth of any rank, or 0 if that is `NO_GRAD`. In `PaddedExchange`, whose ranks exchange nothing
-                beforehand, each rank uses `WEIGHTS` or 0.
+            plan: result of the method `plan`.
+            depth: how far this rank's backward pass reaches. It is `WEIGHTS` if the combine weights require gradients,
+                else `TOKENS` if the tokens do, else 1 if the experts do, else 0. It is `NO_GRAD` under
+                ``torch.no_grad()``.
 
         Raises:
             PeerError: another rank failed before this exchange.
-            UserError: this rank trains while another one runs without gradients; not in `PaddedExchange`.
+            UserError: this rank trains while another one runs without gradients. ``PaddedExchange`` does not notice
+                that.
         """
         raise NotImplementedError
 
     def agreed_depth(self, own: int, largest: int) -> int:
-        """Return the depth that this rank uses, given its own depth and the largest of all ranks (`NO_GRAD` gives 0).
+        """Return the depth for this rank, given its own depth and the largest of all ranks (`open`).
 
         Raises:
-            UserError: see `open`.
+            UserError: this rank trains while another one runs without gradients.
         """
         if largest == NO_GRAD and own not in (0, NO_GRAD):
             self._refuse_no_grad()
@@ -185,7 +192,7 @@ class GroupExchange:
         )
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Report that this rank failed before `open`, so that every rank raises. Called instead of `open`.
+        """Report that this rank failed before `open`, so that every rank raises. Call it instead of `open`.
 
         Args:
             device: device of the layer, on which the other ranks exchange their counts.
@@ -193,7 +200,16 @@ class GroupExchange:
         self.post_failure(error)
 
     def exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return every rank's ``head`` as numbers on the host; raise on all ranks if a head starts with 1 (failed)."""
+        """Return the vector ``head`` of every rank, on the host.
+
+        A rank that failed passes a vector that begins with 1. Then every rank raises.
+
+        Args:
+            error: the error of this rank; None if it did not fail.
+
+        Raises:
+            PeerError: another rank failed.
+        """
         gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
         heads = gathered.view(self.ep_size, -1).tolist()  # synchronizes with the device
         failed = [rank for rank, row in enumerate(heads) if row[0]]
@@ -202,7 +218,7 @@ class GroupExchange:
         return heads
 
     def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return ``outputs``; errors in their backward pass will name this forward pass, not the latest one."""
+        """Return ``outputs``, whose backward pass will name this forward pass in errors, not the latest one."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -215,7 +231,7 @@ class GroupExchange:
         return outputs
 
     def post_failure(self, error: Exception) -> None:
-        """Report to the waiting ranks that this rank failed and will not join them."""
+        """Report that this rank failed and will not join the ranks that wait for it."""
         # The group in which this rank got a PeerError knows of the failure; all groups know if all ranks agreed on it.
         if not isinstance(error, PeerError) or (len(self.groups) > 1 and not error.is_agreed):
             for group in self.groups:
@@ -227,20 +243,17 @@ class GroupExchange:
 
 
 class GroupSession:
-    """A forward pass over a group.
-
-    An error on this rank must reach the other ranks where they wait. If this rank fails before `run`, they wait in
-    the exchange of counts or in the gate's collectives; if it fails later, in an exchange of rows.
+    """A forward pass of a layer over a group.
 
     Attributes:
-        report: makes an error of this rank raise on the other ranks.
+        report: function that makes an error of this rank raise on the other ranks, wherever they wait.
     """
 
     def __init__(self, exchange: GroupExchange, report: Callable[[Exception], None]):
         self._exchange, self.report = exchange, report
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Exchange counts, send rows, compute, return rows, combine."""
+        """Exchange counts and rows, compute, and return the combined outputs (`Session.run`)."""
         exchange = self._exchange
         plan, depth = exchange.plan(routing), _backward_depth(inputs, weight_TK, experts.module)
         self.report = exchange.post_failure
@@ -268,9 +281,13 @@ _MESSAGE_BYTES = 4096
 def raise_on_all_ranks(
     group: dist.ProcessGroup, failed: list[int], error: Exception | None, device: torch.device
 ) -> NoReturn:
-    """Raise on every rank: on a failed rank its own error, elsewhere a `PeerError` with the first failed rank's text.
+    """Raise on every rank of the group: its own error on a failed rank, a `PeerError` elsewhere.
 
-    Every rank of the group calls this, with the same ``failed`` ranks and, if it is one of them, its error.
+    Every rank must call it with the same ``failed``. The `PeerError` has the text of the first failed rank's error.
+
+    Args:
+        failed: the failed ranks, as indices in the group.
+        error: the error of this rank; None if it did not fail.
     """
     text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error is not None else b""
     message = _as_bytes(text, device)
@@ -295,13 +312,14 @@ def _as_text(message: Tensor) -> str:
 
 
 def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], device: torch.device) -> None:
-    """Raise the same error on all ranks of the group if their facts differ; every rank calls it.
+    """Compare settings between the ranks of a group. Every rank must call it.
 
     Args:
         facts: settings by name; their values are compared and shown as text.
 
     Raises:
-        UserError: names the fact, the ranks that differ from the majority, and the values.
+        UserError: settings differ; raised on all ranks. It names the setting, the ranks that differ from the majority,
+            and the values.
     """
     lines = [f"{name}={value}".replace("\n", " ")[:400] for name, value in facts.items()]
     message = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
@@ -319,11 +337,13 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
 
 
 def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse torch's DistributedDataParallel and ``fully_shard`` around experts that are spread over ``group``: these
-    wrappers treat the experts of several ranks as replicas.
+    """Raise if torch's DistributedDataParallel or ``fully_shard`` wraps experts that are spread over ``group``.
 
-    Called in the forward pass: torch does not notify the modules that it wraps, so a layer finds the wrapper only while
-    the wrapper runs.
+    These wrappers treat the experts of several ranks as replicas. Call it in the forward pass: a layer finds its
+    wrapper only while the wrapper runs.
+
+    Args:
+        name: the layer's name in errors.
 
     Raises:
         UserError: a wrapper replicates or shards the experts of several ranks.

@@ -1,8 +1,8 @@
 """Collectives that do not hang: a failure on one rank raises on every rank and names it.
 
-A rank that waits longer than `PATIENCE` writes the number of its collective into the store of its process group, and
-reads whether another rank wrote that it failed. At the group's timeout, or when a connection breaks, the error names
-the ranks that have not reported. The fast path does not use the store: it is one wait with a short timeout.
+A rank that waits longer than `PATIENCE` uses the store of its process group. It writes the number of the collective for
+which it waits, and reads whether another rank has failed. At the group's timeout, or when a connection breaks, the
+error names the ranks that have not written. A shorter wait does not use the store.
 """
 
 import collections
@@ -38,8 +38,9 @@ _GRACE = 2.0  # additional seconds for the other ranks to report, once a connect
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed, exited or does not respond. The message names the forward pass, and the rank if
-    it is known.
+    """Another rank of the group failed, exited or does not respond.
+
+    The message names the forward pass, and the rank if it is known.
 
     Attributes:
         is_agreed: whether all ranks of the group raise in the same forward pass.
@@ -63,9 +64,10 @@ class Traffic:
     """Bytes that a rank sends to other ranks for one layer.
 
     Attributes:
-        sent: bytes so far, computed from shapes: for an all-to-all, the rows for other ranks; for an all-gather, this
-            rank's part for each other rank; for an all-reduce, its share of a ring algorithm; for a broadcast, the
-            root's tensor for each other rank; for a reduction, one tensor on all ranks but the root.
+        sent: bytes so far, computed from shapes. An all-to-all counts the rows for other ranks. An all-gather counts
+            this rank's part once per other rank. An all-reduce counts this rank's share of a ring algorithm. A
+            broadcast counts the tensor once per other rank, on the root. A reduction counts one tensor on each rank but
+            the root.
     """
 
     def __init__(self) -> None:
@@ -73,14 +75,16 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count traffic in this context, which is for setup that is not part of a step."""
+        """Do not count what is sent in this context. Use it for setup that is not part of a step."""
         sent = self.sent
         yield
         self.sent = sent
 
 
 class GroupMonitor:
-    """Waits for the collectives of one process group, numbered in the order of their start. Use `monitor_of` to get it.
+    """Waits for the collectives of one process group. Use `monitor_of` to get it.
+
+    Collectives are numbered in the order of their start.
 
     Attributes:
         context: the layer and its forward pass, for messages.
@@ -101,7 +105,7 @@ class GroupMonitor:
             self._store = dist.distributed_c10d._get_process_group_store(group)
 
     def start_pass(self, label: str, traffic: Traffic) -> None:
-        """Begin a layer's forward pass over this group; its bytes are added to ``traffic``."""
+        """Begin a forward pass of the layer ``label``. Add the bytes that it sends to ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
         self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
@@ -111,6 +115,9 @@ class GroupMonitor:
 
     def wait(self, work: collectives.Started, what: str, number: int) -> None:
         """Wait on the CPU for ``work``, the collective with this ``number``.
+
+        Args:
+            what: name of the collective in errors.
 
         Raises:
             PeerError: another rank failed, is gone, or did not join within the group's timeout.
@@ -128,9 +135,9 @@ class GroupMonitor:
             patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
-        """Wait for ``work`` on a GPU before the host reads its result, without blocking forever.
+        """Wait until ``work`` on a GPU is complete, so that the host can read its result.
 
-        It gives up before the watchdog of nccl, which would end the process at the group's timeout without a
+        It gives up shortly before the group's timeout, when the watchdog of nccl would end the process without a
         `PeerError`.
 
         Raises:
@@ -175,8 +182,11 @@ class GroupMonitor:
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within {limit} {seconds:g} s")
 
     def broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
-        """Return the error for a broken connection or the backend's own timeout. It blames the ranks that have not
-        reported: ranks that have waited since ``begin`` report after `PATIENCE`."""
+        """Return the error for a broken connection or the backend's timeout; it names the ranks that have not reported.
+
+        Args:
+            begin: ``time.monotonic()`` at the start of the wait. Ranks that wait since then report after `PATIENCE`.
+        """
         seconds = self._timeout()
         is_late = time.monotonic() - begin >= _BEFORE_WATCHDOG * seconds > 0  # the backend's timeout came before ours
         self._post(what, number)
@@ -218,15 +228,15 @@ class GroupMonitor:
         absent = self._absent(number)
         if absent is None:
             return (
-                "an unknown rank did not answer (nor did the store that would name it, which is in rank 0 without "
-                "torchrun)"
+                "an unknown rank did not answer (the store that would name it did not either; without torchrun, it is "
+                "in rank 0)"
             )
         if not absent:
             return "every rank answered, but the collective did not complete"
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """Return the store's answer; None if it does not answer in time, after which no call asks it again."""
+        """Return the store's answer, or None. A store that does not answer in time is not asked again."""
         store = self._store
         if store is None:
             return None
@@ -250,7 +260,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_succeeded(work: collectives.Started) -> bool:
-    """Return whether a completed collective succeeded. It may have completed just after the wait for it timed out."""
+    """Return whether a completed collective succeeded; it may have completed just after the wait for it timed out."""
     try:
         work.wait()
     except RuntimeError:
@@ -283,7 +293,8 @@ class Pending:
         """Return the result.
 
         Args:
-            for_host: whether the host reads the result next; if so, a result on a GPU is complete on return.
+            for_host: whether the host reads the result next. If so, a result on a GPU is complete on return; otherwise
+                only the current stream waits for it.
         """
         if self._result.device.type == "cpu":
             self._monitor.wait(self._work, self._what, self._number)
@@ -346,8 +357,10 @@ def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = 
 
 
 def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
-    """Start ``reduce`` in place to rank ``target`` of the group. On other ranks ``value`` is undefined
-    afterwards. Errors as in `all_to_all`."""
+    """Start ``reduce`` in place to rank ``target`` of the group. Errors as in `all_to_all`.
+
+    On other ranks, ``value`` is undefined afterwards.
+    """
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.reduce, value, dist.get_global_rank(group, target), group=group)
@@ -355,9 +368,13 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
-    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work they started earlier.
+    """Wait until all ranks have finished the work that they started earlier.
 
-    Raises a PeerError if a rank failed, which one-sided copies do not notice.
+    Args:
+        for_host: whether the host waits; otherwise only the current stream does. On the CPU, the host always waits.
+
+    Raises:
+        PeerError: another rank failed, which one-sided copies do not notice.
     """
     all_reduce(group, torch.zeros(1, dtype=torch.int32, device=device), what="fence").wait(for_host)
 

@@ -1,10 +1,11 @@
 """Exchange by the kernels of DeepEP (optional package deep_ep).
 
-A token is sent once to every rank that has one of its experts. That rank computes its share of the output, and returns
-one sum per token, as in `fmoe.exchange.all_gather`. Intranode kernels use NVLink, internode kernels also use RDMA.
+A token is sent once to every rank that has one of its experts. That rank computes its experts' share of the output, and
+returns one sum per token, as in `fmoe.exchange.all_gather`. Intranode kernels use NVLink. Internode kernels also use
+RDMA.
 
-Written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``, ``combine``). This
-module has not run on a GPU yet.
+It is written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``,
+``combine``). This module has not run on a GPU yet.
 
 Shape letters: T tokens of this rank, R tokens that it receives, others as in `fmoe.exchange.base`.
 """
@@ -36,16 +37,16 @@ MOST_CHOICES = 32  # maximum number of choices per token: one for each lane of a
 
 
 class DeepEPExchange(GroupExchange):
-    """Exchange by DeepEP, in bfloat16: a rank gets a token at most once, and returns one sum of its outputs.
+    """Exchange by DeepEP, in bfloat16. A rank gets a token at most once, and returns one sum of its experts' outputs.
 
-    It has no second derivatives, and does not support expert dropout, because it sends no noise keys with the tokens.
+    Second derivatives and expert dropout are not supported.
 
     Args:
         group, num_experts: see `GroupExchange`.
         num_sms: even number of multiprocessors that DeepEP's kernels use, in all layers of this process; None for
             DeepEP's default.
-        wire_dtype: None, or ``torch.bfloat16``, which is required if tokens have another dtype: they are then rounded
-            for the transport. Each rank's sums are rounded too, and then added in float32.
+        wire_dtype: ``torch.bfloat16`` rounds tokens of another dtype for the transport. None requires tokens in
+            bfloat16. Each rank's sums are rounded to bfloat16 too, and then added in float32.
 
     Raises:
         UserError: deep_ep cannot be imported, or an option is invalid.
@@ -61,9 +62,9 @@ class DeepEPExchange(GroupExchange):
     ):
         super().__init__(group, num_experts, wire_dtype=wire_dtype)
         if wire_dtype not in (None, SENT):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype} is not supported: deepep sends only {SENT}")
+            raise UserError(f"exchange_options.wire_dtype={wire_dtype} is not supported: deepep sends only {SENT}")
         if num_sms is not None and (type(num_sms) is not int or num_sms < 2 or num_sms % 2):
-            raise UserError(f"exchange_options: num_sms={num_sms!r} is not a positive even number")
+            raise UserError(f"exchange_options.num_sms={num_sms!r} is not a positive even number")
         self.num_sms = num_sms
         self.buffer: Any = None
         if dist.get_backend(group) != "fake":  # a dry run counts the memory of another machine
@@ -95,7 +96,11 @@ class DeepEPExchange(GroupExchange):
             )
 
     def plan(self, routing: Routing) -> Tensor:
-        """Return the chosen expert ids [T, K]."""
+        """Return the chosen expert ids [T, K].
+
+        Raises:
+            UserError: K exceeds `MOST_CHOICES`.
+        """
         if (top_k := routing.expert_TK.shape[1]) > MOST_CHOICES:
             raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}, its limit")
         return routing.expert_TK
@@ -129,12 +134,7 @@ class DeepEPExchange(GroupExchange):
 
 
 class _Sent:
-    """A forward pass whose layout is known.
-
-    Args:
-        layout: the first four results of ``Buffer.get_dispatch_layout``.
-        sent, received: number of tokens to and from other ranks.
-    """
+    """A forward pass whose layout is known. ``sent`` and ``received`` are numbers of tokens to and from other ranks."""
 
     def __init__(
         self,
@@ -203,8 +203,7 @@ class _Sent:
 
     @contextlib.contextmanager
     def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
-        """Count the bytes of ``num_sent`` rows of each tensor, and turn a timeout of the package into an error that
-        names the missing ranks."""
+        """Count the bytes of ``num_sent`` rows of each tensor. Make a timeout an error that names missing ranks."""
         monitor, begin = monitor_of(self._group), time.monotonic()
         monitor.traffic.sent += num_sent * sum(r.shape[1] * r.element_size() for r in rows)
         try:
@@ -258,8 +257,7 @@ _buffers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyD
 
 
 def _buffer_of(group: dist.ProcessGroup, buffer: Any, row_bytes: int) -> Any:
-    """Return the group's communication buffer, for rows of this size. A new one replaces a smaller one; every rank of
-    the group must call this function."""
+    """Return the group's communication buffer, large enough for rows of this size. Every rank must call it."""
     ranks = group.size()
     try:
         configs = (buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks))

@@ -1,10 +1,11 @@
 """All-to-all in two stages: first within the node, then between the ranks that have the same index in their nodes.
 
-Fewer and larger messages cross the slow network: a rank sends one message to each node, not one to each rank (the
-hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows are
+A rank sends one message to each node, not one to each rank: fewer and larger messages cross the slow network. This is
+the hierarchical all-to-all of HetuMoE (arXiv 2203.14685) and of DeepSpeed-MoE (arXiv 2201.05596 section 5.3). Rows are
 sent twice, the first time over the fast links of the node.
 
-Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w % I. Other letters: `fmoe.exchange.base`.
+Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w % I. Other letters:
+`fmoe.exchange.base`.
 """
 
 import os
@@ -28,10 +29,9 @@ _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Subgroups]]"
 
 
 def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
-    """Return two groups: the ranks of this rank's node, and the ranks with the same index as this rank in their nodes.
-    The groups are made once per ``group`` and ``node_size``.
+    """Return two groups: the ranks of this rank's node, and the ranks with this rank's index in their nodes.
 
-    Every rank of ``group`` must call this function.
+    Every rank of ``group`` must call this function. Later calls with the same arguments return the same groups.
     """
     known = _subgroups.setdefault(group, {})
     if node_size not in known:
@@ -51,9 +51,13 @@ class HierarchicalExchange(AllToAllExchange):
 
     Args:
         group, num_experts, options: see `AllToAllExchange`.
-        node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE, or the group's size if the
-            variable is unset or larger.
-        groups: existing groups, as `node_groups` returns them; they then set I. None to make them.
+        node_size: I, number of ranks of ``group`` on a node. None for torchrun's LOCAL_WORLD_SIZE, or for the group's
+            size if the variable is unset or larger.
+        groups: existing groups, as `node_groups` returns them, which then set I; None to make them.
+
+    Raises:
+        UserError: I does not divide the number of ranks, ``groups`` has the wrong ranks, or another option is
+            invalid.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class HierarchicalExchange(AllToAllExchange):
             node_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.ep_size)), self.ep_size)
         if not isinstance(node_size, int) or node_size < 1 or self.ep_size % node_size:
             raise UserError(
-                f"exchange_options: node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group "
+                f"exchange_options.node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group "
                 "(default: LOCAL_WORLD_SIZE)"
             )
         self.node_size, self.num_nodes = node_size, self.ep_size // node_size
@@ -84,7 +88,7 @@ class HierarchicalExchange(AllToAllExchange):
             ("this rank's index in each node", self.peers, ranks[self.ep_rank % node_size :: node_size]),
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
-                raise UserError(f"exchange_options: groups must have the ranks {expected} for {key}, not {found}")
+                raise UserError(f"exchange_options.groups must have the ranks {expected} for {key}, not {found}")
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         try:

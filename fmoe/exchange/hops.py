@@ -1,7 +1,10 @@
 """A differentiable all-to-all of rows with uneven splits, which sorts the rows as the receiver needs them.
 
-Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends (rows of
-one kind are adjacent: S = P * X segments).
+A peer sends rows of several kinds, such as the rows of one expert. Its rows of one kind are adjacent, and are a
+segment.
+
+Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends, S = P * X
+segments.
 """
 
 from collections.abc import Sequence
@@ -22,13 +25,13 @@ Counts = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Exchange of rows with the peers of ``group``: there (`forward`) and back (`back`).
+    """One all-to-all: `forward` sends rows to the peers of ``group``, `back` returns one row for each of them.
 
-    `start` is the asynchronous form of both, so that experts can compute meanwhile. In the backward pass, `Handle.wait`
-    starts the exchange of the gradients and `start` waits for it.
+    `start` runs one of the two asynchronously, so that experts can compute meanwhile. The gradients are exchanged
+    asynchronously too.
 
     Attributes:
-        send, receive: number of rows to and from each peer.
+        send, receive: number of rows to and from each peer in `forward`.
         order: permutation from the order of arrival to the order needed, and its inverse; None if the two orders are
             equal.
         wire_dtype: dtype in which rows are sent; None for the dtype that they have.
@@ -55,7 +58,7 @@ class Hop:
         return handle
 
     def launch(self, rows: Tensor, back: bool) -> Pending:
-        """Start the collective."""
+        """Start the collective of rows that are already sorted, without autograd."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         return all_to_all(self.group, rows, receive, send)
 
@@ -80,8 +83,8 @@ class HopCounts:
     Attributes:
         send_PX, receive_PX: numbers of rows to and from each peer, on the host.
         receive: ``receive_PX`` on the device.
-        key_PX: sort key of each peer's rows of each kind. Rows are needed sorted by key; rows with equal keys keep the
-            order of arrival.
+        key_PX: sort key of each segment of received rows. Rows are needed in ascending order of keys. Rows with equal
+            keys keep the order of arrival.
     """
 
     group: dist.ProcessGroup
@@ -99,7 +102,7 @@ class HopCounts:
         return Hop(self.group, send, receive, order, wire_dtype)
 
     def chunk(self, chunk: int, num_chunks: int) -> "HopCounts":
-        """Return the counts of one chunk."""
+        """Return the counts of one of ``num_chunks`` chunks."""
         if num_chunks == 1:
             return self
         send, receive = (chunk_of(counts, chunk, num_chunks) for counts in (self.send_PX, self.receive_PX))
@@ -108,12 +111,12 @@ class HopCounts:
 
 
 def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
-    """Return the part of each count that is in one chunk (`chunk_counts`)."""
+    """Return the part of each count that is in one chunk (`fmoe.kernels.rows.chunk_counts`)."""
     return [[chunk_counts(n, num_chunks)[chunk] for n in row] for row in counts]
 
 
 def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation of rows that sorts their segments by key, and its inverse."""
+    """Return the permutation of received rows that sorts their segments by key, and its inverse."""
     receive_S, order_S = receive_PX.reshape(-1), key_PX.reshape(-1).argsort(stable=True)
     if backends.cuda_takes_segments(receive_S):
         return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
@@ -125,16 +128,21 @@ def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Te
 
 
 def join_graph(x: Tensor, is_needed: bool) -> Tensor:
-    """Return ``x`` as part of the graph if another rank's backward pass needs this rank's collectives."""
+    """Return ``x``, which requires gradients if ``is_needed``, unless it holds integers.
+
+    It is needed if another rank's backward pass waits for this rank's collectives.
+    """
     if is_needed and not x.requires_grad and x.is_floating_point():
         return x.detach().requires_grad_()
     return x
 
 
 def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Tie an output of experts to their rows in the graph, and return the output. All ranks then run the same
-    collectives in the backward pass and in a recomputation, even if no expert of this rank uses its rows or saves a
-    tensor."""
+    """Return an output of experts that depends on ``rows`` in the autograd graph.
+
+    All ranks then run the same collectives in the backward pass and when a checkpoint recomputes. This holds even if no
+    expert of this rank uses its rows or saves a tensor.
+    """
     return _Tie.apply(out, *rows)
 
 
@@ -168,7 +176,7 @@ class Handle:
     Attributes:
         back: True for `Hop.back`, False for `Hop.forward`.
         dtype: dtype of the rows before and after the exchange.
-        rows: placeholder of the rows in the graph until `wait`.
+        rows: placeholder of the rows in the autograd graph until `wait`.
         pending, grads: running collectives of rows and of their gradients.
     """
 
@@ -206,7 +214,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Wait for rows; in the backward pass start the collective of their gradients."""
+    """Wait for rows. The backward pass starts the collective of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:

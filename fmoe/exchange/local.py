@@ -27,15 +27,13 @@ class LocalExchange:
         self.traffic = Traffic()
 
     def session(self, *_arguments: Any) -> "LocalSession":
-        """Open a forward pass (`fmoe.exchange.base.Exchange.session`): its errors concern no other rank."""
+        """Open a forward pass, as `fmoe.exchange.base.Exchange.session` does."""
         return LocalSession(self.num_experts)
 
 
+# A plain class, not a generator: torch.compile traces ``with`` over an object that the traced code constructs.
 class LocalSession:
-    """A forward pass on one rank.
-
-    A plain object, not a generator: torch.compile traces ``with`` over an object that the traced code constructs.
-    """
+    """A forward pass of a layer on one rank."""
 
     def __init__(self, num_experts: int):
         self._num_experts = num_experts
@@ -47,7 +45,7 @@ class LocalSession:
         pass
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Permute, compute, combine; in one operation if the experts have one."""
+        """Permute, compute and combine, in one operation if the experts have one."""
         plan = DispatchPlan.from_routing(routing, self._num_experts)
         if outputs := experts.fused(inputs, plan.count_E, **plan.fused_arguments(weight_TK)):
             return outputs

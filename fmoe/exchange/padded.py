@@ -1,7 +1,7 @@
-"""Every rank sends every expert the same number of rows, padded with zeros, so that the host reads no counts.
+"""Exchange without counts: every rank sends every expert the same number of rows, padded with zeros.
 
-This is GShard's form of the exchange (arXiv 2006.16668 section 3.2), for gates with a capacity. Counts stay on the
-device and are not exchanged, and shapes do not depend on them.
+Counts stay on the device and are not exchanged, and shapes do not depend on them. This is GShard's form of the exchange
+(arXiv 2006.16668 section 3.2), for gates with a capacity.
 
 Shape letters: S slots that an expert has for one rank's rows, P = E * S slots of all experts; others as in
 `fmoe.exchange.base`.
@@ -20,13 +20,18 @@ from fmoe.routing import Routing
 
 
 class PaddedExchange(GroupExchange):
-    """Exchange of equally many rows per expert, padded with zeros, so that the host reads no counts (arXiv 2006.16668).
+    """Exchange of equally many rows per expert, padded with zeros (arXiv 2006.16668 section 3.2).
+
+    The host reads no counts, except in the first batch if ``slots`` is None.
 
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
-        slots: S, upper bound on the rows of one rank for one expert; None for the largest
-            ``Routing.max_load`` of any rank in the first batch. Later batches must not exceed S.
+        slots: S, upper bound on the rows of one rank for one expert. None for the largest `Routing.max_load` of any
+            rank in the first batch. Later batches must not exceed S.
+
+    Raises:
+        UserError: an option is invalid; in a forward pass, if ``Routing.max_load`` exceeds S.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class PaddedExchange(GroupExchange):
         super().__init__(group, num_experts, wire_dtype=wire_dtype)
         for name, value in (("chunks", chunks), ("slots", slots)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"exchange_options: {name}={value!r} is not a positive whole number")
+                raise UserError(f"exchange_options.{name}={value!r} is not a positive whole number")
         self.chunks, self.slots = chunks, slots
         self._counts: HopCounts | None = None
 

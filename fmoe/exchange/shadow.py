@@ -1,8 +1,8 @@
-"""Shadowing: send a hot expert to all ranks, instead of their rows to the expert (FasterMoE, PPoPP'22 section 4.1).
+"""Shadowing: send the weights of a hot expert to all ranks, instead of rows to the expert (FasterMoE, PPoPP'22, 4.1).
 
-Every rank then computes its own rows of that expert, and the expert's gradient is summed on its owner. This is faster
-if sending the rows and computing them all on the owner takes longer than sending the parameters. `choose` decides from
-the loads of all ranks, which every rank has, so that all ranks make the same decision.
+Every rank then computes its own rows of that expert. The expert's gradient is summed on its owner. Shadowing is faster
+if sending the weights takes less time than sending all rows and computing them on the owner. Every rank has the loads
+of all ranks, so `choose` makes the same decision on each.
 
 Shape letters: W ranks, E experts of all ranks, L experts of a rank. ``loads_WE`` holds the number of rows that each
 rank has for each expert.
@@ -24,7 +24,7 @@ from fmoe.experts.ffn import ExpertCall
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost model of a forward and backward pass.
+    """Cost model of a layer's forward and backward pass.
 
     Attributes:
         row_seconds: time of an expert's GEMMs for one row, forward and backward.
@@ -39,9 +39,16 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Estimate the seconds of a pass: the GEMMs of the largest number of rows that a rank computes, 4 transfers of
-        the largest number of rows that a rank sends or receives (there and back, and their gradients), and 2
-        transfers of each shadowed expert (parameters, gradients)."""
+        """Estimate the seconds of a forward and backward pass in which the experts ``shadows`` are shadowed.
+
+        The estimate is the sum of three terms. The first is the GEMMs of the largest number of rows that a rank
+        computes. The second is 4 transfers of the largest number of rows that a rank sends or receives: rows and
+        gradients, there and back. The third is 2 transfers of each shadowed expert: parameters and gradients.
+
+        Args:
+            num_local: L.
+            shadows: ids of the shadowed experts.
+        """
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
@@ -54,16 +61,23 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Return the experts to shadow: the n hottest, with the n up to ``most`` that makes the pass fastest. All n are
-    tried, because shadowing one expert saves no time if two ranks are equally slow."""
+    """Return the experts to shadow: the n hottest, with the n that makes the pass fastest.
+
+    Args:
+        num_local: L.
+        most: upper bound on n.
+    """
     load_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
     hottest = load_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
+    # All counts are tried, because shadowing one expert saves no time if two ranks are equally slow.
     count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(load_WE, num_local, hottest[:n]))
     return hottest[:count]
 
 
 def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, device: torch.device) -> Cost:
-    """Measure the cost model for this group and for experts like ``expert``. The result is equal on all ranks.
+    """Measure the cost model for this group and for experts like ``expert``. Every rank must call it.
+
+    The result is equal on all ranks.
 
     Args:
         expert: parameters of one expert.
@@ -118,7 +132,7 @@ class Shadowed:
         self.num_rows = sum(self._counts)
 
     def run(self, rows: list[Tensor], experts: ExpertCall, weight_R: Tensor | None = None) -> list[Tensor]:
-        """Return the shadowed experts' outputs for this rank's rows, computed on this rank (`ExpertCall.run_with`)."""
+        """Return the shadowed experts' outputs for this rank's rows, computed on this rank."""
         parameters = [self._parameters(expert, experts) for expert in self._ids]
         return experts.run_with(parameters, rows, self._counts, weight_R)
 
@@ -134,7 +148,10 @@ def broadcast_parameters(
 ) -> list[Tensor]:
     """Return the tensors of rank ``owner`` on every rank; differentiable, with gradients summed on the owner.
 
-    Every rank of the group calls it. On the other ranks, only the shapes and dtypes of ``tensors`` are used.
+    Every rank of the group must call it. On the other ranks, only the shapes and dtypes of ``tensors`` are used.
+
+    Args:
+        is_trained: whether the backward pass of any rank reaches the tensors.
     """
     own = tensors if owner == group.rank() else [t.detach() for t in tensors]
     # All ranks join the backward pass, even those whose own experts are not trained.
@@ -143,8 +160,6 @@ def broadcast_parameters(
 
 
 class _Broadcast(torch.autograd.Function):
-    """See `broadcast_parameters`."""
-
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, owner: int, joins: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.owner = group, owner
@@ -156,7 +171,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise UserError("exchange_options: shadow has no second derivatives (create_graph=True): use shadow=0")
+            raise UserError("exchange_options.shadow has no second derivatives (create_graph=True): use shadow=0")
         flat = torch.cat([g.reshape(-1) for g in grads])
         reduce(ctx.group, flat, ctx.owner, "sum of a shadowed expert's gradients").wait()
         return None, None, None, *_unflatten(flat, ctx.like)

@@ -1,8 +1,8 @@
-"""All-to-all by torch's symmetric memory (NVSHMEM): one-sided copies; the GPU itself reads how many rows to copy.
+"""All-to-all by one-sided copies in torch's symmetric memory (NVSHMEM).
 
-``all_to_all_vdev_2d`` brings rows of a rank, sorted by expert, into the order that the experts need, and
-``all_to_all_vdev_2d_offset`` brings them back, so that neither side reorders rows. Rows pass through two buffers per
-process group, which all layers share. This module has not run on a GPU yet.
+``all_to_all_vdev_2d`` brings rows of a rank, sorted by expert, into the order that the experts need.
+``all_to_all_vdev_2d_offset`` brings them back. So neither side reorders rows, and the GPU itself reads how many rows to
+copy. Rows pass through two buffers per process group, which all layers share. This module has not run on a GPU yet.
 
 Shape letters: see `fmoe.exchange.base`.
 """
@@ -26,7 +26,8 @@ class SymmetricExchange(AllToAllExchange):
     """All-to-all by one-sided copies in torch's symmetric memory, which needs NVSHMEM.
 
     Args:
-        group, num_experts, wire_dtype, max_rows: see `AllToAllExchange`. ``max_rows`` makes the buffers smaller too.
+        group, num_experts, wire_dtype: see `AllToAllExchange`.
+        max_rows: see `AllToAllExchange`. It also makes the buffers smaller.
 
     Raises:
         UserError: this torch or this machine has no NVSHMEM, or an option is invalid.
@@ -67,12 +68,7 @@ class SymmetricExchange(AllToAllExchange):
 
 @dataclass(frozen=True, eq=False)
 class _Counts(HopCounts):
-    """Counts of a hop, with the counts of sent rows also on the device.
-
-    Attributes:
-        send: ``send_PX`` on the device.
-        capacity: largest number of rows that any rank sends or receives.
-    """
+    """Counts of a hop, sent rows also on the device. ``capacity`` is the most rows that any rank sends or receives."""
 
     send: Tensor
     capacity: int
@@ -120,18 +116,14 @@ class _Done(Pending):
 
 
 class _Workspace:
-    """Symmetric memory of a process group: rows to send, rows received, and splits of both.
-
-    Buffers that are too small are replaced by larger ones, on all ranks at the same time.
-    """
+    """Symmetric memory of a group: rows to send, rows received, and splits of both. It grows on all ranks at once."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self._device = weakref.ref(group), device
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Exchange rows; return the ``num_out`` rows for this rank's experts, sorted by expert. With ``back``, return
-        the experts' outputs for the rows that this rank sent, in the order of these rows."""
+        """Exchange rows; return ``num_out`` rows sorted by expert. With ``back``, return outputs in sending order."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())
@@ -154,7 +146,7 @@ class _Workspace:
         return taken[:num_out].clone().view(num_out, *rows.shape[1:])
 
     def _grow(self, group: dist.ProcessGroup, num_bytes: int, num_splits: int) -> None:
-        """Replace the buffers by larger ones; every rank does so at the same time."""
+        """Replace the buffers by larger ones, on every rank at the same time."""
         old = self._buffers
         num_bytes = max(1 << (num_bytes - 1).bit_length(), old[0].numel() if old else 0)
         num_splits = max(num_splits, old[2].shape[1] if old else 0)
@@ -191,7 +183,7 @@ def why() -> str | None:
 
 
 def empty(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor in symmetric memory. Every rank of the group must call this at the same time."""
+    """Return an uninitialized tensor in symmetric memory. Every rank of the group must call it at the same time."""
     from torch.distributed import _symmetric_memory as memory
 
     if memory.get_backend(device) != "NVSHMEM":

@@ -1,8 +1,9 @@
-"""Experts of a rank as one module: ``experts(rows, counts_L) -> rows``, where rows are sorted by local expert.
+"""Experts of a rank as one module: ``experts(rows, counts_L) -> rows``.
 
-``counts_L``, the number of rows of each local expert, is an int64 tensor on the CPU. The option ``expert`` takes a name
-of `EXPERTS`, a module class or factory, or a sequence with one entry per expert. `build_experts` makes the module:
-stacked weights (`FFNExperts`) or a list of modules (`ModuleExperts`).
+The rows are sorted by the local index of their expert. ``counts_L`` is the number of rows of each local expert, an
+int64 tensor on the CPU. The option ``expert`` of a layer takes a name in `EXPERTS`, a module class or function, or a
+sequence with one entry per expert. `build_experts` makes the module: stacked weights (`FFNExperts`) or a list of
+modules (`ModuleExperts`).
 """
 
 import functools
@@ -25,7 +26,9 @@ EXPERTS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": functools.partial(FFNExperts, gated=True, activation="silu"),
     "geglu": functools.partial(FFNExperts, gated=True, activation="gelu"),
 }
-"""Factories of stacked experts, called as ``(num_experts, d_model, d_hidden, first_expert=, seed=, **options)``."""
+"""Classes or functions that make the experts of a rank as one module, by name.
+
+They are called as ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``."""
 
 
 def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bool = True) -> None:
@@ -43,15 +46,17 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
 
 
 def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``options`` that the experts named ``name`` accept. Options that the experts fix,
-    such as the activation of swiglu, are not accepted."""
+    """Return the ``options`` that the experts named ``name`` accept.
+
+    Options that the name fixes, such as the activation of "swiglu", are left out.
+    """
     factory = EXPERTS.get(name)
     taken, fixed = option_names(factory), getattr(factory, "keywords", {})
     return {key: value for key, value in options.items() if (taken is None or key in taken) and key not in fixed}
 
 
 class _Singles:
-    """Factory of a list of single experts, called as in `EXPERTS`."""
+    """Factory as in `EXPERTS` that calls ``func`` once per expert."""
 
     def __init__(self, func: Callable[..., nn.Module]):
         self.func = func
@@ -63,7 +68,7 @@ class _Singles:
 
 
 def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Return ``count`` modules, each made from its global id, under its own random seed."""
+    """Call ``make`` with each expert's global id, each time under another random seed; return the modules."""
     modules = []
     for index in range(first, first + count):
         with random.keyed("expert", seed, index):
@@ -73,11 +78,10 @@ def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) 
 
 @torch.no_grad()
 def truncated_normal_(weight: Tensor, scale: float = 0.1) -> Tensor:
-    """Fill an [out, in] matrix from a normal distribution of standard deviation ``sqrt(scale / in)``, truncated at two
-    standard deviations; return it.
+    """Fill an [out, in] matrix with normal numbers of standard deviation ``sqrt(scale / in)``, and return it.
 
-    This is the Switch Transformer's initialization (arXiv 2101.03961 section 2.4): a tenth of the usual scale makes the
-    training of large sparse models stable.
+    The distribution is truncated at two standard deviations. This is the Switch Transformer's initialization (arXiv
+    2101.03961 section 2.4). A tenth of the usual scale makes the training of large sparse models stable.
     """
     std = (scale / weight.shape[-1]) ** 0.5
     return nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)
@@ -94,7 +98,7 @@ def build_experts(
     tensor_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> nn.Module:
-    """Return this rank's experts, whose weights depend on the seed and on their global ids.
+    """Build this rank's experts. Their weights depend on the seed and on their global ids.
 
     Args:
         expert: as in `fmoe.build.Spec`.
@@ -104,9 +108,9 @@ def build_experts(
         backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
 
     Raises:
-        UserError: an unknown name (the message lists the known ones), a sequence whose length is not ``num_experts``,
-            an invalid option, options for experts that take none, a ``tensor_group`` for experts other than ffn, swiglu
-            and geglu, or an unavailable backend.
+        UserError: an unknown name; a sequence whose length is not ``num_experts``; an invalid option; options for
+            experts that take none; ``tensor_group`` with experts other than ffn, swiglu and geglu; an unavailable
+            backend.
     """
     count = local.stop - local.start
     if backend not in BACKENDS:

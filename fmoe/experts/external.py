@@ -1,9 +1,8 @@
 """Feed-forward experts computed by other packages, if they are installed: ``backend="te"`` and ``"sonicmoe"``.
 
-Thin adapters for TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.1.2).
-Parameters stay in fmoe's own layout, so that checkpoints, optimizers and the layer do not depend on the package; each
-adapter states the cost of converting to the layout of its package. With ``backend="auto"``, `fastest_ffn` measures the
-packages against the operation of fmoe's cuda backend.
+These adapters call TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.1.2).
+Parameters stay in fmoe's own layout, so that checkpoints and optimizers do not depend on the package. With
+``backend="auto"``, `fastest_ffn` measures the packages against fmoe's cuda backend.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -113,12 +112,13 @@ def ffn(
     weight_TK: Tensor | None = None,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` by the backend. With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, the
-    rows are tokens [T, D]: gather them, run the experts, and return the combined outputs [T, D]. With only
-    ``weight_TK``, see `weigh_gradient`.
+    """Compute `fmoe.kernels.expert_ffn` by the backend, on rows that are sorted by expert.
 
-    If the counts are on the device, the host waits for them; "sonicmoe" avoids the wait if the rows are tokens and
-    K < L.
+    With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, the rows are tokens [T, D] instead: gather them, run the
+    experts, and return the combined outputs [T, D]. With only ``weight_TK``, apply `weigh_gradient` to the outputs.
+
+    If the counts are on the device, the host waits for them. With "sonicmoe", it does not wait if the rows are tokens
+    and K < L.
 
     Raises:
         UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.
@@ -158,8 +158,7 @@ def _of_rows(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Run the experts on rows sorted by expert. Torch computes an empty batch, so that gradients
-    are zero and not None."""
+    """Run the experts on rows sorted by expert. Torch computes an empty batch, so that gradients are not None."""
     if not sum(counts):
         return expert_ffn(rows_MD, *stacks, counts, activation, gated)
     if backend == "te":
@@ -180,8 +179,8 @@ def _check_rows(backend: str, rows: Tensor) -> None:
 def _by_te(
     rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
 ) -> Tensor:
-    """Run the experts by TransformerEngine. Its module takes one parameter per expert, here a slice of the
-    stack. Autograd then stacks the slices' gradients, a pass that fmoe's own operations avoid."""
+    """Run the experts by TransformerEngine. Its module takes a parameter per expert, whose gradients autograd stacks
+    in a further pass."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
     return _linear(gate(activation, hidden) if gated else activation(hidden), w_out, b_out, counts)
@@ -203,12 +202,10 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
 
 
 def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires.
-
-    The host must know the number of assignments, so dropped ones stay, as rows of an arbitrary expert with a score of
-    0. If K >= L, they are removed instead, and the host waits for the number of the rest: gates with so many choices
-    drop most of them.
-    """
+    """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires."""
+    # The host must know the number of assignments, so dropped ones stay, as rows of an arbitrary expert with a score of
+    # 0. If K >= L, they are removed instead, and the host waits for the number of the rest: gates with so many choices
+    # drop most of them.
     (num_tokens, top_k), num_experts, device = inverse_TK.shape, len(end_L), inverse_TK.device
     row_N = inverse_TK.reshape(-1)
     index_N = torch.arange(num_tokens * top_k, device=device, dtype=torch.int64)
@@ -223,8 +220,7 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
 
 
 def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
-    """Run the experts on tokens by SonicMoE, without a wait or copy: it reads fmoe's layout, and computes
-    its metadata on the device."""
+    """Run the experts on tokens by SonicMoE, which needs no copy of the weights and no wait of the host."""
     w_in, b_in, w_out, b_out = stacks
     out, _frequency = _module("sonicmoe").moe_general_routing_inputs(
         x.contiguous(),
@@ -247,9 +243,11 @@ def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, exper
 def candidates(
     rows: Tensor, w_in_LPD: Tensor, w_out_LDH: Tensor, activation: Callable[[Tensor], Tensor], gated: bool
 ) -> tuple[str, ...]:
-    """Return the installed backends that ``backend="auto"`` measures for these experts: "te" on GPUs, and "sonicmoe"
-    for swiglu of supported sizes on sm_90. Both are left out for rows that are not in 16 bits, and under torch.compile,
-    which cannot trace them."""
+    """Return the installed backends that ``backend="auto"`` measures for these experts.
+
+    These are "te" on GPUs, and "sonicmoe" for swiglu of supported sizes on sm_90. Rows that are not in 16 bits have
+    none. Neither has torch.compile, which cannot trace them.
+    """
     if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
         return ()
     fits = _fits_sonic(len(w_out_LDH), *w_out_LDH.shape[1:]) and gated and activation is F.silu
@@ -283,10 +281,10 @@ def fastest_ffn(
 ) -> Tensor:
     """Compute `ffn` with the fastest of ``ours`` and ``others``, which are measured at the first step of each size.
 
-    The measurement includes the backward pass if ``is_training``, even where gradients are disabled, so that a
-    recomputation uses the same operation as its forward pass. A candidate whose results are wrong on this device is
-    left out, with a warning. "te" is left out if the counts are on the device, because the host would wait for them in
-    each step. While a CUDA graph is captured, nothing is measured, and ``ours`` computes sizes not measured before.
+    With ``is_training``, the measurement includes the backward pass, even where gradients are disabled. A recomputation
+    thus uses the same operation as its forward pass. A candidate whose results are wrong on this device is left out,
+    with a warning. So is "te" if the counts are on the device, because the host would wait for them in each step. While
+    a CUDA graph is captured, nothing is measured, and ``ours`` computes sizes that are not measured yet.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -378,11 +376,8 @@ _checked: dict[tuple[str, torch.device], str | None] = {}
 
 
 def _wrong(backend: str, device: torch.device) -> str | None:
-    """Return the reason why ``backend="auto"`` must not use a backend on a device; None if its results are right.
-
-    A backend is checked once per device, and a failure is logged as a warning. While a CUDA graph is captured, a
-    backend that has not been checked is left out.
-    """
+    """Return the reason why ``backend="auto"`` must not use a backend on a device; None if its results are right. Each
+    backend is checked once per device."""
     if (backend, device) not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return "it has not been checked yet"

@@ -80,28 +80,28 @@ class Stacked(nn.Module):
 class FFNExperts(Stacked):
     """L feed-forward experts, ``W_out act(W_in x + b_in) + b_out``.
 
-    In gated experts W_in has twice the height, and ``act(first half) * second half`` replaces ``act`` (GLU variants,
-    arXiv 2002.05202); "swiglu_oai" also transforms the second half.
+    In gated experts, W_in has twice the height, and ``act(first half) * second half`` replaces ``act`` (GLU variants,
+    arXiv 2002.05202). The activation "swiglu_oai" also transforms the second half.
 
     Args:
         num_experts: L, the number of experts of this rank.
         d_model, d_hidden: D and H.
-        activation: a name of `ACTIVATIONS`, with ``gated`` also of `GATED_ACTIVATIONS`, or a function of a tensor.
+        activation: a name in `ACTIVATIONS` or, for gated experts, in `GATED_ACTIVATIONS`; or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
         bias: whether the two linear maps have biases.
         first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
         seed: seed of the layer's weights.
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" (C++ operations on the CPU, docs/native.md), "cuda" (kernels on GPUs, docs/cuda.md), "te" or
-            "sonicmoe" (TransformerEngine or SonicMoE, if installed), "torch", or "auto": on the CPU native, on a GPU
-            cuda or, if installed and faster, te or sonicmoe; torch if native or cuda is not loaded or does not take
-            the input.
-            The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
-            GPU, else native.
+            "sonicmoe" (TransformerEngine or SonicMoE, if installed), "torch", or "auto". The constructor loads the
+            backend, and builds it if needed.
+            "auto" uses native on the CPU and cuda on a GPU, or te or sonicmoe if one is installed and faster. If native
+            or cuda is unavailable or does not support the input, "auto" uses torch.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
-            "auto" for the value of FMOE_GEMM, else for the fastest in a measurement.
-        init_method, output_init_method: fill one expert's [H, D] (gated [2 * H, D]) or [D, H] matrix in place; the bias
-            is then zero. None for U(-1/sqrt(fan in), 1/sqrt(fan in)) for matrix and bias, as in torch's Linear.
+            "auto". "auto" takes the value of the environment variable FMOE_GEMM, or measures which is fastest.
+        init_method, output_init_method: functions that fill one expert's matrix in place: [H, D] (gated [2 * H, D]) or
+            [D, H]. The bias is then zero. None draws matrix and bias from U(-1/sqrt(fan in), 1/sqrt(fan in)), as in
+            torch's Linear.
 
     Raises:
         UserError: an option is invalid, or the backend is unavailable or does not support the experts.
@@ -182,9 +182,8 @@ class FFNExperts(Stacked):
     def reset_parameters(self) -> None:
         """Draw each parameter from (seed, global id of the expert, name), so that it is equal at every EP size.
 
-        Values are drawn on the device of the parameters, with the same bits on every device; meta tensors are left
-        as they are. An initializer other than `torch.nn.init.normal_` fills each expert's matrix separately, on the
-        CPU, because it would compute the fan-in of a stack from the wrong axes.
+        Values are drawn on the device of the parameters, with the same bits on every device. Meta tensors stay as they
+        are. An initializer other than `torch.nn.init.normal_` fills the matrices on the CPU, one expert at a time.
         """
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -229,7 +228,7 @@ class FFNExperts(Stacked):
 
     @property
     def wants_row_keys(self) -> bool:
-        """True if rows need noise keys, so that dropout does not depend on how the job is split over ranks."""
+        """True if `forward` needs ``keys_R``, so that dropout does not depend on how the job is split over ranks."""
         return self.dropout > 0
 
     def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
@@ -283,13 +282,13 @@ class FFNExperts(Stacked):
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
-        """Return the output of the backend's operation; None if the backend has none for this input.
+        """Compute the experts by one operation of the backend; return None if it has none for this input.
 
         Args:
-            x_TD: tokens of a plan, which are permuted, computed and combined; or rows, sorted by expert.
+            x_TD: tokens, which the operation permutes before and combines after the experts; or rows sorted by expert.
             counts_L: number of rows of each expert.
-            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan whose experts are all here; for rows, only
-                ``weight_TK``, their weights (`fmoe.kernels.native.ops.expert_ffn`).
+            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan whose experts are all on this rank. For
+                rows, only ``weight_TK``, by which the backward pass multiplies the gradients of the outputs.
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
         operation = self._backend_ffn(x_TD, parameters)
@@ -347,10 +346,7 @@ def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Paramete
 
 
 class ExpertCall:
-    """One forward pass of a layer's experts.
-
-    The experts are called as a module, so that hooks and FSDP see the call. Exceptions are a fused forward pass, which
-    requires that there are no hooks, and calls with parameters of other ranks.
+    """One forward pass of a layer's experts. Hooks of the experts, such as FSDP's, see every call except `run_with`.
 
     Args:
         module: the experts.
@@ -397,11 +393,10 @@ class ExpertCall:
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
-        """Permute, compute and combine, by one operation if the experts have one. This operation does not save the
-        experts' outputs for the gradient of the combine weights.
+        """Permute tokens to the order of experts, run the experts, and return the combined outputs.
 
         Args:
-            plan: plan of tokens that are on this rank; assignments to experts of other ranks are dropped in it.
+            plan: plan for this rank's tokens. It drops assignments to experts of other ranks.
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)
@@ -411,8 +406,10 @@ class ExpertCall:
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
     def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
-        """Return the result of `FFNExperts.fused_forward`; None if it returns None, or if the experts have hooks,
-        dropout in training or another ``forward``."""
+        """Return the result of `FFNExperts.fused_forward`, which may be None.
+
+        Return None also if the experts have hooks, use dropout now, or do not use `FFNExperts.forward`.
+        """
         if self.needs_keys or not self._is_plain():
             return None
         out = self.module.fused_forward(inputs[0], counts_L, **arguments)
@@ -429,7 +426,10 @@ class ExpertCall:
     def run_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None
     ) -> list[Tensor]:
-        """Run rows through experts of other ranks, given their parameters; with ``weight_R``, like `weighed`."""
+        """Run rows through experts of other ranks, given their parameters from `shadow`.
+
+        With ``weight_R``, the backward pass multiplies gradients as in `weighed`.
+        """
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
         outputs = self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
         return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]

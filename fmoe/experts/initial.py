@@ -1,7 +1,7 @@
-"""Initial weights of stacked experts: drawn on the device of the parameters, with the same bits on every device.
+"""Initial weights of stacked experts, drawn on the device of the parameters and equal bit for bit on every device.
 
-The numbers come from a counter-based hash (`fmoe.random`) by operations whose rounding IEEE 754 defines. On the CPU the
-native backend computes the same bits in one pass.
+The numbers come from a counter-based hash (`fmoe.random`), by operations whose rounding IEEE 754 defines. On the CPU,
+the native backend computes the same bits in one pass.
 
 Shape letters: L experts of this rank.
 """
@@ -43,10 +43,10 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
 
 
 def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
-    """Return mean and standard deviation if ``method`` is `torch.nn.init.normal_`, or a partial of it whose only
-    arguments are the keywords ``mean`` and ``std``; else None.
+    """Return (mean, standard deviation) of an initializer that is `torch.nn.init.normal_`; None for all others.
 
-    Megatron-core's initializers are of this form.
+    It may also be a ``functools.partial`` of that function that sets only the keywords ``mean`` and ``std``, as in
+    Megatron-core.
     """
     if method is nn.init.normal_:
         return 0.0, 1.0

@@ -17,16 +17,16 @@ from fmoe.errors import UserError
 
 
 class ModuleExperts(nn.ModuleList):
-    """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be pytrees of tensors.
+    """A list of L experts, each of which maps its rows [n, D] to outputs [n, width]. Rows may be pytrees of tensors.
 
-    A module whose forward requires two arguments, or has one named ``fwd_expert_count`` or ``fec``, also gets its
-    number of rows, int64 [1], as FastMoE's experts do. A module without rows is called with zero rows, so that its
-    gradients are zero and not None.
+    An expert that has no rows is called with zero rows, so that its gradients are zero and not None. As in FastMoE, an
+    expert also gets its number of rows, int64 [1], if its forward requires two arguments or has one named
+    ``fwd_expert_count`` or ``fec``.
 
     Args:
         modules: the experts of this rank.
         first_expert: global id of the first module.
-        seed: the layer's seed; `reset_parameters` draws each module from (seed, its global id), as
+        seed: the layer's seed. `reset_parameters` draws each module from (seed, global id of the module), as
             `fmoe.experts.build_experts` does.
     """
 
@@ -38,13 +38,13 @@ class ModuleExperts(nn.ModuleList):
         """Return the outputs of rows that are sorted by expert, in the same order.
 
         Raises:
-            UserError: the outputs of two experts differ in shape or structure; names both by their local index.
+            UserError: the outputs of two experts differ in shape or structure. The message has their local indices.
         """
         return ModuleExperts._run([expert.__call__ for expert in self], list(self), rows, counts_L)
 
     @property
     def kind(self) -> str:
-        """Description of the experts, which must be equal on all ranks; a constant, because modules may differ."""
+        """Description of the experts, which must be equal on all ranks."""
         return "modules"
 
     def shadow(self, local: int) -> list[Tensor]:
@@ -56,14 +56,20 @@ class ModuleExperts(nn.ModuleList):
         kinds = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in self}
         if len(kinds) > 1 or next(self.buffers(), None) is not None:
             raise UserError(
-                "exchange_options: shadow needs experts of one class with equal parameter shapes, and without buffers"
+                "exchange_options.shadow needs experts of one class with equal parameter shapes, and without buffers: "
+                "use shadow=0"
             )
         return list(self[local].parameters())
 
     def run_with(
         self, parameters: list[list[Tensor]], rows: Any, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Any:
-        """Run rows as `forward` does, but through experts of other ranks, whose parameters `shadow` returned there."""
+        """Run rows as `forward` does, but through experts of other ranks.
+
+        Args:
+            parameters: for each expert, the result of `shadow` on its rank.
+            keys_R: ignored.
+        """
         names = [name for name, _ in self[0].named_parameters()]
         calls = [
             functools.partial(_call_with, self[0], dict(zip(names, tensors, strict=True))) for tensors in parameters
@@ -97,7 +103,7 @@ class ModuleExperts(nn.ModuleList):
         return pytree.tree_unflatten(joined, flat[0][1])
 
     def reset_parameters(self) -> None:
-        """Call ``reset_parameters`` of all submodules that have it; values do not depend on expert parallel size."""
+        """Call ``reset_parameters`` of all submodules that have it. The values do not depend on the number of ranks."""
         for index, expert in enumerate(self, self.first_expert):
             with random.keyed("expert", self.seed, index):
                 for module in expert.modules():

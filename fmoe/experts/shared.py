@@ -12,8 +12,9 @@ from fmoe.experts.ffn import FFNExperts
 
 
 class SharedExpert(nn.Module):
-    """A feed-forward block in parallel with the routed experts (DeepSeekMoE, arXiv 2401.06066 section 3.2), replicated
-    on every rank like the rest of the model.
+    """An expert in parallel with the routed ones, which processes every token (DeepSeekMoE, arXiv 2401.06066).
+
+    Section 3.2 of the paper describes it. Every rank has a replica, as of the rest of the model.
 
     Args:
         d_model: width of tokens.
@@ -41,7 +42,10 @@ class SharedExpert(nn.Module):
         self.output_gate = nn.Linear(d_model, 1, bias=False) if gated_output else None
 
     def reset_parameters(self) -> None:
-        """Draw the parameters again, as the constructor did."""
+        """Draw the parameters again from torch's default CPU generator.
+
+        An expert without a method ``reset_parameters`` is left unchanged.
+        """
         if isinstance(self.expert, FFNExperts):
             self.expert.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
         for part in (self.expert, self.output_gate):

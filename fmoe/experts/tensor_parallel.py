@@ -1,8 +1,8 @@
 """Feed-forward experts whose hidden units are spread over ranks (expert tensor parallelism).
 
-The weight of the first linear map (if gated, each of its halves) is split by rows, the second weight by columns
-(Megatron-LM, arXiv 1909.08053 section 3). Every rank gathers the rows of all ranks of the group and computes the part
-of the outputs that comes from its hidden units. Each rank then gets the sum of these parts for its own rows.
+The first weight is split by rows, and the second by columns (Megatron-LM, arXiv 1909.08053 section 3). In gated experts
+each half of the first weight is split. Every rank gathers the rows of all ranks of the group, and computes the part of
+the outputs that comes from its hidden units. Each rank then gets the sum of these parts for its own rows.
 
 Shape letters: R rows, L experts of this rank, W ranks of the group, D model width, H hidden width.
 """
@@ -21,7 +21,7 @@ from fmoe.runtime import collectives
 
 
 class ShardedFFNExperts(FFNExperts):
-    """`FFNExperts` split over ``group``: each rank holds ``d_hidden / W`` hidden units of every expert.
+    """`FFNExperts` split over ``group``: each of its W ranks holds ``d_hidden / W`` hidden units of every expert.
 
     Every rank holds the whole ``bias_out``.
 
@@ -61,7 +61,7 @@ class ShardedFFNExperts(FFNExperts):
         return x_RH.chunk(self.hidden_parts, -1)[self.hidden_part]
 
     def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
-        """Like `FFNExperts.forward`; a collective, which all ranks of the group must call."""
+        """Compute the same as `FFNExperts.forward`. All ranks of the group must make this call."""
         counts_L = torch.as_tensor(counts_L, dtype=torch.int64, device=rows_RD.device)
         gathered = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
         collectives.run(dist.all_gather, gathered, counts_L, group=self.group)
@@ -86,5 +86,4 @@ class ShardedFFNExperts(FFNExperts):
 
 
 def _hidden_axis(name: str) -> int | None:
-    """Return the hidden axis of an expert's parameter; None for ``bias_out``."""
     return {"weight_in": 0, "bias_in": 0, "weight_out": 1, "bias_out": None}[name]

@@ -1,4 +1,4 @@
-"""FastMoE's balance metrics by layer, which need a gate hook. `fmoe.metrics` has more metrics and needs no hook."""
+"""FastMoE's balance metrics by layer, which a gate hook stores. `fmoe.metrics` has more metrics and needs no hook."""
 
 from typing import Any
 

@@ -17,10 +17,10 @@ from fmoe.runtime import collectives, ownership
 class DistributedGroupedDataParallel(nn.Module):
     """Wrapper with the method `allreduce_params`, which averages gradients after the backward pass.
 
-    A parameter's ``dp_comm`` names the group over which its gradient is averaged: "dp", "gate", "moe", "world", or any
-    NAME whose group is passed as ``NAME_group=``. Parameters that name another group, such as "none", and their
-    gradients stay as they are. A parameter without ``dp_comm`` counts as "none" if it belongs to experts that a layer
-    divides among ranks, and otherwise as "dp".
+    A parameter's attribute ``dp_comm`` names the group over which its gradient is averaged. The name is "dp", "gate",
+    "moe", "world", or any NAME whose group is passed as ``NAME_group=``. Parameters with another name, such as "none",
+    and their gradients stay as they are. A parameter without ``dp_comm`` counts as "none" if it belongs to experts that
+    a layer divides among ranks, and otherwise as "dp".
 
     Args:
         module: module to train.

@@ -1,8 +1,8 @@
 """FasterMoE's topology-aware gate (PPoPP'22), for clusters with a slow network between nodes.
 
-Two environment variables, which are read when a gate is built, describe the cluster: FMOE_TOPO_GPUS_PER_NODE, the
-number of ranks per node (default 8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens whose
-best expert may be on another node (default 0.14).
+A gate reads two environment variables when it is built. FMOE_TOPO_GPUS_PER_NODE is the number of ranks per node
+(default 8). FMOE_TOPO_OUTGOING_FRACTION is the share of tokens that may go to their best expert on another node before
+the gate restricts choices (default 0.14).
 """
 
 import math
@@ -17,13 +17,12 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):
-    """Top-2 gate that keeps most choices within the node if more than ``limit = int(ogn_ratio * T)`` of a rank's T
-    tokens have their best expert on another node.
+    """Top-2 gate that keeps most choices within the node if too many tokens have their best expert on another node.
 
-    Up to the limit, every token gets its two best experts of all nodes. Above it, the first choice of every token is
-    the best expert within its node. Of the tokens whose best expert is on another node, the ``limit`` with
-    the largest logits have that expert as second choice. All other tokens have the second best expert within their
-    node, or -1 if the node has only one expert.
+    The limit is ``int(ogn_ratio * T)`` of a rank's T tokens. Up to the limit, every token gets its two best experts of
+    all nodes. Above it, the first choice of every token is the best expert within its node. Of the tokens whose best
+    expert is on another node, ``limit`` tokens, those with the largest logits, have that expert as second choice. All
+    other tokens have the second best expert within their node, or -1 if the node has only one expert.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.

@@ -41,18 +41,20 @@ Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
 
 
 def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
-    """Return False for every expert, bool [E]: none is shadowed."""
+    """Return False for every expert of all ranks, bool [E], so that none is shadowed."""
     return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:
-    """Return a function that decides which experts are shadowed: `no_shadow_policy`, unless
-    FMOE_FASTER_SHADOW_ENABLE=ON selects one that calls `fmoe.exchange.shadow.choose`.
+    """Return a function that decides which experts are shadowed.
 
-    The selected function assumes two-layer experts. Its costs depend on environment variables with the prefix
-    FMOE_FASTER_GLBPLC (defaults in parentheses): _NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a
-    rank (1.15e13); _ALPHA, hidden width / model width (2); and _DMODEL, the model width (``d_model``, or 2048 if that
-    is None).
+    Without FMOE_FASTER_SHADOW_ENABLE=ON it is `no_shadow_policy`. With it, the function calls
+    `fmoe.exchange.shadow.choose`, with costs for two-layer experts. The costs depend on environment variables:
+
+    * FMOE_FASTER_GLBPLC_NETBW, bandwidth in bytes per second, by default 6.25e9;
+    * FMOE_FASTER_GLBPLC_GPUTP, FLOP/s of a rank, by default 1.15e13;
+    * FMOE_FASTER_GLBPLC_ALPHA, hidden width / model width, by default 2;
+    * FMOE_FASTER_GLBPLC_DMODEL, model width, by default ``d_model``, or 2048 if that is None.
     """
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
         return no_shadow_policy
@@ -94,8 +96,8 @@ def _fmoe_general_global_forward(
             It is called once per expert of this rank, and once per shadowed expert, whose parameters
             ``experts[index]`` then has.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
-        stored_models: bool [W * L], True for experts to shadow, ignored on a single rank; None for the policy of
-            `get_shadow_policy`.
+        stored_models: bool [W * L], True for experts to shadow; None for the policy of `get_shadow_policy`. A single
+            rank ignores it.
 
     Returns:
         [T * K, D]; zero for choices of -1.

@@ -1,6 +1,6 @@
-"""FastMoE's dispatch functions, for user code that builds layers and gates from them (`fmoe.FMoE` uses none).
+"""FastMoE's dispatch functions, for user code that builds layers and gates from them.
 
-Ranks communicate over the group that `ensure_comm` set last, or else over all processes. Counts are int64; rank w owns
+Ranks communicate over the group that `ensure_comm` set last, or else over all processes. Counts are int64. Rank w owns
 the experts w * num_expert ... (w + 1) * num_expert - 1.
 
 Shape letters: T tokens, K choices, D width, L experts per rank, W ranks, M choices other than -1, R rows that this
@@ -54,7 +54,7 @@ def get_moe_group() -> dist.ProcessGroup | None:
 
 
 def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
-    """Send X numbers to every rank: [W * X], X per destination -> [W * X], X per source."""
+    """Send X counts to each of W ranks; return the X counts that each rank sent to this one, [W * X]."""
     if world_size == 1:
         return counts
     return all_to_all(moe_group_of(world_size), counts, what="a gate's exchange of counts").wait(for_host=True)
@@ -96,12 +96,11 @@ def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Ten
 
 
 def _local_scatter(inp: Tensor, pos: Tensor) -> Tensor:
-    """Return ``inp[pos]``."""
     return inp.index_select(0, pos)
 
 
 def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True) -> Tensor:
-    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows with the same index."""
+    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, rows of equal index add up."""
     out = inp.new_zeros(out_batch_size, *inp.shape[1:])
     return out.index_add(0, pos, inp) if maybe_overlap else out.index_copy(0, pos, inp)
 
@@ -118,7 +117,12 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [T, D] to [R, D]; ``pos`` [M]: each choice's token, sorted by expert. ``fwd_batch_size`` is ignored."""
+        """Map tokens [T, D] to rows [R, D].
+
+        Args:
+            pos: [M], the token of each choice, sorted by expert.
+            fwd_batch_size: ignored.
+        """
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD
@@ -137,7 +141,11 @@ class MOEGather:
         local_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [R, D] to [local_batch_size, D]: each choice's row at its index in ``pos`` [M], zeros elsewhere."""
+        """Map rows [R, D] to [local_batch_size, D].
+
+        Args:
+            pos: [M], the index in the result at which each choice's row is written; other rows are zero.
+        """
         rows = global_output_buf
         if world_size > 1:
             rows = _transfer(local_expert_count, global_expert_count, world_size, rows.device).back(rows)

@@ -1,9 +1,7 @@
 """FastMoE's gates, which return ``(index, score)`` and store a loss.
 
-A gate is built by ``gate(d_model, num_expert, world_size, top_k)``.
-
-The gates behave as FastMoE 1.1 documents them; docs/migration.md lists the bugs of FastMoE that are fixed here. In new
-code, use the routers of `fmoe.gates`.
+A gate is built by ``gate(d_model, num_expert, world_size, top_k)``. The gates behave as FastMoE 1.1 documents them.
+docs/migration.md lists the bugs of FastMoE that are fixed here. In new code, use the routers of `fmoe.gates`.
 
 Shape letters: T tokens, D width, K choices, E experts of all ranks, L experts of a rank, W ranks.
 """
@@ -28,7 +26,7 @@ class BaseGate(nn.Module):
     ``forward(x)`` returns (index, score).
 
     Attributes:
-        tot_expert: E.
+        tot_expert: E, the number of experts on all ranks.
         default_top_k: K of layers that are built without ``top_k``.
         runs_collectives: whether `forward` exchanges counts between ranks.
     """
@@ -50,7 +48,7 @@ class BaseGate(nn.Module):
         self.loss = loss
 
     def get_loss(self, clear: bool = True) -> Tensor | None:
-        """Return the stored loss, which the caller adds to the training loss; None without a loss."""
+        """Return the stored loss, to add to the training loss; None if there is none. ``clear`` removes it."""
         loss = self.loss
         if clear:
             self.loss = None
@@ -66,13 +64,17 @@ class BaseGate(nn.Module):
 
 
 def check_top_k(top_k: int, num_expert: int, world_size: int) -> None:
-    """Raise UserError if ``top_k`` is below 1 or exceeds the number of experts."""
+    """Check that a gate can choose ``top_k`` experts.
+
+    Raises:
+        UserError: ``top_k`` is below 1 or exceeds the number of experts on all ranks.
+    """
     if not 1 <= top_k <= num_expert * world_size:
         raise UserError(f"top_k={top_k} is not between 1 and num_expert={num_expert} * world_size={world_size}")
 
 
 class NaiveGate(BaseGate):
-    """Top-k of a linear map, weighted by a softmax over the K largest logits. Its loss is zero."""
+    """Top-k gate that weights the K largest logits by a softmax over them. Its loss is zero."""
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True):
         super().__init__(num_expert, world_size)
@@ -140,8 +142,8 @@ class GShardGate(NaiveGate):
     """Top-k gate, by default top-2, with random second choices and a capacity (GShard, arXiv 2006.16668, algorithm 1).
 
     In training, choices after the first are kept with probability ``min(1, 2 * score)``. Every expert then accepts at
-    most ``ceil(factor * T) * K // E`` choices of each rank (at least one), first choices before second ones. The
-    balance loss counts first choices before any is dropped.
+    most ``ceil(factor * T) * K // E`` choices of each rank (at least one), where T is the number of tokens of the rank.
+    It accepts first choices before second ones. The balance loss counts first choices before any is dropped.
 
     Args:
         topk: K.
@@ -173,7 +175,7 @@ class GShardGate(NaiveGate):
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices, with -1 in place of those over capacity."""
+        """Return the choices, with -1 in place of those over the capacity for the factor."""
         capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
         return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
 
@@ -225,7 +227,7 @@ class SwitchGate(NaiveGate):
 class SwipeGate(NaiveGate):
     """Top-k gate with equal load on all ranks in training.
 
-    In training, choices beyond the capacity of a rank move to ranks with free capacity: first choices in the first
+    In training, choices beyond the capacity of a rank move to ranks with free capacity. First choices move in the first
     round, second choices in the second, and so on. All ranks must hold the same number of tokens.
     """
 
@@ -283,12 +285,15 @@ class SwipeGate(NaiveGate):
 
 
 class DCGate(GShardGate):
-    """`GShardGate` whose experts accept ``ceil(factor * T)`` choices of all ranks together, in order of ranks."""
+    """`GShardGate` whose experts accept ``ceil(factor * T)`` choices of all ranks together, in order of ranks.
+
+    T is the number of tokens of the expert's rank.
+    """
 
     runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices, with -1 in place of those over capacity."""
+        """Return the choices, with -1 in place of those over the capacity for the factor."""
         capacity = math.ceil(factor * index_TK.shape[0])
         return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
 
@@ -318,9 +323,9 @@ def limit_by_capacity(
         capacity: one number for each of this rank's experts [L], or one for all of them.
 
     Returns:
-        ``new_lec`` [W * L], number of this rank's choices that each expert accepts; ``new_gec`` [W * L], number of each
-        rank's choices that this rank's experts accept; ``topk_idx`` with -1 for choices that are not accepted
-        (`keep_first`).
+        ``new_lec`` [W * L], the number of this rank's choices that each expert of all ranks accepts;
+        ``new_gec`` [W * L], the number of each rank's choices that each expert of this rank accepts;
+        ``topk_idx`` with -1 for choices that are not accepted (`keep_first`).
     """
     _, _, offered = count_by_gate(topk_idx, num_expert, world_size, require_pos=False)
     new_gec = grant(offered.view(world_size, num_expert), capacity).view(-1)
@@ -331,7 +336,7 @@ def limit_by_capacity(
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
     """Return how many choices of each rank are accepted, [W, X]: up to capacity, in order of ranks.
 
-    X is the number of experts or ranks that accept choices.
+    X is the number of experts or ranks that accept choices. Both tensors count choices by these.
     """
     before_WX = offered_WX.cumsum(0) - offered_WX
     capacity_X = torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64)
@@ -342,7 +347,7 @@ def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
 def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
     """Keep the first ``limit_E[e]`` choices of each expert e, and replace the others with -1.
 
-    First choices of all tokens, in order of tokens, precede second choices. The result is deterministic.
+    First choices of all tokens, in order of tokens, precede second choices.
 
     Args:
         index: [T] or [T, K].

@@ -31,7 +31,7 @@ from fmoe.runtime.adapters import adapted
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """`LocalTokens` of a nest of tensors: a pytree of lists, tuples and dicts.
+    """`LocalTokens` of a nest of tensors, a pytree of lists, tuples and dicts.
 
     Attributes:
         nest: structure of the input.
@@ -43,7 +43,7 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Layout of nests of tensors that agree in every dimension but the last; experts get rows of all tensors."""
+    """Layout of pytrees of tensors that agree in every dimension but the last. Experts get rows of all tensors."""
 
     def split(
         self,
@@ -98,7 +98,7 @@ class NestedLayout(Layout):
 
 
 class NestedCall(ExpertCall):
-    """`ExpertCall` for nests, which calls a layer's ``expert_fn`` if a subclass overrides it.
+    """`ExpertCall` for nests (pytrees) of tensors, which calls `FMoE.expert_fn`.
 
     Args:
         layer: layer whose ``expert_fn`` and experts are called.
@@ -122,7 +122,7 @@ class NestedCall(ExpertCall):
     ) -> list[Tensor]:
         if self._has_own_expert_fn:
             raise UserError(
-                f"exchange_options: shadow is not supported for {self.name}, which overrides expert_fn: use shadow=0"
+                f"exchange_options.shadow is not supported for {self.name}, which overrides expert_fn: use shadow=0"
             )
         return self._flat(self.module.run_with(parameters, pytree.tree_unflatten(rows, self._inputs), counts, keys_R))
 
@@ -149,23 +149,23 @@ def _of(part: str, name: str) -> property:
 class FMoE(MoE):
     """A Mixture-of-Experts layer that replaces a feed-forward block (FastMoE, arXiv 2103.13262).
 
-    ``y = sum of weight * expert(x)`` over the K experts that the gate chooses. With ``moe_group`` the experts are split
-    over its ranks; the result equals the result of one rank with all experts. There are two signatures:
+    ``y = sum of weight * expert(x)`` over the K experts that the gate chooses. With ``moe_group``, the experts are
+    split over its ranks. The result equals that of one rank with all experts. There are two signatures:
 
     ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
-        The options of `fmoe.MoE.build` (`fmoe.build.Spec`): ``num_experts`` counts the experts of all ranks;
-        auxiliary losses are applied by default.
+        The options of `fmoe.MoE.build` (`fmoe.build.Spec`). ``num_experts`` counts the experts of all ranks. By
+        default, the backward pass adds the auxiliary losses.
     ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
-        FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`): ``num_expert`` counts the experts of a rank;
-        users add ``gate.get_loss()`` themselves.
+        FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`). ``num_expert`` counts the experts of a rank. Add
+        ``gate.get_loss()`` to the training loss yourself.
 
     Args:
         num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
-        mask: FastMoE's signature only; integers, one per token: a token is routed if its integer is 0. Ignored without
+        mask: FastMoE's signature only; one integer per token. Only tokens with 0 are routed. Ignored without
             ``mask_dict``.
-        mask_dict: FastMoE's signature only; maps mask values to outputs, which are multiplied by the sum of the
-            token's gate weights.
+        mask_dict: FastMoE's signature only; the output of tokens by their integer in ``mask``. It is multiplied by the
+            sum of the token's gate weights.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`.
 
     Raises:
@@ -232,7 +232,7 @@ class FMoE(MoE):
 
     @property
     def aux_loss(self) -> str:
-        """How the auxiliary losses are applied: "auto" or "manual", as in `fmoe.build.Spec`."""
+        """Treatment of the auxiliary losses, "auto" or "manual", as in `fmoe.build.Spec`."""
         return "manual" if self.aux.is_manual else "auto"
 
     @aux_loss.setter
@@ -262,7 +262,8 @@ class FMoE(MoE):
         return self.experts(inp, fwd_expert_count)
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Tag parameters for `DistributedGroupedDataParallel`: experts with ``expert_dp_comm``, gate with "gate"."""
+        """Name the group that averages gradients (`DistributedGroupedDataParallel`): "gate" for the gate's gradients,
+        ``expert_dp_comm`` for those of the experts."""
         mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
         self._expert_dp_comm = expert_dp_comm
@@ -271,11 +272,11 @@ class FMoE(MoE):
         """Route tokens and combine the outputs of their experts, as `MoE.forward` does.
 
         Args:
-            x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. Experts get
+            x: as in `MoE.forward`, or a pytree of tensors that agree in every dimension but the last. Experts get
                 all tensors. So do gates of one argument in FastMoE's signature; other gates get the first tensor.
 
         Returns:
-            A tensor of the shape of ``x``; for nests, a nest with the structure of the experts' outputs.
+            A tensor of the shape of ``x``; for pytrees, a pytree with the structure of the experts' outputs.
         """
         return super().forward(x, mask, token_ids=token_ids)
 
@@ -325,10 +326,7 @@ class FMoE(MoE):
 
 
 def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], weight_TK: Tensor) -> Tensor:
-    """Set the outputs of tokens with mask k to ``mask_dict[k]`` times the sum of their gate weights.
-
-    Tokens with k != 0 are not routed.
-    """
+    """Set the outputs of tokens with mask k to ``mask_dict[k]`` times the sum of their gate weights."""
     mask_T = mask.reshape(-1).to(y_TD.device)
     for key, value in mask_dict.items():
         value = torch.as_tensor(value, dtype=torch.promote_types(y_TD.dtype, torch.float32), device=y_TD.device)

@@ -31,7 +31,10 @@ class FMoELinear(Stacked):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw each expert's matrix as `nn.Linear` does; FastMoE used the fan-in of the whole stack."""
+        """Draw each expert's matrix as `nn.Linear` does, and zero the bias.
+
+        FastMoE used the fan-in of the whole stack instead.
+        """
         with torch.no_grad():
             for matrix in self.weight.unbind(0):
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))

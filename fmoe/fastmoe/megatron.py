@@ -24,7 +24,10 @@ from fmoe.fastmoe.transformer import FMoETransformerMLP
 
 
 def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add FastMoE's arguments; if the parser has ``--num-experts`` already, FastMoE's is ``--fmoe-num-experts``."""
+    """Add FastMoE's arguments to a parser, and return it.
+
+    If the parser has ``--num-experts`` already, FastMoE's argument is ``--fmoe-num-experts``.
+    """
     group = parser.add_argument_group("fastmoe")
     taken = "--num-experts" in parser._option_string_actions
     group.add_argument("--fmoefy", action="store_true")
@@ -56,7 +59,7 @@ def megatron_groups() -> ModuleType | None:
 
 
 def gone(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises a UserError, which names a substitute for the function ``name``."""
+    """Return a function that raises a UserError, whose message names a substitute for the function ``name``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(
@@ -73,7 +76,7 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Discard all metrics, and make room for metrics of ``num_layers`` layers; None keeps the number of layers."""
+    """Discard all metrics, and set the number of layers that store metrics; None keeps this number."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())
@@ -85,7 +88,7 @@ def get_balance_profile() -> dict[str, list]:
 
 
 def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[[Tensor, Tensor, Any], None]:
-    """Return a gate hook that stores the metrics of one layer, if `reset_gate_hook` has made room for that layer."""
+    """Return a gate hook that stores the metrics of one layer, unless `reset_gate_hook` was given fewer layers."""
     strategy = _strategy()
 
     def hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
@@ -134,8 +137,8 @@ class MegatronMLP(FMoETransformerMLP):
     """`FMoETransformerMLP` with the constructor and the call of the MLP of Megatron-LM 2.2 to 3.0.
 
     Args:
-        args: arguments of Megatron-LM and FastMoE. Required are ``fmoe_num_experts`` (per rank) and ``hidden_size``;
-            the others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
+        args: arguments of Megatron-LM and FastMoE. ``fmoe_num_experts`` (per rank) and ``hidden_size`` are required.
+            The others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
             ``top_k`` (the default of the gate), ``balance_strategy`` (naive), ``distributed_experts`` (False),
             ``data_parallel_size`` (number of processes; ignored if Megatron has process groups), ``init_method_std``
             (0.02), ``num_layers`` (1).
@@ -178,8 +181,11 @@ class MegatronMLP(FMoETransformerMLP):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw experts as Megatron draws an MLP: first matrix with standard deviation sigma, second with
-        sigma / sqrt(2 * layers), biases zero."""
+        """Draw experts as Megatron draws an MLP.
+
+        The standard deviation is sigma for the first matrix, and sigma / sqrt(2 * layers) for the second. Biases are
+        zero.
+        """
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
                 for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
@@ -214,8 +220,8 @@ def fmoefy(
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether experts are split over ranks. These are the data parallel group or, in
-            megatron-core, the expert parallel group; without Megatron, all ranks.
+        distributed_experts: whether experts are split over ranks: those of the data parallel group or, in
+            megatron-core, those of the expert parallel group. Without Megatron, these are all ranks.
         hidden_hidden_size: hidden width of an expert, by default the MLP's.
         gate: a gate class of FastMoE; None for the gate of ``balance_strategy``. In megatron-core and other models, a
             class of `STRATEGIES`, or any router by name or class; None for the default of `fmoe.fmoefy`.

@@ -11,8 +11,6 @@ from fmoe.fastmoe.linear import FMoELinear
 
 
 class _Expert(nn.Module):
-    """Experts that compute ``h4toh(activation(htoh4(rows)))``, with FastMoE's name and attributes."""
-
     def __init__(
         self, num_expert: int, d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int = 0
     ):
@@ -22,11 +20,9 @@ class _Expert(nn.Module):
         self.activation = activation
 
     def forward(self, inp: Tensor, fwd_expert_count: Tensor) -> Tensor:
-        """Map [R, D] to [R, D]; ``fwd_expert_count`` is the number of rows of each expert."""
         return self.h4toh(self.activation(self.htoh4(inp, fwd_expert_count)), fwd_expert_count)
 
     def reset_parameters(self) -> None:
-        """Draw both linear maps again."""
         self.htoh4.reset_parameters()
         self.h4toh.reset_parameters()
 
@@ -34,11 +30,13 @@ class _Expert(nn.Module):
 class FMoETransformerMLP(FMoE):
     """`FMoE` with two-layer feed-forward experts, which replaces a transformer's MLP.
 
-    It has the two signatures of `FMoE`. With FastMoE's signature, the experts are a list of `_Expert` (``htoh4``,
-    ``h4toh``), and the parameters are tagged for `DistributedGroupedDataParallel`.
+    It has the two signatures of `FMoE`. With FastMoE's signature, each expert is a module with two `FMoELinear` maps,
+    ``htoh4`` and ``h4toh``, and the parameters are tagged for `DistributedGroupedDataParallel`.
 
     Args:
-        num_expert, expert_dp_comm, expert_rank: only in FastMoE's signature.
+        num_expert: FastMoE's signature only; see `FMoE`.
+        expert_dp_comm: FastMoE's signature only; name of the group over which the experts' gradients are averaged.
+        expert_rank: FastMoE's signature only; ignored.
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
         activation: function or module or, with ``num_experts=``, a name in `fmoe.experts.ffn.ACTIVATIONS`; None for

@@ -1,7 +1,7 @@
-"""Gates: ``gate(x_TD, groups) -> Routing``. `register_gate` adds one.
+"""Gates: callables ``gate(x_TD, groups) -> Routing``. `register_gate` adds one.
 
-A gate is any callable with that signature. The option ``gate`` takes one of the names below, a class, which is called
-as ``cls(d_model, num_experts, top_k, **options)``, or a ready instance.
+The option ``gate`` of a layer takes a name in `GATES`, a class or a ready instance. A class is called as
+``cls(d_model, num_experts, top_k, **options)``.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,9 @@ GATES: dict[str, type[nn.Module] | Gate] = {
 
 
 def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
-    """Register a class or a function under a new name, for the option ``gate`` of a layer and ``model.gate`` of a
-    recipe.
+    """Register a gate class or function under a new name.
+
+    The name is then valid for the option ``gate`` of a layer, and for ``model.gate`` of a recipe.
 
     Raises:
         UserError: the name is not a string, is empty, or belongs to another gate.
@@ -63,11 +64,11 @@ def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
 def build_gate(
     gate: str | type[nn.Module] | Gate, d_model: int, num_experts: int, top_k: int | None, **options: Any
 ) -> Gate:
-    """Return a gate from its name, its class or a ready instance, which keeps its own settings.
+    """Build a gate from its name or class, or return a function or ready instance unchanged.
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), an object that is not callable, an invalid
-            option, options for a gate that is not a class, an instance with another ``num_experts`` or ``top_k``.
+        UserError: the name is unknown; the object is not callable; an option is invalid; options are given for a
+            function or instance; an instance has another ``num_experts`` or ``top_k``.
     """
     name = getattr(gate, "__name__", "the gate")
     if isinstance(gate, str):
@@ -93,14 +94,14 @@ def build_gate(
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Call ``end_step(group)`` of every gate of ``model`` that has this method and ``record`` (see `SigmoidRouter`).
+    """Update the balancing biases of all gates of ``model`` that have them, such as `SigmoidRouter`.
 
-    Call it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
-    ``optimizer.step()``.
+    This calls ``end_step(group)`` of every gate that has the methods ``end_step`` and ``record``. Call it once per
+    optimizer step, not per micro batch: after the last backward pass of the step, before or after ``optimizer.step()``.
 
     Args:
-        group: the ranks that see different tokens of the batch; loads are summed over them; None for one process.
-            Without this sum, biases would differ between the ranks of a data parallel job.
+        group: the ranks that see different tokens of the batch, over which loads are summed. None for one process:
+            without this sum, biases would differ between the ranks of a data parallel job.
     """
     module: Any  # the type nn.Module lacks these methods
     for module in model.modules():
@@ -110,7 +111,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 
 def skip_step(model: nn.Module) -> None:
-    """Discard the loads counted for an optimizer step that is skipped; call this instead of `end_step`."""
+    """Discard the loads that gates counted for an optimizer step that is skipped. Call this instead of `end_step`."""
     module: Any  # the type nn.Module lacks these methods
     for module in model.modules():
         if hasattr(module, "skip_step") and hasattr(module, "record"):

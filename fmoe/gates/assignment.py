@@ -1,6 +1,6 @@
-"""The balanced assignment of tokens to experts: a linear assignment problem in each routing group.
+"""Balanced assignment of tokens to experts, a linear assignment problem in each routing group.
 
-For torch.compile it is a custom operation, because its number of iterations depends on the values.
+Under torch.compile it is a custom operation, because its number of iterations depends on the values.
 
 Shape letters: G routing groups, S positions of a group, E experts, A and B experts that a token moves from and to.
 """
@@ -16,14 +16,11 @@ _NO_MOVE = 1 << 60
 
 @torch.no_grad()
 def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | None = None) -> Tensor:
-    """Return one expert for every token. Loads in a group are as even as possible (they differ by at most one unless
-    -inf scores or ``load_GE`` prevent it), and among such assignments the sum of the scores is maximal. Scores are
-    rounded to multiples of 2^-32 times the group's largest absolute score.
+    """Assign one expert to every token so that the loads of experts in a routing group are as even as possible.
 
-    A price per expert, subtracted from its scores, nearly balances the loads. Each token starts at its best expert at
-    these prices; this is optimal for the resulting loads. While the loads or the sum of scores can be improved, tokens
-    move along the cheapest chain of experts; this preserves optimality (successive shortest paths: Ahuja, Magnanti,
-    Orlin, "Network Flows"). Among equal tokens, the first ones move.
+    Loads differ by at most one, unless -inf scores or ``load_GE`` prevent it. Among such assignments, the result has
+    the maximal sum of scores. For this sum, scores are rounded to multiples of 2^-32 times the group's largest absolute
+    score.
 
     Args:
         scores_GSE: -inf for experts that a token must not get; every token must have an expert left.
@@ -33,6 +30,10 @@ def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | 
     Returns:
         int64 [G, S], the expert of each token; -1 for positions without a token.
     """
+    # A price per expert, subtracted from its scores, nearly balances the loads. Each token starts at its best expert at
+    # these prices, which is optimal for the resulting loads. While the loads or the sum of scores can be improved,
+    # tokens move along the cheapest chain of experts, which preserves optimality (successive shortest paths: Ahuja,
+    # Magnanti, Orlin, "Network Flows"). Among equal tokens, the first ones move.
     if load_GE is None:
         load_GE = valid_GS.new_zeros((scores_GSE.shape[0], scores_GSE.shape[2]), dtype=torch.int64)
     return (_balanced_op if torch.compiler.is_compiling() else _balanced)(scores_GSE, valid_GS, load_GE)
@@ -55,9 +56,10 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
-    """Return prices of the experts at which the tokens spread roughly evenly. The prices come from the column
-    scalings of Sinkhorn's iteration at decreasing temperatures. They decide between solutions of equal sum, and are
-    rounded so that they do not depend on rounding errors, which vary with the number of groups in a matrix product."""
+    """Return prices of the experts at which the tokens spread roughly evenly. They come from the column scalings of
+    Sinkhorn's iteration at decreasing temperatures."""
+    # The prices decide between solutions of equal sum. They are rounded, because rounding errors vary with the number
+    # of groups in a matrix product.
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E
@@ -76,8 +78,8 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
 
 
 def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
-    """Move tokens along cheapest chains until no chain helps. Positions without a token have E in ``expert_GS``, and -1
-    in the result."""
+    """Move tokens along the cheapest chains of experts until no chain helps. Positions without a token are E in
+    ``expert_GS``, and -1 in the result."""
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
     floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)

@@ -9,10 +9,12 @@ from fmoe.routing import RoutingGroups
 
 
 class BaseRouter(TopKRouter):
-    """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, the tokens of a routing group are
-    assigned so that the experts' numbers of tokens differ by at most one and the sum of the logits is maximal. The
-    paper approximates this linear assignment problem by an auction; here it is solved exactly. In evaluation each
-    token takes its K best experts. The weight is ``sigmoid(logit)``. There is no auxiliary loss.
+    """Gate that assigns tokens to experts evenly (BASE layers, arXiv 2103.16716).
+
+    In training, the experts' numbers of tokens in a routing group differ by at most one. Among such assignments, the
+    sum of the logits is maximal. The paper approximates this linear assignment problem by an auction; here it is solved
+    exactly. In evaluation, each token takes its K best experts. The weight is ``sigmoid(logit)``. There is no auxiliary
+    loss.
 
     The paper assigns one expert per token. For K > 1 the assignment runs K times. Each round excludes the experts that
     a token already has, and balances the loads of all rounds so far.
@@ -29,7 +31,7 @@ class BaseRouter(TopKRouter):
         return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).sigmoid())
 
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the experts of each token, ``expert_TK``; -1 for padding."""
+        """Return the experts of each token, int64 [T, K]; -1 for padding."""
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
         rounds, load_GE = [], None

@@ -11,14 +11,16 @@ from fmoe.routing import RoutingGroups
 
 
 class ExpertChoiceRouter(TopKRouter):
-    """Experts choose tokens (arXiv 2202.09368): in a routing group of S tokens each expert takes the
-    ``C = ceil(c * S / E)`` tokens with the highest probability for it, weighted by that probability. Every expert is
-    exactly full. A token gets c experts on average (more if C is rounded up), and may get none.
+    """Gate in which experts choose tokens (Expert Choice, arXiv 2202.09368).
 
-    The experts of a token depend on the later tokens of its group: a causal language model would see the future.
+    In a routing group of S tokens, each expert takes the ``C = ceil(c * S / E)`` tokens with the highest probability
+    for it, weighted by that probability. Every expert is exactly full. A token gets c experts on average (more if C is
+    rounded up), and may get none.
 
-    In the result, each token's row lists its experts, best first, padded with -1. The rows are as long as the largest
-    number of experts of any token, at least 1; while torch.compile traces, their length is E.
+    The experts of a token depend on the later tokens of its group. A causal language model would see the future.
+
+    In the result, a token's row lists its experts, best first, padded with -1. The rows are as long as the largest
+    number of experts of any token, at least 1. While torch.compile traces, their length is E.
 
     Args:
         top_k: the default of ``capacity_factor``.

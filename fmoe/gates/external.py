@@ -1,4 +1,4 @@
-"""Calls of gates that are not a `Router`: modules or functions of users, and gates with FastMoE's interface.
+"""Calls of gates that are not `fmoe.gates.Router`: modules or functions of users, and FastMoE's gates.
 
 Shape letters: T tokens, K experts per token.
 """
@@ -22,7 +22,7 @@ def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, n
 
     Args:
         name: the layer's name in errors.
-        check: also raise if a combine weight is not finite, and check expert ids on a GPU too; the host then waits for
+        check: also raise if a combine weight is not finite, and check expert ids even on a GPU. The host then waits for
             the GPU.
 
     Raises:
@@ -39,8 +39,8 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
     """Return the result of a gate as a `Routing`.
 
     Raises:
-        UserError: the result is neither a `Routing` nor (index, score), or has an invalid shape or an expert id out
-            of range (on a GPU only with ``check``); with ``check``, a combine weight is not finite.
+        UserError: the result is neither a `Routing` nor (index, score), has an invalid shape, or has an expert id out
+            of range (checked on a GPU only with ``check``). With ``check``, also if a combine weight is not finite.
     """
     num_tokens = groups.num_tokens
     routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)

@@ -17,7 +17,9 @@ from fmoe.routing import RoutingGroups
 
 class ZeroRouter(FixedRouter):
     """Gate for tests and benchmarks: every choice of every token is expert 0, with weight 1 / K (FastMoE's ZeroGate).
-    The balance is the worst possible, and the layer's output is that of expert 0, as in a dense layer."""
+
+    The balance is the worst possible. If no token is dropped, the layer's output is that of expert 0.
+    """
 
     routes_by_logits = True
 
@@ -26,10 +28,10 @@ class ZeroRouter(FixedRouter):
 
 
 class RandomRouter(FixedRouter):
-    """Gate that draws K different experts at random for each token, weighted 1 / K, in training and in evaluation
-    (THOR, arXiv 2110.04260, draws once per batch; Roller et al., arXiv 2106.04426, use this gate as a baseline).
+    """Gate that draws K different experts at random for each token, weighted 1 / K, in training and in evaluation.
 
-    The draw depends on (seed, layer, step, routing group), like all noise (`fmoe.random`), and is new at each step.
+    Roller et al. (arXiv 2106.04426) use it as a baseline. THOR (arXiv 2110.04260) draws once per batch instead. Like
+    all noise (`fmoe.random`), the draw depends on (seed, layer, step, routing group), and is new at each step.
     """
 
     routes_by_logits = True
@@ -42,14 +44,18 @@ class RandomRouter(FixedRouter):
 
 
 def best_by_hash(noise_TE: Tensor, top_k: int) -> Tensor:
-    """Return the K experts of largest noise. Values of 24 bits may be equal: the first then wins, on every device."""
+    """Return the K experts of largest noise. Among equal values, the first expert wins, on every device."""
     return noise_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 class HashRouter(FixedRouter):
-    """Hash layers (Roller et al., arXiv 2106.04426): a token's experts are a fixed function of its id.
-    With K > 1 a token has K different experts, each weighted 1 / K. In the paper's MultiHash, K hash functions instead
-    pick one segment each of a single expert's weights.
+    """Gate by token id: a token's experts are a fixed function of its id (Hash layers, arXiv 2106.04426).
+
+    With K > 1, a token has K different experts, each weighted 1 / K. This differs from the paper's MultiHash, where K
+    hash functions pick one segment each of a single expert's weights.
+
+    Ids of padding are ignored. The values of ids are checked only on the CPU, and not under torch.compile. Elsewhere, a
+    negative id counts from the end of the table.
 
     Args:
         seed: seed of the hash function ("random hash"). Layers with different seeds assign tokens differently.
@@ -58,9 +64,7 @@ class HashRouter(FixedRouter):
 
     Raises:
         UserError: the table is not int64 with K columns of experts; a call has no token ids, or ids that are negative,
-            past the end of the table or not integers. Values of ids are not checked while torch.compile traces, nor on
-            a GPU, where the host would have to wait for them: a negative id then counts from the end of the table. Ids
-            of padding are ignored.
+            past the end of the table or not integers.
     """
 
     routes_by_logits = True

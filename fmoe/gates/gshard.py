@@ -14,13 +14,13 @@ class GShardRouter(TopKRouter):
     """Top-2 routing with a random second expert, local groups and capacity (GShard, arXiv 2006.16668, algorithm 1).
 
     The probabilities of the chosen experts are normalized to sum to one. In training, a token goes to its second expert
-    with probability ``min(1, 2 g2)``, where g2 is the weight of that expert; further choices are treated alike. An
-    expert serves first choices before second ones. The balance loss counts first choices only.
+    with probability ``min(1, 2 g2)``, where g2 is the weight of that expert. The same rule applies to later choices of
+    ``top_k > 2``. An expert serves first choices before second ones. The balance loss counts first choices only.
 
     Args:
         random_routing: False keeps all choices in training, as evaluation does.
-        capacity_factor: see `Router`; the default 1.0 is the paper's ``C = 2 S / E`` for top-2.
-        eval_capacity_factor: the capacity factor in evaluation, 2.0 by default.
+        capacity_factor: see `Router`. The default 1.0 is the paper's ``C = 2 S / E`` for top-2.
+        eval_capacity_factor: the capacity factor in evaluation.
     """
 
     routes_by_logits = True

@@ -17,16 +17,19 @@ from fmoe.routing import RoutingGroups
 
 
 class NaiveRouter(TopKRouter):
-    """Top-k gate: the K largest logits, weighted by a softmax over these K (FastMoE, arXiv 2103.13262; Shazeer et al.,
-    arXiv 1701.06538 equations 3 and 5, without noise). By default weights sum to one and capacity is unlimited.
+    """Top-k gate that chooses the K largest logits, and weights them by a softmax over these K.
+
+    This is the gate of FastMoE (arXiv 2103.13262), and that of Shazeer et al. without noise (arXiv 1701.06538 equations
+    3 and 5). By default, weights sum to one and capacity is unlimited.
 
     Args:
         normalize: False takes the softmax over all experts instead (DeepSeekMoE, arXiv 2401.06066 equation 4).
-        score: "softmax", or "sigmoid" to weight by the sigmoids of the logits, divided by their sum over the K experts
-            unless ``normalize=False``.
+        score: "softmax"; or "sigmoid", which weights by the sigmoids of the logits. The sigmoids are divided by their
+            sum over the K experts, unless ``normalize=False``.
         routed_scale: factor of the weights (16 in DeepSeek-V2).
-        expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
-            token's best ``kept_groups`` of them (`limit_to_groups`); ``expert_groups=None`` for no such limit.
+        expert_groups: number of groups of experts. A token chooses only within its best ``kept_groups`` groups
+            (`limit_to_groups`). None for no groups.
+        kept_groups: number of groups within which a token chooses.
     """
 
     routes_by_logits = True
@@ -100,7 +103,11 @@ def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_o
 
 
 def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept: int) -> None:
-    """Raise a UserError if the settings of group-limited routing are invalid."""
+    """Check the settings of group-limited routing.
+
+    Raises:
+        UserError: ``num_groups`` does not divide the experts, or ``num_kept`` groups are too many or too few for K.
+    """
     if num_groups is None:
         if num_kept != 1:
             raise UserError(f"kept_groups={num_kept} needs expert_groups")
@@ -122,7 +129,11 @@ def normalize_scores(score_TX: Tensor) -> Tensor:
 
 
 def check_score(score: str, routed_scale: float) -> None:
-    """Raise a UserError if the score function or the scale is invalid."""
+    """Check the score function and the scale of the weights.
+
+    Raises:
+        UserError: ``score`` is unknown, or ``routed_scale`` is not positive and finite.
+    """
     if score not in ("softmax", "sigmoid"):
         raise UserError(f"score={score!r} is neither softmax nor sigmoid")
     if not (routed_scale > 0 and math.isfinite(routed_scale)):

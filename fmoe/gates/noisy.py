@@ -15,15 +15,15 @@ _MIN_STD = 1e-6  # softplus underflows to zero, and equation 9 divides by it
 
 
 class NoisyRouter(TopKRouter):
-    """Noisy top-k gating (Shazeer et al., arXiv 1701.06538): the K largest of ``x W_g + normal * softplus(x W_noise)``
-    (equations 3-5), weighted by a softmax over those K. Evaluation adds no noise.
+    """Noisy top-k gating (Shazeer et al., arXiv 1701.06538).
 
-    Its only losses are ``importance``, the squared coefficient of variation of the sums of gate values (equations 6-7),
-    and ``load``, the same for smooth estimates of token counts (equations 8-11). With K = E every count
-    is the number of tokens, and ``load`` is zero.
+    A token chooses the K largest of ``x W_g + normal * softplus(x W_noise)``, weighted by a softmax over these K
+    (equations 3-5). Evaluation adds no noise. ``noise_weight`` is W_noise. It starts at zero, as in appendix A, so that
+    the noise starts with a standard deviation of log 2.
 
-    ``noise_weight`` starts at zero, as in the paper's appendix A, so that the noise starts with a standard deviation of
-    log 2.
+    There are only two losses. ``importance`` is the squared coefficient of variation, over experts, of their sums of
+    gate values (equations 6-7). ``load`` is the same for smooth estimates of their token counts (equations 8-11); it is
+    zero if K = E.
     """
 
     common_losses = ()
@@ -62,11 +62,12 @@ class NoisyRouter(TopKRouter):
 
 
 def chance_of_choice(clean_TE: Tensor, noisy_TE: Tensor, std_TE: Tensor, ranked_TK1: Tensor) -> Tensor:
-    """Return P(x, i), the probability that expert i is among the K best if only its noise is drawn again (arXiv
-    1701.06538 equations 8-9): ``Phi((clean_i - K-th largest noisy logit of the others) / std_i)``.
+    """Return P(x, i), [T, E]: the probability that expert i is among the K best if only its noise is drawn again.
+
+    It is ``Phi((clean_i - K-th largest noisy logit of the others) / std_i)`` (arXiv 1701.06538 equations 8-9).
 
     Args:
-        ranked_TK1: the K + 1 largest of ``noisy_TE``.
+        ranked_TK1: the K + 1 largest of ``noisy_TE``, in descending order.
     """
     last_T1, next_T1 = ranked_TK1[:, -2:-1], ranked_TK1[:, -1:]
     threshold_TE = torch.where(noisy_TE >= last_T1, next_T1, last_T1)

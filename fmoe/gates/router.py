@@ -31,7 +31,8 @@ class Scores:
     """Logits and probabilities of a router, at least float32.
 
     Attributes:
-        x_TD: the router's input; if the gate `routes_by_logits`, only this rank's tokens, in their own dtype.
+        x_TD: the router's input. If the gate has `Router.routes_by_logits`, these are this rank's tokens only, in their
+            own dtype.
         logits_TE: the router's output.
         probs_TE: softmax of the logits, or other scores that sum to one.
         logsumexp_T: logsumexp of each token's logits.
@@ -50,7 +51,7 @@ class Choice:
     Attributes:
         expert_TK: expert ids, best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
-        losses: scalar losses by name, without those in ``TopKRouter.common_losses``.
+        losses: further scalar losses by name, besides those in ``TopKRouter.common_losses``.
     """
 
     expert_TK: Tensor
@@ -59,15 +60,15 @@ class Choice:
 
 
 class Router(nn.Module):
-    """Base class of gates: experts per token, capacity, statistics.
+    """Base class of gates. It applies the capacity limit and collects statistics.
 
     Args:
-        d_model: D.
-        num_experts: E, on all ranks.
-        top_k: K; None for the gate's own default.
+        d_model: D, the width of tokens.
+        num_experts: E, the number of experts on all ranks.
+        top_k: K, experts per token; None for the gate's own default.
         capacity_factor: in training, an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments
             of a routing group; None for no limit (dropless).
-        eval_capacity_factor: the same in evaluation.
+        eval_capacity_factor: the same in evaluation. It does not default to ``capacity_factor``.
 
     Raises:
         UserError: ``top_k`` is not in 1..E, or a capacity factor is not positive and finite.
@@ -102,13 +103,18 @@ class Router(nn.Module):
         """Draw the gate's parameters again, as the constructor did; a gate without parameters does nothing."""
 
     def finish(self, choice: Choice, entropy_T: Tensor, groups: RoutingGroups) -> Routing:
-        """Apply capacity, collect statistics and return the routing. ``choice`` has -1 for padding."""
+        """Apply the capacity limit to a choice, and return the routing with its statistics.
+
+        Args:
+            choice: experts and weights, with -1 for padding.
+            entropy_T: entropy of each token's probabilities, in nats.
+        """
         expert_TK = self.drop(choice.expert_TK, groups)
         stats = routing_stats(choice.expert_TK, expert_TK, entropy_T, groups, self.num_experts)
         return Routing(expert_TK, choice.weight_TK, choice.losses, stats, self.max_load(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the choices, with -1 for those over an expert's capacity."""
+        """Return the choices, with -1 in place of those over an expert's capacity."""
         factor = self._factor()
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
@@ -129,7 +135,7 @@ class FixedRouter(Router):
     """Base class of gates without parameters that ignore the tokens' values. Every choice weighs 1 / K."""
 
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
-        """Return the experts of each token, ``expert_TK``."""
+        """Return the experts of each token, int64 [T, K]."""
         raise NotImplementedError
 
     def entropy(self) -> float:
@@ -145,12 +151,12 @@ class FixedRouter(Router):
 
 
 class TopKRouter(Router):
-    """Base class of gates with a linear router: K choices per token, losses and capacity. Subclasses override `choose`.
+    """Base class of gates with a linear router, K choices per token, and losses. Subclasses override `choose`.
 
     Args:
         d_model, num_experts, top_k, capacity_factor, eval_capacity_factor: see `Router`.
-        balance_group: process group; the balance loss counts loads over all routing groups of its ranks together
-            ("global batch" balance, arXiv 2501.11873). None counts within each routing group.
+        balance_group: process group. The balance loss counts the loads of all routing groups on its ranks together
+            ("global batch" balance, arXiv 2501.11873). None counts them within each routing group.
         bias: add a bias to the router's linear map.
         init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), as in torch's Linear.
 
@@ -191,7 +197,7 @@ class TopKRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight again from torch's default CPU generator, and zero the bias; not on the meta device."""
+        """Draw the weight from torch's default CPU generator, and zero the bias. On the meta device, do nothing."""
         if self.weight.is_meta:
             return
         value = torch.empty(self.weight.shape, device="cpu", dtype=torch.float32)
@@ -209,29 +215,31 @@ class TopKRouter(Router):
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
-        """Return experts and weights of each token."""
+        """Return the experts of each token, best first, and their combine weights."""
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """Return the rule by which a kernel (`fmoe.kernels.cuda.routing`) can replace `choose`, and the bias that the
-        rule adds to the scores; None if no kernel can. An override must check with `decides_as` that no subclass
-        changes `choose` or `scores`."""
+        """Return the rule by which a CUDA kernel can replace `choose`, and the bias that it adds to the scores.
+
+        None, the default, lets no kernel replace `choose`. An override must check with `decides_as` that no subclass
+        changes `choose` or `scores`.
+        """
         return None
 
     def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
-        """Return the noise of `router_input`, for a kernel that applies the noise itself; None without noise."""
+        """Return the noise of `router_input`, for a kernel that applies the noise itself; None if there is none."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
-        """Return whether `choose` and `scores` are the methods of ``cls``."""
+        """Return whether this gate has the methods `choose` and `scores` of ``cls``."""
         return type(self).choose is cls.choose and type(self).scores is cls.scores
 
     def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        """Return the gate's choice from experts, weights and scores, which a kernel or `choose` computed."""
+        """Complete a choice of experts and weights, for example with losses of the scores, and return it."""
         return Choice(expert_TK, weight_TK)
 
     def probs(self, score_TE: Tensor) -> Tensor:
-        """Return `Scores.probs_TE` from the scores that the rule computes."""
+        """Return probabilities (`Scores.probs_TE`) from the scores of all experts, which a kernel computed."""
         return score_TE
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
@@ -239,14 +247,14 @@ class TopKRouter(Router):
         return expert_TK
 
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """Return the router's input and output; the output is gathered if ranks hold parts of the tokens."""
+        """Return the router's input and output. If ranks hold parts of the tokens, the output is gathered over them."""
         x_TD = self.router_input(x_TD, groups)
         is_16 = x_TD.element_size() == 2
         logits_TE = _Linear16.apply(x_TD, self.weight) if is_16 else F.linear(x_TD, self.weight.to(x_TD.dtype))
         return x_TD, groups.gather(logits_TE if self.bias is None else logits_TE + self.bias)
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
-        """Return logits and probabilities of the tokens."""
+        """Return logits and probabilities of the experts, for each token."""
         x_TD, logits_TE = self.logits(x_TD, groups)
         logsumexp_T = logits_TE.logsumexp(-1)
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
@@ -263,7 +271,7 @@ class TopKRouter(Router):
         return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
 
     def _by_one_operation(self, x_TD: Tensor, groups: RoutingGroups) -> Routing | None:
-        """Return the routing by the CUDA backend's operation; None if it does not support this gate or input."""
+        """Return the routing from one CUDA operation; None if the operation does not support this gate or input."""
         if not vars(type_of(self)).get("is_rule_and_jitter", False) or not groups.num_tokens:
             return None
         if self.bias is not None or self.balance_group is not None or groups.shards is not None:
@@ -291,8 +299,7 @@ class TopKRouter(Router):
         return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
 
     def _takes_16_bits(self) -> bool:
-        """Return whether only `TopKRouter.logits` reads the tokens. They can then stay in 16 bits, because `logits`
-        computes in float32 anyway."""
+        """Return whether only `TopKRouter.logits` reads the tokens, which computes in float32 from 16-bit tokens."""
         kind, base = type(self), TopKRouter
         is_plain = kind.logits is base.logits and kind.router_input is base.router_input
         return is_plain and routes_by_logits(self)
@@ -334,11 +341,10 @@ class TopKRouter(Router):
 
 
 class _Linear16(torch.autograd.Function):
-    """``x @ weight.T`` in float32, [T, E], from 16-bit tokens; keeps no float32 copy of them for the backward pass.
+    """``x @ weight.T`` in float32, [T, E], from 16-bit tokens; keeps no float32 copy of them for the backward pass."""
 
-    In a 16-bit model only the router runs in float32 ("selective precision", Switch section 2.4): softmax turns the
-    rounding error of a logit into a relative error of the weight.
-    """
+    # In a 16-bit model only the router runs in float32 ("selective precision", Switch section 2.4), because softmax
+    # turns the rounding error of a logit into a relative error of the weight.
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -362,7 +368,8 @@ def routes_by_logits(gate: Any) -> bool:
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:
-    """Return each token's entropy in nats. ``torch.special.entr`` and ``xlogy`` are slower: not vectorized on CPUs."""
+    """Return each token's entropy in nats."""
+    # torch.special.entr and xlogy are slower: not vectorized on CPUs.
     return -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
 
 
@@ -375,7 +382,12 @@ def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
 def routing_stats(
     expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
 ) -> RoutingStats:
-    """Return the statistics of a routing; ``expert_TK`` are the choices before capacity, ``kept_TK`` those after it."""
+    """Return the statistics of a routing.
+
+    Args:
+        expert_TK, kept_TK: the choices before and after the capacity limit; -1 for no expert.
+        entropy_T: entropy of each token's probabilities, in nats.
+    """
     tokens = torch.full((), float(groups.num_tokens), dtype=torch.float32, device=entropy_T.device)
     if groups.mask_T is not None:
         entropy_T = entropy_T * groups.mask_T
@@ -393,15 +405,17 @@ def routing_stats(
 
 
 def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:
-    """Return the number of assignments of each group to each expert, int64 [G, E]. Entries of -1 are not counted."""
+    """Return the number of assignments of each group to each expert, int64 [G, E]; -1 is not counted."""
     expert_GN = groups.split(expert_TK, pad=-1).flatten(1) + 1
     counts = expert_GN.new_zeros(expert_GN.shape[0], num_experts + 1)
     return counts.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))[:, 1:]
 
 
 def capacity(factor: float, assignments: int, num_experts: int) -> int:
-    """Return the maximum number of a group's assignments that an expert accepts: ``ceil(factor * assignments / E)``, at
-    least 1 (GShard section 2.2, Switch equation 3)."""
+    """Return how many assignments of a group an expert accepts: ``ceil(factor * assignments / E)``, at least 1.
+
+    The formula is from GShard (arXiv 2006.16668 section 2.2) and Switch (arXiv 2101.03961 equation 3).
+    """
     # A rounding error can put the result slightly above an integer: 1.1 * 10 / 1 is 11.000000000000002.
     return max(1, math.ceil(factor * assignments / num_experts - 1e-9))
 
@@ -431,7 +445,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
 
 
 def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
-    """Return the `capacity` of each group, int64 [G]; computed on the device if there is a mask."""
+    """Return the `capacity` of an expert in each group, int64 [G]."""
     if groups.mask_T is None:
         limit_G = [capacity(factor, n * top_k, num_experts) for n in groups.sizes()]
         return torch.tensor(limit_G, device=device, dtype=torch.int64)

@@ -18,18 +18,19 @@ from fmoe.runtime import collectives
 
 
 class SigmoidRouter(TopKRouter):
-    """Sigmoid scores, balanced by a bias instead of a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2; "loss-free
-    balancing", arXiv 2408.15664).
+    """Gate with sigmoid scores that is balanced by a bias instead of a loss (DeepSeek-V3, arXiv 2412.19437).
 
-    A token gets the K experts with the largest ``sigmoid(logit) + expert_bias_E``. The bias affects only the choice:
-    weights are the scores without it, normalized over the K experts (for K = 1 not normalized), times ``routed_scale``
+    Section 2.1.2 of that paper describes the gate, and "loss-free balancing" (arXiv 2408.15664) the bias.
+
+    A token gets the K experts with the largest ``sigmoid(logit) + expert_bias_E``. The bias affects only the choice.
+    Weights are the scores without it, normalized over the K experts (for K = 1 not normalized), times ``routed_scale``
     (equations 12-16).
 
-    After each optimizer step the bias of an expert falls by ``bias_step`` if its load was above the mean, and rises by
-    ``bias_step`` if its load was below: call `end_step` once per optimizer step, or `fmoe.attach_end_step` once. Loads
-    are counted in the backward pass (the layer calls `record`), so that all accumulated micro batches count, and
-    recomputation does not count twice. ``expert_bias_E`` is a buffer, saved with the model. It stays float32 in a
-    16-bit model, because 16 bits would round its steps away.
+    Call `end_step` once per optimizer step, or `fmoe.attach_end_step` once. It lowers the bias of an expert by
+    ``bias_step`` if the expert's load was above the mean, and raises it by ``bias_step`` if the load was below. The
+    layer counts loads in the backward pass. All accumulated micro batches count; recomputation does not count twice.
+    ``expert_bias_E`` is a buffer, saved with the model. It stays float32 in a 16-bit model, because 16 bits would round
+    its steps away.
 
     The loss ``sequence_balance`` (equations 17-20) prevents extreme imbalance within single sequences: a routing group
     is one sequence unless ``group_size`` is set. The loss counts the K largest scores without bias (equation 18).
@@ -39,9 +40,9 @@ class SigmoidRouter(TopKRouter):
         routed_scale: factor of the weights (2.5 in DeepSeek-V3).
         normalize: False uses the scores as weights without normalizing them.
         score: "sigmoid", or "softmax" for the softmax over all experts, which "loss-free balancing" also tries.
-        expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
-            token's best ``kept_groups`` of them, ranked by the sum of a group's two largest scores with bias
-            (`limit_to_groups`); ``expert_groups=None`` for no such limit.
+        expert_groups: number of groups of experts. A token chooses only within its best ``kept_groups`` groups. A
+            group ranks by the sum of its two largest scores with bias (`limit_to_groups`). None for no groups.
+        kept_groups: number of groups within which a token chooses.
 
     Raises:
         UserError: see `TopKRouter`; ``bias_step`` is negative; ``score``, ``routed_scale`` or the expert groups are
@@ -138,7 +139,7 @@ class SigmoidRouter(TopKRouter):
         return Choice(expert_TK, weight_TK, losses)
 
     def record(self, routing: Routing) -> None:
-        """Count the load of one micro batch; the layer calls this once, usually in its backward pass."""
+        """Add the loads of one micro batch to those that `end_step` uses. The layer calls this."""
         if routing.stats is None:
             return
         load_E = routing.stats.load_E.to(sum_dtype(routing.stats.load_E.device))
@@ -149,8 +150,8 @@ class SigmoidRouter(TopKRouter):
         """Add ``bias_step * sign(mean load - load)`` to the bias, with the loads since the last call, and reset them.
 
         Args:
-            group: the data and expert parallel ranks, which share this gate and see different tokens; loads are summed
-                over them; None for no sum. All ranks of the group must make this call.
+            group: data and expert parallel ranks, which share this gate and see different tokens. Loads are summed over
+                them, so all of them must make this call. None for no sum.
         """
         load_E = self._load_E
         if load_E is None:
@@ -163,5 +164,5 @@ class SigmoidRouter(TopKRouter):
         self.expert_bias_E += self.bias_step * (load_E.mean() - load_E).sign()
 
     def skip_step(self) -> None:
-        """Reset the counts and keep the bias, because the optimizer skips this step."""
+        """Reset the loads and keep the bias. Call this instead of `end_step` if the optimizer skips a step."""
         self._load_E = None

@@ -14,13 +14,15 @@ from fmoe.routing import RoutingGroups
 
 
 class SinkhornRouter(TopKRouter):
-    """Gate that chooses experts by balanced scores: Sinkhorn's iteration balances them over a routing group (S-BASE,
-    arXiv 2202.01169; Megatron-core's "sinkhorn" load balancing). Combine weights come from the raw scores:
-    ``sigmoid(logit)`` for K = 1 and the softmax over all experts for K > 1. Evaluation chooses by the raw scores.
+    """Gate that chooses experts by scores that Sinkhorn's iteration balances (S-BASE, arXiv 2202.01169).
 
-    Rows and columns of ``exp(logits)`` are scaled until each token's row sums to one and each expert's column to S / E.
-    Loads are only nearly even, because the sums of scores are balanced while a token takes only its K largest. Where
-    balanced scores are equal, as in a group of one token or of equal tokens, the raw scores decide.
+    Megatron-core calls it "sinkhorn" load balancing. In each routing group, rows and columns of ``exp(logits)`` are
+    scaled until each token's row sums to one and each expert's column to S / E. Loads are only nearly even, because the
+    sums of scores are balanced, but a token takes only its K largest scores. Where balanced scores are equal, as in a
+    group of one token or of equal tokens, the logits decide.
+
+    Combine weights are ``sigmoid(logit)`` for K = 1, and the softmax over all experts for K > 1. Evaluation chooses by
+    the logits.
 
     Args:
         iterations: maximum number of iterations.
@@ -56,16 +58,17 @@ class SinkhornRouter(TopKRouter):
         return Choice(expert_TK, weight_TE.gather(-1, expert_TK))
 
     def balance(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the logits plus the logarithm of the columns' scaling. The rows' scaling is left out, because it does
-        not change a token's order of experts."""
+        """Return the logits plus the logarithm of the columns' scaling, [T, E].
+
+        The rows' scaling is left out, because it does not change a token's order of experts.
+        """
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         prices = _prices_op if torch.compiler.is_compiling() else _prices
         return groups.join(logits_GSE - prices(logits_GSE, valid_GS, self.iterations, self.tolerance).unsqueeze(1))
 
 
 def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
-    """Return the experts of each token, best first: by balanced scores, and by the logits if scores differ only by
-    rounding."""
+    """Return each token's experts, best first: by balanced scores, or by logits if these differ only by rounding."""
     largest_T1 = balanced_TE.amax(-1, keepdim=True)
     size_T1 = 1 + logits_TE.abs().amax(-1, keepdim=True) + balanced_TE.abs().amax(-1, keepdim=True)
     steps_TE = ((balanced_TE - largest_T1) / (64 * torch.finfo(balanced_TE.dtype).eps * size_T1)).round()

@@ -17,13 +17,14 @@ _LEAST = 2.0**-25  # instead of a uniform number of 0, whose Gumbel noise would 
 
 
 class SparseMixerRouter(TopKRouter):
-    """Gate that samples experts, and estimates the gradient of the choice (SparseMixer-v2: GRIN, arXiv 2409.12136
-    section 2; SparseMixer, arXiv 2310.00811).
+    """Gate that samples experts in training, and estimates the gradient of the choice.
+
+    This is SparseMixer-v2 (GRIN, arXiv 2409.12136 section 2; SparseMixer, arXiv 2310.00811).
 
     A token chooses its K experts one after another, each among the experts not yet chosen. An expert competes if its
-    logit is close to the largest: ``(largest - logit) / max(|logit|, largest) <= margin``. Its probability, which is
-    also its weight, is the softmax over the logits of the competitors; weights of a token do not sum to one. Evaluation
-    takes the largest logit, and training samples by Gumbel noise.
+    logit is close to the largest: ``(largest - logit) / max(|logit|, largest) <= margin``. Its probability is the
+    softmax over the logits of the competitors. The probability is also its weight, so the weights of a token do not sum
+    to one. Training samples by Gumbel noise; evaluation takes the largest logit.
 
     In training, the weight of an expert other than the most probable one is divided by 3 with probability 3/4, but its
     gradient is not. The two cases are the nodes 1/3 and 1 of Heun's third-order quadrature. It integrates the change of
@@ -70,7 +71,7 @@ class SparseMixerRouter(TopKRouter):
 
     @torch.no_grad()
     def is_far(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
-        """Return which experts do not compete for the next choice, bool [T, E].
+        """Return bool [T, E], True for experts that do not compete for the next choice.
 
         Args:
             left_TE: the logits, with -inf for the experts already chosen.

@@ -9,14 +9,15 @@ from fmoe.routing import RoutingGroups
 
 
 class SwipeRouter(TopKRouter):
-    """Top-k routing that limits each expert to an even share of the routing group, and moves the tokens above it to
-    other experts with room (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate). Weights are a softmax over the logits
-    of the final experts. Evaluation moves no tokens.
+    """Top-k routing that moves tokens from full experts to others (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate).
 
-    First choices are assigned first: an expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others
-    are moved. Second choices follow, up to ``ceil(2 tokens / E)`` including the first ones, and so on. FastMoE
-    moves a token to the next expert with room, which may be one that the token already has. Here the moved tokens make
-    loads as even as possible, with the maximal sum of their logits, and a token's experts differ.
+    In training, each expert is limited to an even share of the routing group. First choices are assigned first: an
+    expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others are moved. Second choices follow, up
+    to ``ceil(2 tokens / E)`` including the first ones, and so on. Evaluation moves no tokens. Weights are a softmax
+    over the logits of the final experts.
+
+    FastMoE moves a token to the next expert with room, which may be one that the token already has. Here, a token's
+    experts differ. The moved tokens make loads as even as possible, with the maximal sum of their logits.
     """
 
     routes_by_logits = True
@@ -29,7 +30,7 @@ class SwipeRouter(TopKRouter):
         return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).softmax(-1))
 
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the experts of each token, ``expert_TK``; -1 for padding."""
+        """Return the experts of each token, int64 [T, K]; -1 for padding."""
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         tokens_G1 = valid_GS.sum(1, keepdim=True)
         load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)

@@ -16,13 +16,12 @@ _PURPOSE = "switch jitter"  # of the noise (`RoutingGroups.local_uniform16`)
 class SwitchRouter(TopKRouter):
     """Top-1 routing weighted by the router's probability (Switch Transformer, arXiv 2101.03961, equations 1-2).
 
-    In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (appendix C; the noise
-    does not reach the experts). ``top_k`` may be larger than 1; the weights are not renormalized.
+    In training, the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (appendix C). The noise
+    does not reach the experts. ``top_k`` may be larger than 1; the weights are not renormalized.
 
     Args:
         jitter: half width of the multiplicative noise.
-        capacity_factor, eval_capacity_factor: see `Router`; the defaults, 1.25 in training and 2.0 in evaluation, are
-            the paper's.
+        capacity_factor, eval_capacity_factor: see `Router`. The defaults are the paper's.
     """
 
     default_top_k = 1

@@ -18,20 +18,20 @@ _LADDER = (0.125, 0.25, 0.5, 1.0)
 class TopologyRouter(TopKRouter):
     """Top-k routing with a logit bonus for experts on the token's node (FasterMoE's topology-aware gate, PPoPP'22).
 
-    Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
-    largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` that keeps every expert's load within a limit: ``skew`` times the even
-    share of the group's assignments, or the largest load without a bonus if that is more. Weights are the softmax over
-    the logits of the chosen experts, without the bonus. The gate has the balance and z losses of the naive gate.
+    Experts are chosen by ``logit + bonus * [expert is on the token's node]``. Each routing group gets the largest of
+    the bonuses ``bonus * {1, 1/2, 1/4, 1/8, 0}`` that keeps every expert's load within a limit. The limit is ``skew``
+    times the even share of the group's assignments, or the largest load without a bonus if that is more.
 
-    Decisions depend on the node of a token, and so on the parallel split of the job: use the gate for speed, not for
-    comparing runs on different clusters. On one node it equals the naive gate.
+    Weights are the softmax over the logits of the chosen experts, without the bonus. The gate has the balance and z
+    losses of the gate "naive", and equals it on a single node. Choices depend on the node of a token, and so on how the
+    job is split. Do not compare runs on different clusters with this gate.
 
     Args:
         d_model, num_experts, top_k, options: see `TopKRouter`.
         bonus: largest bonus, in units of logits.
         skew: bound on an expert's load, as a multiple of the even share; at least 1.
-        node_size: ranks per node; None for LOCAL_WORLD_SIZE, or for all ranks of the group if LOCAL_WORLD_SIZE is unset
-            or larger than the group.
+        node_size: ranks per node; None for the environment variable LOCAL_WORLD_SIZE. If that is unset or larger than
+            the expert parallel group, all ranks of the group count as one node.
         num_nodes: number of nodes, over which the experts are spread evenly; None to derive it from ``node_size``.
         node_of: function of the `RoutingGroups` that returns the node of each group, int64 [G]; None for this rank's
             node.
@@ -64,7 +64,11 @@ class TopologyRouter(TopKRouter):
         self._is_placed = num_nodes is not None
 
     def set_ep_rank(self, rank: int, ep_size: int) -> None:
-        """Set this rank's index in the expert parallel group, and the group's size; the layer calls it."""
+        """Set this rank's index in the expert parallel group, and the group's size. The layer calls this.
+
+        Raises:
+            UserError: the ranks per node do not divide the group.
+        """
         size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))
         size = min(size, ep_size)
         if not self._is_placed:
@@ -82,7 +86,7 @@ class TopologyRouter(TopKRouter):
         return Choice(expert_TK, scores.logits_TE.gather(-1, expert_TK).softmax(-1))
 
     def prefer(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the experts of each token, ``expert_TK``, best first."""
+        """Return the experts of each token, int64 [T, K], best first."""
         if self.num_nodes == 1:
             return logits_TE.topk(self.top_k).indices
         logits_GSE = groups.split(logits_TE)

@@ -1,6 +1,7 @@
-"""Kernels of the layer: `permute`, `combine`, `reorder` (rows), `grouped_linear` and `expert_ffn` (GEMMs).
+"""Operations on the rows of experts: `permute`, `combine` and `reorder` move rows, the others run GEMMs.
 
-`reference` has the same operations in plain differentiable torch; tests compare values and gradients with its results.
+A row is the vector of a token for one of its experts. `fmoe.kernels.reference` has the same operations in plain
+differentiable torch. Tests compare values and gradients with its results.
 """
 
 from fmoe.kernels.ffn import expert_ffn, grouped_linear

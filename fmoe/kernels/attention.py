@@ -1,12 +1,11 @@
-"""Causal attention, optionally with a sliding window and sinks, by torch's fused `scaled_dot_product_attention`.
+"""Causal attention by torch's `scaled_dot_product_attention`, optionally with a sliding window and sinks.
 
-Without a key cache, attention within a window of W tokens runs in blocks of W queries, each with at most 2 W keys, so
-that time and memory grow linearly with the length.
+With a window of W tokens and no key cache, queries run in blocks of W. A block sees at most 2 W keys, so time and
+memory grow linearly with the sequence length.
 
-A sink (arXiv 2309.17453; one learned number per head in GPT-OSS, arXiv 2508.10925) is a score that takes part in the
-softmax and has no value: ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``. Here the sink is an additional first key whose
-value is zero. Its score comes from eight elements appended to each query and key, so that fused kernels with a causal
-mask remain usable.
+A sink is a score in the softmax that has no value (arXiv 2309.17453): ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``.
+GPT-OSS learns one sink per head (arXiv 2508.10925). Here the sink is an additional first key, whose value is zero.
+Eight elements appended to each query and key give it its score. Fused kernels with a causal mask thus remain usable.
 
 Shape letters: B sequences, S queries, K keys, H query heads, G key/value heads, d width of a key, v width of a value, W
 window.
@@ -32,14 +31,14 @@ def causal_attention(
     seen: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the attention outputs [B, H, S, v]; the last query and the last key have the same position.
+    """Return the attention outputs [B, H, S, v]. The last query has the position of the last key.
 
     Args:
         scale: factor of the scores.
-        window: number of keys that a query sees, up to and including its own; None for all.
-        sinks_H: sink of each head; None for none.
-        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, including all later keys.
-            None shows each query all keys up to its own position, within the window.
+        window: number of keys that a query sees, up to and including its own; None for all of them.
+        sinks_H: sink of each head; None for no sinks.
+        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see. It must also hide all later
+            keys. None shows each query all keys up to its own position. The window applies in both cases.
         dropout: dropout rate of the attention probabilities.
     """
     queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
@@ -59,17 +58,14 @@ def causal_attention(
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask [S, K] of causal attention, True where a query sees a key; the last query is at the last key."""
+    """Return the causal mask [S, K], True where a query sees a key. The last query has the position of the last key."""
     position_S1 = torch.arange(keys - queries, keys, dtype=torch.int64, device=device).unsqueeze(1)
     distance_SK = position_S1 - torch.arange(keys, dtype=torch.int64, device=device)
     return (distance_SK >= 0) if window is None else (distance_SK >= 0) & (distance_SK < window)
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend in blocks, given as many keys as queries.
-
-    A block of W queries sees the keys of that block and of the previous one.
-    """
+    """Attend with as many keys as queries. Each block of queries sees its own keys and those of the previous block."""
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []
@@ -96,7 +92,7 @@ def _attend(
     sinks_H: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attend under a mask; without one, causally (a single query then sees all keys)."""
+    """Attend under the mask ``seen``. Without a mask, attend causally; a single query then sees all keys."""
     is_causal = seen is None and query.shape[2] > 1
     width = value.shape[-1]
     if sinks_H is not None:
@@ -116,7 +112,7 @@ def _attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values with the sink as the first key; if causal, with an unused first query."""
+    """Add the sink as the first key and, if causal, an unused first query."""
     score_H = sinks_H.to(torch.promote_types(sinks_H.dtype, torch.float32)) / scale
     high_H = score_H.to(query.dtype)
     low_H = (score_H - high_H).to(query.dtype)  # rounding error of the first term in 16 bits

@@ -1,7 +1,6 @@
-"""Choice of the backend: which kernels accept which tensors.
+"""Tests of whether the native CPU kernels or the CUDA kernels accept given tensors.
 
-For CUDA kernels, the answer depends on whether kernels are loaded for a device, not on the device's type: tests load
-them for the CPU.
+CUDA kernels count as available on every device for which they are loaded. Tests load them for the CPU.
 """
 
 import functools
@@ -24,17 +23,17 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
-    """Return the index of an activation in `ACTIVATIONS`; None for an activation that no kernel computes."""
+    """Return the index of an activation in `ACTIVATIONS`; None if no kernel computes it."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
     return ACTIVATIONS.index(activation) if activation in ACTIVATIONS else None
 
 
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `native.ops.expert_ffn` takes these arguments.
+    """Return whether `fmoe.kernels.native.ops.expert_ffn` takes these arguments.
 
-    The tensors must be on the CPU and of one dtype, float32 or bfloat16; the activation must be one of
-    `ACTIVATIONS`, and the backend must be loaded.
+    The backend must be loaded, and the activation must be one of `ACTIVATIONS`. All tensors must be on the CPU, and
+    have the same dtype: float32 or bfloat16.
     """
     given = [rows, *(p for p in parameters if p is not None)]
     return (
@@ -45,7 +44,7 @@ def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *para
 
 
 def cuda_is_loaded(device: torch.device) -> bool:
-    """Return whether CUDA kernels are loaded for a device; torch.compile treats the result as a constant."""
+    """Return whether CUDA kernels are loaded for a device. torch.compile treats the result as a constant."""
     return bool(launch.launchers) and launch.launcher(device) is not None
 
 
@@ -54,7 +53,7 @@ cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cuda_takes(*tensors: Tensor | None) -> bool:
-    """Return whether the tensors are on one device with CUDA kernels, and the kernels support their dtypes."""
+    """Return whether all tensors are on one device with CUDA kernels, and have dtypes that the kernels support."""
     first = next(tensor for tensor in tensors if tensor is not None)
     return cuda_is_loaded(first.device) and all(
         t.device == first.device and (t.dtype in DTYPES or not t.is_floating_point()) for t in tensors if t is not None
@@ -62,27 +61,35 @@ def cuda_takes(*tensors: Tensor | None) -> bool:
 
 
 def cuda_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `cuda.ffn.expert_ffn` takes this activation, and tensors of these devices and dtypes."""
+    """Return whether `fmoe.kernels.cuda.ffn.expert_ffn` takes these arguments.
+
+    The activation must be one of `ACTIVATIONS`. All tensors must have the same dtype, and be on one device with CUDA
+    kernels.
+    """
     given = [rows, *(p for p in parameters if p is not None)]
     return activation_code(activation) is not None and cuda_takes(*given) and all(t.dtype == rows.dtype for t in given)
 
 
 def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether `cuda.rows` can move these rows, and write them in ``dtype`` (None: their own)."""
+    """Return whether `fmoe.kernels.cuda.rows` can move these rows.
+
+    Args:
+        dtype: dtype of the result; None for the dtype of the rows.
+    """
     is_matrix = rows.dim() == 2 and rows.is_floating_point()
     return is_matrix and cuda_takes(rows, *others) and (dtype is None or dtype in DTYPES)
 
 
 def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels can sort assignments to this many experts, and drop those over capacity."""
+    """Return whether CUDA kernels can sort these assignments by expert, and drop those over capacity."""
     return cuda_takes(expert_TK) and num_experts <= MAX_EXPERTS
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels can route these tokens to this many experts."""
+    """Return whether CUDA kernels can route these tokens to ``num_experts`` experts."""
     return x_TD.is_floating_point() and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 
 def cuda_takes_segments(receive_S: Tensor) -> bool:
-    """Return whether `cuda.calls.segment_order` takes this many segments."""
+    """Return whether `fmoe.kernels.cuda.calls.segment_order` takes this many segments."""
     return cuda_takes(receive_S) and len(receive_S) <= MAX_SEGMENTS

@@ -1,8 +1,9 @@
-"""The cache of built libraries: its folders, locks and entries.
+"""Cache of compiled libraries: its folders, locks and entries.
 
-An entry is one file, ``KEY-SHA256.so`` (``.zip`` for CUDA kernels), named after the SHA-256 of its bytes. It is
-published by a rename, so readers never see a partial file. The digest reveals damage by a full or bad disk.
-A builder holds the lock of its key, which the operating system releases when the process ends.
+An entry is one file, ``KEY-SHA256.so`` (``.zip`` for CUDA kernels). The key identifies the inputs of the build. The
+SHA-256 is that of the file's bytes, and reveals damage by a full or bad disk. An entry appears by a rename, so readers
+never see a partial file. A build holds the lock of its key. The operating system releases the lock when the process
+ends.
 """
 
 import errno
@@ -34,7 +35,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # erro
 def folders() -> list[Path]:
     """Return the folders of entries in search order.
 
-    If FMOE_CACHE is set, it is the only one. Otherwise the user's cache folder comes first, followed by a folder in the
+    If FMOE_CACHE is set, it is the only one. Otherwise the user's cache folder comes first. The second is in the
     directory for temporary files, for users whose home directory is not writable.
     """
     named = os.environ.get("FMOE_CACHE")
@@ -60,17 +61,18 @@ def get(
     force: bool = False,
     instead_of: tuple[int, int] | None = None,
 ) -> Path:
-    """Return the entry of ``key``, built under its lock if it is missing.
+    """Return the entry of ``key``; build it if it is missing.
 
-    If several processes need the entry at once, one builds it, and the others use its result or its error.
+    If several processes need the entry at once, one builds it under the lock of the key. The others use its result or
+    its error. Without locks (`locked`), several processes may build the entry.
 
     Args:
-        make: called with the folder and whether the lock is held. It builds in a `workplace` and ends with `publish`,
-            or with `publish_failure` and a BuildError.
+        make: function that builds the entry, called with the folder and whether the lock is held. It builds in a
+            `workplace` and ends with `publish`, or with `publish_failure` and a BuildError.
         what: name of the library in messages.
-        cannot: error to raise instead of building, if there is no compiler; None to build.
+        cannot: error to raise if a build is needed and there is no compiler; None if there is one.
         force: build even if the entry exists.
-        instead_of: `identity` of an entry that did not load, which is not returned again.
+        instead_of: `identity` of an entry that did not load. It is not returned again.
 
     Raises:
         BuildError: ``cannot``, a failed build, or no usable cache folder; the message has one line.
@@ -99,9 +101,10 @@ def get(
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
-    """Return the newest intact entry whose name begins with ``key``; None without one.
+    """Return the newest intact entry whose name begins with ``key``; None if there is none.
 
-    The entry comes from the first trusted folder of `folders` that has one.
+    The entry comes from the first of the `folders` that has one. Untrusted folders are skipped, such as those with
+    write access for all users.
     """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
@@ -112,7 +115,7 @@ def find(key: str, suffix: str = ".so") -> Path | None:
 
 
 def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
-    """Return the newest intact entry of one folder whose name begins with ``key``; None without one."""
+    """Return the newest intact entry of one folder whose name begins with ``key``; None if there is none."""
     for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
         with suppress(OSError):  # another process may remove it
             if sha256(path) == path.stem.rpartition("-")[2]:
@@ -122,10 +125,12 @@ def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
 
 
 def writable() -> Path:
-    """Return the first writable folder of `folders`, created if it is missing.
+    """Return the first of the `folders` that is writable and trusted; create it if it is missing.
+
+    A folder with write access for all users is not trusted.
 
     Raises:
-        BuildError: no folder is writable; the message gives the reason for each.
+        BuildError: no folder is usable; the message gives the reason for each.
     """
     reasons = []
     for folder in folders():
@@ -145,10 +150,13 @@ def writable() -> Path:
 
 @contextmanager
 def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
-    """Wait for the lock of ``key`` in ``folder``, and hold it in this context; ``what`` names the library in the log.
+    """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
+
+    Args:
+        what: name of the library in the log.
 
     Yields:
-        Whether the lock is held. On a file system without locks it is not, and several processes may build the entry.
+        Whether the lock is held. It is not held on a file system without locks.
     """
     handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:
@@ -160,16 +168,20 @@ def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
 
 
 def workplace(folder: Path, key: str, is_locked: bool) -> Path:
-    """Create and return a folder to build in; if the lock is held, remove folders that dead builders left."""
+    """Create and return a temporary folder for a build.
+
+    If the lock is held, also remove the folders that killed builds of this key left.
+    """
     if is_locked:
         _remove_workplaces(folder, key)
     return Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=folder))
 
 
 def publish(library: Path, folder: Path, key: str) -> Path:
-    """Make a built library the only entry of its key.
+    """Move a built library into the cache, and return the path of the entry.
 
-    Also remove the key's failure report, and the least recently used entries beyond `KEEP`.
+    Remove the key's older entries and failure report. Also remove the least recently used entries, so that at most
+    `KEEP` with this suffix remain.
     """
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
@@ -190,12 +202,15 @@ def publish(library: Path, folder: Path, key: str) -> Path:
 
 
 def failure(folder: Path, key: str) -> Path:
-    """Return the path of the report of the last failed build of ``key``: one line, then the compiler's whole output."""
+    """Return the path of the report of the last failed build of ``key``.
+
+    The report is the error in one line, then the compiler's whole output.
+    """
     return folder / f"{key}.failed"
 
 
 def publish_failure(folder: Path, key: str, text: str) -> None:
-    """Write the `failure` of a build, and remove the folder's oldest failures beyond `KEEP`."""
+    """Write the `failure` report of a build. Keep only the newest `KEEP` reports of the folder."""
     path = failure(folder, key)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
@@ -205,7 +220,7 @@ def publish_failure(folder: Path, key: str, text: str) -> None:
 
 
 def last_failure(key: str) -> str | None:
-    """Return the first line of the `failure` of ``key`` in the first of `folders` that has one; None without any."""
+    """Return the first line of the `failure` report of ``key`` in the first folder that has one; None if none has."""
     for folder in folders():
         try:
             return failure(folder, key).read_text(encoding="utf-8").partition("\n")[0]
@@ -215,7 +230,9 @@ def last_failure(key: str) -> str | None:
 
 
 def clean() -> int:
-    """Wait for running builders; then remove all entries, failures and what dead builders left in trusted `folders`.
+    """Wait for running builds; then remove all entries, failure reports and unfinished builds.
+
+    Folders that `find` skips are left alone.
 
     Returns:
         Number of removed entries.
@@ -237,7 +254,10 @@ def clean() -> int:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return (inode, modification time), which change if the file is replaced; None if it cannot be examined."""
+    """Return (inode, modification time) of a file; None if the file system does not give them.
+
+    At least one of the two changes if the file is replaced.
+    """
     try:
         found = path.stat()
     except OSError:
@@ -246,7 +266,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -256,7 +276,7 @@ def _temporary() -> Path:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return a reason not to load libraries from a folder, such as write access of others; None if it is trusted."""
+    """Return a reason not to load libraries from a folder, such as other users' write access; None if there is none."""
     found = folder.lstat() if folder == _temporary() else folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         return "not a folder"
@@ -272,11 +292,9 @@ def _distrust(folder: Path) -> str | None:
 
 
 def _lock(path: Path, what: str) -> tuple[int, bool]:
-    """Return the handle of the lock file, and whether it is locked.
-
-    Compilers do not inherit the handle, because they would hold the lock after this process ends.
-    """
+    """Return the handle of the lock file, and whether it is locked."""
     while True:
+        # O_CLOEXEC: a compiler that inherited the handle would hold the lock after this process ends.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:

@@ -1,12 +1,11 @@
-"""Experts in plain torch: a linear map of rows grouped by expert, and two such maps with an activation between them.
+"""Experts in plain torch: linear maps of rows grouped by expert, and feed-forward networks of two such maps.
 
-The experts run one after the other, so that the buffer after the activation holds the rows of only one expert and stays
-in the CPU's cache. The backward pass recomputes a known activation from the pre-activations, which are kept. The known
-activations (GELU, SiLU, ReLU, `SwiGLUOAI`) are elementwise, without randomness and parameters. Any other function may
-be random or have parameters, so it is called once for all rows, and autograd records the call.
+Experts run one after the other. With GELU, SiLU, ReLU or `SwiGLUOAI`, the result of the activation is kept for only one
+expert at a time. The backward pass recomputes it from the pre-activations, which are saved. Any other activation may be
+random or have parameters. It is called once for all rows, and autograd records the call.
 
 Shape letters: M rows, n of them of one expert, L experts, I input width, O output width, D width, H hidden width, P
-height of the first map (2 H if gated, else H).
+output width of the first map (2 H if gated, else H).
 """
 
 import functools
@@ -26,15 +25,15 @@ _aten = torch.ops.aten
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """Return ``rows @ weight[e].T + bias[e]`` for the ``counts[e]`` rows of each expert e, sorted by expert: [M, O].
+    """Return ``rows @ weight[e].T + bias[e]`` for the ``counts[e]`` rows of each expert e: [M, I] -> [M, O].
 
-    An expert without rows gets zero gradients, not None.
+    Rows are sorted by expert. An expert without rows gets zero gradients, not None.
     """
     return _GroupedLinear.apply(rows_MI, weight_LOI, bias_LO, counts)
 
 
 def segments(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that have rows, each with the slice of its rows."""
+    """Yield each expert that has rows, with the slice of its rows."""
     begin = 0
     for expert, count in enumerate(counts):
         if count:
@@ -52,13 +51,15 @@ def expert_ffn(
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
 ) -> Tensor:
-    """Return ``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
+    """Apply the feed-forward network of each expert to its rows: [M, D] -> [M, D].
+
+    For expert e it is ``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. Rows are sorted by expert. An
+    expert without rows gets zero gradients, not None.
 
     Args:
+        counts: number of rows of each expert.
         activation: any differentiable function [n, H] -> [n, H].
-        gated: the first matrix has 2 H rows, and `gate` applies the activation. `SwiGLUOAI` requires ``gated``.
-
-    An expert without rows gets zero gradients, not None.
+        gated: the first map returns 2 H elements, to which `gate` applies the activation. `SwiGLUOAI` requires it.
     """
     if isinstance(activation, SwiGLUOAI) or _kernels(activation) is not None:
         return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)
@@ -134,12 +135,7 @@ def _relu_backward(upstream: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor
 
 
 class _Between:
-    """The activation of up to ``most_rows`` rows of one expert; each call overwrites the previous results.
-
-    Args:
-        kernels: kernels of the activation.
-        like: tensor [M, P] of pre-activations, with the dtype and the device of the results.
-    """
+    """The activation of up to ``most_rows`` rows of one expert. Each call overwrites the previous results."""
 
     def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
         (self._forward, self._backward), self._most_rows, self._like = kernels, most_rows, like
@@ -194,11 +190,9 @@ class _ClampedBetween:
         self._activation, self._dtype = activation, torch.promote_types(like.dtype, torch.float32)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
-        """Map [n, 2 H] to [n, H]."""
         return gate(self._activation, hidden_nP)
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of `forward`, and the gradient of ``hidden_nP``."""
         gates, values = hidden_nP.to(self._dtype).chunk(2, dim=1)
         first, second = self._activation(gates), self._activation.second(values)
         first_slope, second_slope = self._activation.slopes(gates, values)

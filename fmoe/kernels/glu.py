@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class SwiGLUOAI:
-    """The activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)`` of a gate g,
-    clamped to at most 7, and a value v, clamped to -7 .. 7.
+    """Activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)``.
 
-    A call with gates returns the first factor, ``g sigmoid(1.702 g)``; `second` returns ``v + 1``.
+    The gate g is clamped to at most 7, and the value v to [-7, 7]. A call with gates returns the first factor, ``g
+    sigmoid(1.702 g)``. `second` returns the second factor, ``v + 1``.
     """
 
     alpha, limit = 1.702, 7.0
@@ -23,11 +23,11 @@ class SwiGLUOAI:
         return gates * (self.alpha * gates).sigmoid()
 
     def second(self, values: Tensor) -> Tensor:
-        """Return the factor ``v + 1``, with values v clamped to ``[-limit, limit]``."""
+        """Return the factor ``v + 1``, with values v clamped to [-7, 7]."""
         return values.clamp(-self.limit, self.limit) + 1
 
     def slopes(self, gates: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of both factors; zero where a clamp changes the input."""
+        """Return the derivatives of the two factors. They are zero where the input is clamped."""
         clamped = gates.clamp(max=self.limit)
         sigmoid = (self.alpha * clamped).sigmoid()
         slope = sigmoid * (1 + self.alpha * clamped * (1 - sigmoid))

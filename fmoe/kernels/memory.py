@@ -1,14 +1,12 @@
 """CPU memory that is reused from step to step, for rows and for the gradients of stacked weights.
 
-glibc requests every large block from the system, and returns it as soon as the program frees it. The system maps and
-clears the pages of a fresh block when they are first written. Gathering 32 MB of rows takes 35 ms into fresh memory and
-10 ms into reused memory; writing 256 MiB of gradients takes 112 ms and 9 ms, respectively. A layer uses a dozen blocks
-of rows, with nearly the same sizes in every step: the blocks are kept for the next caller. A gradient's memory is kept
-with its parameter.
+glibc returns a large block to the system as soon as it is freed. The system maps and clears the pages of a new block
+when they are first written. Gathering 32 MB of rows takes 35 ms into new memory and 10 ms into reused memory. Writing
+256 MiB of gradients takes 112 ms and 9 ms. Therefore blocks for rows are kept for the next caller, and the memory of a
+gradient is kept with its parameter.
 
-One rule holds for rows and gradients (`_is_free`): memory is reused once nothing else refers to its storage, no other
-process can see it, and the storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage
-object) adds a reference; memory that is shared with another process is never reused.
+Memory is reused only under three conditions. Nothing else refers to its storage, no other process can see it, and its
+storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a reference.
 """
 
 import math
@@ -32,7 +30,7 @@ _taken = 0  # number of blocks taken so far
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return ``like.new_empty(shape)``, in reused memory if possible.
 
-    The caller may pass the result on: its memory is not reused as long as anything refers to it.
+    The memory is not reused again as long as anything refers to it.
     """
     num_bytes = math.prod(shape, start=like.element_size())
     if num_bytes < _SMALLEST or not is_plain(like):
@@ -42,9 +40,10 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """Return ``torch.empty_like(parameter)``, contiguous, in the memory of the last gradient if that is free.
+    """Return an uninitialized contiguous tensor like ``parameter``, in the memory of its last gradient if that is free.
 
-    It is free after ``zero_grad(set_to_none=True)``, or once Megatron has added the gradient to main_grad.
+    The memory is free after ``zero_grad(set_to_none=True)``, or once Megatron has added the gradient to
+    ``main_grad``.
     """
     if parameter.device.type != "cpu" or parameter.nbytes < _SMALLEST or not parameter.is_contiguous():
         return torch.empty_like(parameter, memory_format=torch.contiguous_format)
@@ -56,14 +55,17 @@ def empty_gradient(parameter: Tensor) -> Tensor:
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
-    """Return ``rows[index]``, in memory from `empty` if autograd is off and the rows are plain."""
+    """Return ``rows[index]``. If autograd is off and the rows are plain (`is_plain`), use memory from `empty`."""
     if torch.is_grad_enabled() or not is_plain(rows):
         return rows.index_select(0, index)
     return torch.index_select(rows, 0, index, out=empty((index.shape[0], *rows.shape[1:]), rows))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether this is a plain CPU tensor: no subclass (parameter, fake tensor, DTensor), and not traced."""
+    """Return whether this is a plain CPU tensor outside torch.compile.
+
+    Subclasses of `torch.Tensor` (parameters, fake tensors, DTensors) are not plain.
+    """
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -90,25 +92,19 @@ def _is_free(block: Tensor) -> bool:
 
 
 def _is_own(block: Tensor) -> bool:
-    """Return whether the block still has its original memory.
-
-    Sharing moves the block to memory that an unknown number of other processes may write; resizing gives it new memory.
-    """
+    """Return whether the block still has its original memory: it was neither shared with a process nor resized."""
     storage = block.untyped_storage()
     return storage.nbytes() == block.nbytes and not storage.is_shared()
 
 
 def _references(block: Tensor) -> tuple[int, int]:
-    """Return the number of references to the block's storage, by torch and by Python.
-
-    A Python object of the storage counts as one reference by torch, however many Python references it has itself.
-    """
+    """Return the number of references to the block's storage, by torch and by Python."""
     storage = block.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def _after_fork() -> None:
-    """Replace the lock in a forked child: a thread that the child lacks may have held it."""
+    """Replace the lock in a forked child, which lacks the thread that may have held it."""
     global _lock
     _lock = threading.Lock()
 

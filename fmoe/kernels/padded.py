@@ -1,6 +1,9 @@
-"""Rows in a fixed number of slots per expert; slots may be empty. As in `fmoe.kernels.rows`, all passes gather rows.
+"""Dispatch of tokens to a fixed number of slots per expert, some of which may be empty.
 
-Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, S slots per expert, P = E * S, C chunks.
+As in `fmoe.kernels.rows`, forward and backward passes gather rows.
+
+Shape letters: T tokens, K experts per token, D width, N = T * K assignments, E experts, S slots per expert, P = E * S,
+C chunks.
 """
 
 from typing import Any
@@ -14,7 +17,9 @@ from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """A plan whose rows are sorted by (chunk, expert, slot), with the methods of `DispatchPlan` that move rows.
+    """Plan with the same number of rows (slots) for every expert, sorted by (chunk, expert, slot).
+
+    It has the methods of `DispatchPlan` that move rows.
 
     Args:
         plan: plan sorted by expert, with at most ``slots`` rows per expert.
@@ -48,21 +53,25 @@ class PaddedPlan:
         self.inverse_TK = place_N[plan.inverse_TK]
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
-        """Map [T, D] to [P, D]. ``num_rows`` is P."""
+        """Return the token of each slot, zero in empty slots: [T, D] -> [P, D]. ``num_rows`` is P."""
         return _Permute.apply(x_TD, self)
 
     def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
-        """Map [P, D] to [T, D]."""
+        """Return the weighted sum of each token's rows: [P, D] -> [T, D]."""
         return _Combine.apply(rows_PD, weight_TK, self)
 
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
-        """Return the weight of each slot, zero in empty slots: [P]."""
+        """Return the combine weight of each slot, zero in empty slots: [P]. ``num_rows`` is P."""
         if not weight_TK.numel():
             return F.pad(weight_TK.reshape(-1), (0, num_rows))  # in the graph: the gate gets zeros as its gradient
         return torch.where(self.valid_P, weight_TK.reshape(-1).index_select(0, self.assignment_P), 0)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """Return each slot's token, times the assignment's weight if given: [P, D]; zero in empty slots."""
+        """Return the token of each slot, zero in empty slots: [P, D].
+
+        Args:
+            weight_TK: combine weights, by which the tokens are multiplied; None for no weights.
+        """
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
         rows = memory.gather(x_TD, self.assignment_P // self.top_k)

@@ -1,4 +1,7 @@
-"""Differentiable operations in plain torch, for tests and second derivatives; shape letters as in ``rows``, ``ffn``."""
+"""Operations of `fmoe.kernels` in plain differentiable torch, for tests and second derivatives.
+
+Shape letters: as in `fmoe.kernels.rows` and `fmoe.kernels.ffn`.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,24 +13,24 @@ from fmoe.kernels.glu import gate
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return each kept assignment's token, sorted by expert: [num_rows, D]."""
+    """Return the token of each of the first ``num_rows`` assignments of ``perm_N``: [T, D] -> [num_rows, D]."""
     return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return the weighted sum of each token's rows: [T, D]. An assignment without a row adds nothing."""
+    """Return the weighted sum of each token's rows: [M, D] -> [T, D]. An assignment without a row adds nothing."""
     padded_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])  # for assignments without a row
     rows_TKD = padded_MD[inverse_TK.clamp(max=len(rows_MD))]
     return (rows_TKD * weight_TK.unsqueeze(2).to(rows_MD.dtype)).sum(1)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``rows[index]`` in ``dtype``; only fast paths use ``inverse``, the inverse permutation."""
+    """Return ``rows[index]`` in ``dtype`` (None: the dtype of ``rows``). ``inverse`` is not used."""
     return rows[index].to(rows.dtype if dtype is None else dtype)
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """Apply the linear map of each expert i to its ``counts[i]`` rows: [M, O]."""
+    """Apply the linear map of each expert e to its ``counts[e]`` rows: [M, I] -> [M, O]."""
     parts = rows_MI.split(list(counts))
     biases = [None] * len(parts) if bias_LO is None else bias_LO
     return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
@@ -43,7 +46,7 @@ def expert_ffn(
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
 ) -> Tensor:
-    """Apply the feed-forward network of each expert i to its ``counts[i]`` rows: [M, D]."""
+    """Apply the feed-forward network of each expert e to its ``counts[e]`` rows: [M, D] -> [M, D]."""
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
     active_MH = gate(activation, hidden_MP) if gated else activation(hidden_MP)
     return grouped_linear(active_MH, w_out_LDH, b_out_LD, counts)
@@ -62,9 +65,12 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn`, `combine` if ``perm_N`` and the weights are given; else only `expert_ffn`.
+    """Apply `permute`, `expert_ffn` and `combine` to tokens, or only `expert_ffn` to rows.
 
-    Without ``perm_N``, weights [M] multiply the rows of the result.
+    Args:
+        x_TD: tokens [T, D]; without ``perm_N``, rows [M, D].
+        weight_TK: combine weights. Without ``perm_N``, factors [M] of the resulting rows, or None.
+        perm_N: assignment of each row, from a `fmoe.kernels.rows.DispatchPlan`; None for rows.
     """
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
@@ -80,7 +86,12 @@ def expert_ffn_of_tokens(
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return a differentiable gradient of ``function(*inputs)`` for each input that needs one; None for the others."""
+    """Return the gradients of ``function(*inputs)`` as differentiable tensors, None for inputs that need none.
+
+    Args:
+        needs: whether the gradient of each input is needed.
+        grad: gradient of the function's result.
+    """
     with torch.enable_grad():
         own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
         wanted = [t for t, needed in zip(own, needs, strict=True) if needed and t is not None]

@@ -1,11 +1,10 @@
-"""Dispatch of rows from token order to expert order and back, by the indices of a `DispatchPlan`.
+"""Dispatch of tokens to rows in expert order, and back, by the indices of a `DispatchPlan`.
 
-Forward and backward passes gather rows. In the backward pass, autograd of ``index_select`` would add rows with
-``index_add``, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here
-a token's K rows are gathered and summed in the order of its choices. The CPU uses ``index_add`` if most assignments
-have no row.
+A row is the vector of one assignment, which is a token and one of its K experts. Forward and backward passes gather
+rows. Autograd of ``index_select`` would add rows with ``index_add``. This needs a zero-filled buffer and, on CUDA,
+atomics in an order that changes from run to run.
 
-Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks, R
+Shape letters: T tokens, D width, K experts per token, N = T * K assignments, M of them kept, E experts, C chunks, R
 rows that this rank's experts compute.
 """
 
@@ -28,15 +27,15 @@ from fmoe.routing import Routing
 class DispatchPlan:
     """Assignments sorted by expert and then by token, dropped ones at the end.
 
-    The plan has the fixed size N, so that the host need not wait for the number of dropped assignments.
+    The size N does not depend on how many assignments are dropped, so the host need not wait for that number.
 
     Attributes:
-        perm_N: the assignment (token * K + choice) of each row; only of the kept rows in a plan from `kept_only`.
-        inverse_TK: the row of each assignment; the inverse of ``perm_N``. Dropped assignments have the rows from M on.
+        perm_N: the assignment (token * K + choice) of each row. A plan from `kept_only` has only the M kept rows.
+        inverse_TK: the row of each assignment, the inverse of ``perm_N``. Dropped assignments have the rows from M on.
         kept_TK: whether each assignment is kept.
         count_E: number of rows of each expert.
-        end_E, num_kept: end of each expert's rows, int32, and the last end M, int64 [1]; None unless a CUDA kernel made
-            the plan. `offsets` computes missing ones.
+        end_E: end of each expert's rows, int32; None unless a CUDA kernel made the plan.
+        num_kept: M, int64 [1]; None unless a CUDA kernel made the plan.
     """
 
     perm_N: Tensor
@@ -63,35 +62,35 @@ class DispatchPlan:
 
     @cached_property
     def counts(self) -> list[int]:
-        """``count_E`` on the host: one device-to-host copy."""
+        """``count_E`` as a list on the host. The first use waits for the device."""
         return self.count_E.tolist()
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """``end_E`` and ``num_kept``, on the device."""
+        """``(end_E, num_kept)`` on the device, computed if they are None."""
         if self.end_E is not None and self.num_kept is not None:
             return self.end_E, self.num_kept
         end_E = self.count_E.cumsum(0)
         return end_E.int(), end_E[-1:]
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
-        """Apply `permute` with the indices of this plan."""
+        """Return the token of each row: [T, D] -> [M, D] (the function `fmoe.kernels.permute`)."""
         return permute(x_TD, self.perm_N, self.inverse_TK, num_rows)
 
     def combine(self, rows_MD: Tensor, weight_TK: Tensor) -> Tensor:
-        """Apply `combine` with the indices of this plan."""
+        """Return the weighted sum of each token's rows: [M, D] -> [T, D] (the function `fmoe.kernels.combine`)."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
 
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
-        """Return the weight of each row: [M]."""
+        """Return the combine weight of each row: [M]. ``num_rows`` is M."""
         return weight_TK.reshape(-1).index_select(0, self.perm_N[:num_rows])
 
     def kept_only(self, num_rows: int) -> "DispatchPlan":
-        """Return the plan without rows of dropped assignments, for a host that knows ``num_rows``, which is M."""
+        """Return the plan without the rows of dropped assignments. ``num_rows`` is M."""
         return replace(self, perm_N=self.perm_N[:num_rows])
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
-        """Return arguments with which a backend's `expert_ffn` takes tokens, and gathers and combines rows itself."""
+        """Return the arguments with which a backend's `expert_ffn` itself gathers tokens and combines outputs."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
 
@@ -101,12 +100,12 @@ class DispatchPlan:
     ) -> "DispatchPlan":
         """Return a plan of the same assignments in the order (chunk, expert, token).
 
-        Chunk c has the c-th part of each expert's rows.
+        Every expert's rows are split into C chunks of nearly equal size (`chunk_counts`).
 
         Args:
-            num_chunks: C; `chunk_counts` returns the number of an expert's rows in each chunk.
+            num_chunks: C.
             expert_order: ids of all experts in the order of their rows within a chunk; None for ascending ids.
-            last: experts that are in no chunk; their rows follow all chunks, in this order.
+            last: experts that are in no chunk. Their rows follow all chunks, in this order.
         """
         if num_chunks == 1 and expert_order is None and not last:
             return self
@@ -130,13 +129,13 @@ class DispatchPlan:
 
 
 def chunk_counts(count: int, num_chunks: int) -> list[int]:
-    """Return the number of an expert's ``count`` rows in each chunk of `DispatchPlan.arranged`."""
+    """Return the number of rows in each chunk if an expert has ``count`` rows (`DispatchPlan.arranged`)."""
     ends = [-(-count * c // num_chunks) for c in range(num_chunks + 1)]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return a row for every kept assignment, in the order of ``perm_N``: [M, D].
+    """Return the token of each kept assignment, in the order of ``perm_N``: [T, D] -> [M, D].
 
     Args:
         perm_N, inverse_TK: indices of a `DispatchPlan`.
@@ -148,12 +147,12 @@ def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> 
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return ``y_t = sum_k weight_tk * row of (t, k)`` over the kept assignments: [T, D] in the dtype of the rows.
+    """Return the sum of each token's rows times their weights, ``sum_k weight_tk * row of (t, k)``: [M, D] -> [T, D].
 
-    The sum is computed in the dtype of the rows, and at least in float32.
+    The result has the dtype of the rows. The sum is computed in that dtype, and at least in float32.
 
     Args:
-        inverse_TK: row of each assignment, from a `DispatchPlan`; assignments whose row is M or above are left out.
+        inverse_TK: row of each assignment, from a `DispatchPlan`. Assignments whose row is M or above are left out.
     """
     if backends.cuda_takes_rows(rows_MD, weight_TK):
         return cuda_rows.combine(rows_MD, weight_TK, inverse_TK)
@@ -161,10 +160,11 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` for a permutation; the backward pass gathers by ``inverse``.
+    """Return ``rows[index]`` for a permutation.
 
     Args:
-        dtype: dtype of the result; gradients have the dtype of ``rows``.
+        inverse: inverse permutation, for the backward pass.
+        dtype: dtype of the result. Gradients have the dtype of ``rows``.
     """
     if backends.cuda_takes_rows(rows, dtype=dtype):
         return cuda_rows.reorder(rows, index, inverse, dtype)
@@ -172,13 +172,12 @@ def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) ->
 
 
 def _inverted(perm_N: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
     index_N = torch.arange(len(perm_N), device=perm_N.device, dtype=torch.int64)
     return torch.empty_like(perm_N).scatter_(0, perm_N, index_N)
 
 
 def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` over assignments with a row; without weights, each weight is 1."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` over assignments with a row. Without weights, each weight is 1."""
     num_rows = rows_MD.shape[0]
     if 2 * num_rows < inverse_TK.numel() and rows_MD.device.type == "cpu":
         return _scatter_sum(rows_MD, weight_TK, inverse_TK)
@@ -186,9 +185,11 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` over the assignments in ``kept_TK``.
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` for each token: [M, D] -> [T, D].
 
-    Without ``kept_TK``, sum over all assignments. Without weights, each weight is 1.
+    Args:
+        weight_TK: weights; None for weights of 1.
+        kept_TK: assignments to sum over; None for all.
     """
     if rows_MD.shape[0] == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
@@ -222,11 +223,7 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
 
 
 def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
-    """Return whether to sum the rows in one pass, by ``embedding_bag``.
-
-    That function rounds sums of 16-bit rows at each step, has no fast kernel for float64, and scatters in the backward
-    pass.
-    """
+    """Return whether ``embedding_bag`` suits these rows. It rounds 16-bit sums at each step, and is slow in float64."""
     return (
         rows_MD.dtype == torch.float32
         and (weight_TK is None or weight_TK.dtype == torch.float32)
@@ -243,10 +240,7 @@ def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
 
 
 def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Compute `_gather_sum` of few rows over many assignments (expert choice), on the CPU only.
-
-    There ``index_add_`` adds rows one by one, in a fixed order.
-    """
+    """Compute `_gather_sum` on the CPU for few rows and many assignments. ``index_add_`` has a fixed order there."""
     perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
     num_tokens, top_k = inverse_TK.shape
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
@@ -306,21 +300,24 @@ class _Reorder(torch.autograd.Function):
 
 
 def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
-    """Return ``plan.combine(rows_MD, weight_TK)``, without saving the rows. The plan may be padded.
+    """Return ``plan.combine(rows_MD, weight_TK)``, without saving the rows for the backward pass.
 
-    The backward pass returns each row's gradient without its weight, and no gradient of the weights. Where the row was
-    computed, `weigh_gradient` multiplies its gradient by the weight, which was sent with the row, and computes the
-    weight's gradient: <output of the expert, gradient of the sum>. Neither backward pass is the derivative of its own
-    forward pass; the two together are the derivative of `combine`.
+    Use it only together with `weigh_gradient`: their two backward passes together are the derivative of `combine`. The
+    backward pass of this function returns the gradient of each row without its weight, and no gradient of the weights.
+    `weigh_gradient` runs where the row was computed. It multiplies the gradient by the weight, and computes the
+    weight's gradient.
+
+    Args:
+        plan: a `DispatchPlan` or a `fmoe.kernels.padded.PaddedPlan`.
     """
     return _CombineUnsaved.apply(rows_MD, weight_TK, plan)
 
 
 def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
-    """Return ``out_RD``; the backward pass multiplies the gradient by the weights, and computes the weights' gradient.
+    """Return ``out_RD``. The backward pass multiplies each row's gradient by the row's weight.
 
-    ``out_RD`` may come from any function, and is saved. Expert operations that take ``weight_R`` themselves do the
-    same without saving their outputs.
+    It also computes the gradient of each weight: the dot product of the row and its incoming gradient. See
+    `combine_unsaved`. ``out_RD`` is saved for the backward pass.
     """
     return _WeighGradient.apply(out_RD, weight_R)
 

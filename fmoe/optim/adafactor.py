@@ -10,12 +10,12 @@ from fmoe.runtime import ownership
 class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` in which each expert of a stacked weight has its own scale and its own clipped update.
 
-    torch factors the last two axes, which is right for a stack, but takes root mean squares of weight and update over
-    the whole tensor, so that an expert's step would depend on the other experts of its stack. Here each expert is
-    stepped separately. The state is ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n],
-    ``variance`` of a vector, and ``step``. Set weight decay by parameter group (`fmoe.optim.param_groups`).
+    torch's class takes root mean squares of weight and update over the whole tensor. An expert's step would then depend
+    on the other experts of its stack. Here each expert is stepped separately.
 
-    The arguments are the same as in torch's class.
+    The state is ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n], ``variance`` of a vector,
+    and ``step``. The arguments are the same as in torch's class. Set weight decay by parameter group
+    (`fmoe.optim.param_groups`).
     """
 
     def _init_group(self, group, params_with_grad, grads, row_vars, col_vars, variances, state_steps) -> bool:

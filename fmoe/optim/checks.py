@@ -13,7 +13,17 @@ def check(
     positive: Mapping[str, float] | None = None,
     **not_negative: float,
 ) -> None:
-    """Raise UserError for the first value that is NaN or outside its range."""
+    """Check arguments of an optimizer.
+
+    Args:
+        betas, momentum: must be in [0, 1).
+        max_trust: must be positive or None.
+        positive: values by name that must be positive.
+        not_negative: values by name that must be at least 0.
+
+    Raises:
+        UserError: a value is NaN or outside its range.
+    """
     for name, value in not_negative.items():
         if not float(value) >= 0:
             raise UserError(f"{name}={value} must be at least 0")

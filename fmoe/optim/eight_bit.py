@@ -21,8 +21,8 @@ class AdamW8bit(Optimizer):
     """AdamW with 8-bit moments: indices into a map of 256 values, and a float32 scale per 256 consecutive elements.
 
     A tensor has moments in its own dtype if it has fewer than 4,096 elements, or their number is not a multiple of 256.
-    If all parameters are on a CPU, the update runs eagerly; otherwise torchao compiles it. The state is ``step`` and
-    the moments ``exp_avg`` and ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
+    If all parameters are on a CPU, the update runs eagerly. Otherwise torchao compiles it. The state is ``step`` and
+    the moments ``exp_avg`` and ``exp_avg_sq``. 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
 
     Raises:
         MissingPackageError: torchao is not installed.
@@ -62,7 +62,7 @@ class AdamW8bit(Optimizer):
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
         """Return values as the moment ``exp_avg`` or ``exp_avg_sq`` of a parameter, quantized if the moment has 8 bits.
 
-        Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
+        Values that come from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
         with _float32_by_default():
             moment = self._torchao._new_buffer(parameter, name == "exp_avg")
@@ -74,7 +74,7 @@ class AdamW8bit(Optimizer):
 
 @contextlib.contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """Set the default dtype, in which torchao makes maps, scales and steps, to float32."""
+    """Set the default dtype to float32. torchao makes maps, scales and steps in it."""
     before = torch.get_default_dtype()
     if before == torch.float32:
         yield
@@ -91,12 +91,9 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Set scale and codes of each block that some scale represents exactly; leave the others.
-
-    The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to the map's lowest value
-    q < 0.
-    The scale is this magnitude divided by abs(q), up to two units in the last place.
-    """
+    """Set scale and codes of each block that some scale represents exactly; leave the others."""
+    # The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to the map's lowest value
+    # q < 0. The scale is this magnitude divided by abs(q), up to two units in the last place.
     largest_B = values_BS.abs().amax(1)
     order = moment.qmap.argsort()
     midpoints = (moment.qmap[order][1:] + moment.qmap[order][:-1]) / 2

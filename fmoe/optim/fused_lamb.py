@@ -1,4 +1,4 @@
-"""LAMB's step by the kernels of ``cuda/lamb.cu``, with a few launches for any number of tensors.
+"""Fused LAMB step on a GPU, with a few launches of the kernels in ``cuda/lamb.cu`` for any number of tensors.
 
 Shape letters: C chunks, O blocks (matrices, experts of a stack).
 """
@@ -57,7 +57,7 @@ class _Table:
 
 
 class FusedLamb:
-    """The fused steps of one optimizer. Its tables of addresses are rebuilt when a tensor has moved."""
+    """The fused steps of one optimizer."""
 
     def __init__(self):
         self._key: tuple = ()
@@ -75,8 +75,12 @@ class FusedLamb:
 
         Args:
             slots: slots whose tensors have gradients.
-            squares: float64 [2, O], output for the squares of norms, which ``reduce`` sums over ranks.
+            squares: float64 [2, O] for O blocks; output for the squares of norms.
             ratios: float32 [O], output for the trust ratios of stepped blocks.
+            reduce: function that sums ``squares`` over ranks, in place.
+
+        Raises:
+            RuntimeError: the kernels are not loaded for the device.
         """
         start, device = launch.launcher(squares.device), squares.device
         if start is None:
@@ -159,7 +163,7 @@ def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tens
 
 
 def _to(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table to a device; a copy to a GPU is asynchronous."""
+    # A copy from pinned memory is asynchronous.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 

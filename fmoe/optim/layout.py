@@ -1,4 +1,4 @@
-"""Layout of parameters: stacks of experts, matrices and vectors, and the parts of these that a rank steps."""
+"""Layout of parameters: stacks of experts, matrices and vectors, and the parts of them that a rank updates."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return `is_stacked` without refreshing marks, for use in loops after `fmoe.runtime.ownership.refresh`."""
+    """Return the same as `is_stacked`, if `fmoe.runtime.ownership.refresh` was called before. It is faster in loops."""
     return getattr(parameter, "is_stacked", False)
 
 
@@ -48,14 +48,16 @@ def param_groups(model: nn.Module, weight_decay: float, **options) -> list[dict]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A parameter as equal consecutive blocks of its row-major order, each a separate tensor to the optimizer.
+    """Division of a parameter into equal blocks, each of which the optimizer treats as a separate tensor.
+
+    The blocks follow each other in row-major order.
 
     Attributes:
         numel: elements of the parameter, which may itself be a tensor parallel slice.
         count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
-        groups: groups over whose ranks the blocks are divided; squares of norms are summed over each group in turn.
-            These are the data parallel group of a distributed optimizer (ZeRO-1) and the tensor parallel group of a
-            split weight, but no groups of replicas.
+        groups: process groups whose ranks hold parts of the blocks. These are the data parallel group of a distributed
+            optimizer (ZeRO-1) and the tensor parallel group of a split weight, but no groups of replicas. Squares of
+            norms are summed over each of them in turn.
     """
 
     numel: int
@@ -64,19 +66,19 @@ class Blocks:
 
     @classmethod
     def of(cls, parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] = ()) -> "Blocks":
-        """Return a stack of L experts as L blocks, any other matrix as one block, a vector as none."""
+        """Divide a stack of L experts into L blocks; any other matrix is one block, and a vector has none."""
         count = (parameter.shape[0] if is_stacked(parameter) else 1) if is_matrix(parameter) else 0
         return cls(parameter.numel(), count, tuple(g for g in groups if g.size() > 1) if count else ())
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of an optimizer, and the tensors in its groups, which may be parts of parameters.
+    """The parameters of an optimizer, and the tensors in its parameter groups, which may be parts of parameters.
 
     Attributes:
-        parameters: all parameters, including those without elements on this rank; the list is equal on all ranks of
-            their groups.
-        parts: (index of the parameter, offset in the flattened parameter) of each tensor that is stepped.
+        parameters: all parameters, including those without elements on this rank. The list is equal on all ranks of
+            the process groups in it.
+        parts: (index of the parameter, offset in the flattened parameter) of each tensor in the parameter groups.
     """
 
     parameters: Sequence[Blocks]
@@ -93,7 +95,7 @@ class Part:
     """A piece of a tensor: one or more whole blocks, or a slice of one block.
 
     Attributes:
-        index: slice of the tensor's first axis: experts of a stack, elements of a flat shard; None for all of it.
+        index: slice of the tensor's first axis (experts of a stack, or elements of a flat shard); None for all of it.
         count: number of blocks; 0 for a vector.
         block: index of the first block among the blocks of all parameters.
         length: elements per block, if several blocks are flattened; else None.
@@ -113,8 +115,8 @@ class Part:
 def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_numel: int) -> Iterator[Part]:
     """Yield the pieces of a tensor that holds elements [start, start + numel) of a parameter.
 
-    The elements may begin and end within a block: then the end of a block, whole blocks, and the start of another block
-    are separate pieces. A piece of several whole blocks has at most ``max_numel`` elements.
+    The elements may begin and end within a block. The end of a block, whole blocks, and the start of another block are
+    then separate pieces. A piece of several whole blocks has at most ``max_numel`` elements.
 
     Raises:
         UserError: the range exceeds the parameter; the parameter does not divide into equal blocks.

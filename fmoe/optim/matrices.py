@@ -1,4 +1,4 @@
-"""The hidden matrices of a model, and how a fused or stacked weight divides into them.
+"""Hidden matrices of a model, and the division of fused and stacked weights into matrices.
 
 Shape letters: B blocks (experts of a stack), M rows, N columns.
 """
@@ -24,9 +24,9 @@ class Matrices:
     """The matrices of a parameter [M, N], or of a stack of experts [B, M, N].
 
     Attributes:
-        blocks, rows, columns: B, M and N, of this rank's slice under tensor parallelism.
-        sections: rows of each matrix of a fused weight, such as gate and value, or query, key and value. With several
-            groups of heads, the pattern repeats down the rows. A single entry for an unfused weight.
+        blocks, rows, columns: B, M and N; with tensor parallelism, those of this rank's slice.
+        sections: number of rows of each matrix of a fused weight, such as gate and value, or query, key and value. With
+            several groups of heads, the pattern repeats down the rows. A single entry for an unfused weight.
         axis: axis along which every matrix is split over the ranks of ``group``: 0 for rows, 1 for columns.
         group: tensor parallel group; None if this rank has whole matrices.
 
@@ -88,7 +88,7 @@ class Matrices:
         return torch.cat(repeated, 2).flatten(1, 2)
 
     def whole(self, x_BMN: Tensor) -> list[Tensor]:
-        """Gather the weight over the ranks of the group, and return its matrices as `cut` does. Collective."""
+        """Gather the weight over ``group``, and return its matrices as `cut` does. All ranks must make this call."""
         if self.group is None:
             return self.cut(x_BMN)
         slices = [torch.empty_like(x_BMN) for _ in range(self.group.size())]
@@ -117,8 +117,8 @@ class Matrices:
 def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[Tensor, Matrices]:
     """Return the trained hidden matrices of a model, found through the modules that own them.
 
-    Hidden matrices are the parameters with two axes and the stacks of matrices, except those of embeddings (also where
-    they are tied to other modules), of gates, of the gate of a shared expert's output, and of ``others``. Gated
+    Hidden matrices are the parameters with two axes and the stacks of matrices. Excluded are those of embeddings (even
+    if other modules share them), of gates, of the gate of a shared expert's output, and of ``others``. Gated
     `FFNExperts` have two matrices per expert in ``weight_in``.
 
     Args:

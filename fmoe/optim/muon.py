@@ -29,11 +29,11 @@ Scale = Literal["rms", "original"]
 
 @dataclass(frozen=True)
 class Shards:
-    """The tensors that an optimizer steps, as ranges of parameters.
+    """The tensors in an optimizer's parameter groups, as ranges of parameters.
 
     Attributes:
-        parts: (parameter, offset in the flattened parameter) of each stepped tensor.
-        parameters: all parameters, even if this rank steps no part of them; in the same order on all ranks.
+        parts: (parameter, offset in the flattened parameter) of each of these tensors.
+        parameters: all parameters, even if this rank has no part of them; in the same order on all ranks.
         group: data parallel group over whose ranks parameters are divided (ZeRO-1); None if every tensor is whole.
     """
 
@@ -64,8 +64,6 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The order in which an optimizer steps its matrices."""
-
     hidden: frozenset[Tensor]  # the tensors that have matrices, or parts of them
     chunks: list[list[_Piece]]  # whole blocks of one kind, or one part of a block
     parts: list[_Piece]  # pieces whose block has parts on other ranks, in the order of their keys
@@ -94,7 +92,7 @@ class Muon(Optimizer):
             4); "original" for sqrt(max(1, M / N)).
         betas, eps: options of AdamW.
         matrices: the hidden matrices, from `hidden_matrices`. None takes every matrix and every stack of expert
-            matrices, and does not divide fused weights; do not use None with embeddings, output layers or gates.
+            matrices, and does not divide fused weights. Do not use None with embeddings, output layers or gates.
 
     Raises:
         UserError: a number is out of range, or ``scale`` is unknown.
@@ -127,7 +125,7 @@ class Muon(Optimizer):
     _plan_now: _Plan | None
 
     def set_shards(self, matrices: Mapping[Tensor, Matrices], shards: Shards) -> None:
-        """Set which parameters hold hidden matrices, and the range of a parameter that each stepped tensor holds.
+        """Set which parameters hold hidden matrices, and which range of a parameter each optimized tensor holds.
 
         From then on, all ranks of the process groups in ``matrices`` and ``shards`` must take the same steps.
         """
@@ -157,7 +155,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Collective over the groups of shards and matrices."""
+        """Take one step, together with all ranks of the groups of shards and matrices."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -275,7 +273,7 @@ class Muon(Optimizer):
         return (tensor, 0) if self._shards is None else self._shards.parts[tensor]
 
     def _plan(self) -> _Plan:
-        """Return the plan of a step. Collective over the group of the shards."""
+        """Return the plan of a step. All ranks of the shards' group must make this call."""
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         if any(hasattr(tensor, "placements") for tensor in tensors):
             raise UserError("Muon does not support DTensors, whose shards it would orthogonalize: use AdamW with FSDP")
@@ -319,7 +317,7 @@ class Muon(Optimizer):
         )
 
     def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[int]]]:
-        """Return the range of each parameter that each rank of the shards' group steps."""
+        """Return for each rank of the shards' group the range of each parameter that it steps."""
         if self._shards is None or self._shards.group is None or not numbers:
             return []
         held = [[0, 0] for _ in numbers]

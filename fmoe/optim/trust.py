@@ -51,10 +51,10 @@ class Plan:
 
 
 class TrustOptimizer(Optimizer):
-    """Base class that scales the update of each block by a trust ratio; subclasses compute update and ratio.
+    """Base class that scales the update of each block by a trust ratio. Subclasses compute update and ratio.
 
-    Torch's multi-tensor operations step many tensors at once. 16-bit parameters have float32 state and
-    are rounded once per step.
+    A block is a matrix or an expert of a stack (`fmoe.optim.Blocks`). 16-bit parameters have float32 state, and are
+    rounded once per step.
     """
 
     state_names: tuple[str, ...] = ()
@@ -68,15 +68,15 @@ class TrustOptimizer(Optimizer):
     def set_layout(self, layout: Layout | None) -> None:
         """Set the layout of the tensors in the parameter groups; None if each is a whole parameter.
 
-        From then on all ranks of the layout's groups must take the same steps.
+        From then on, all ranks of the process groups in the layout must take the same steps.
         """
         self._layout, self._plan_now = layout, None
 
     def trust_ratios(self) -> list[Tensor]:
         """Return the trust ratios of the last step: a tensor [blocks] per parameter of the layout. Vectors have none.
 
-        They are float32, or float64 if a parameter is, on the device of the parameters. A block that this rank never
-        stepped has NaN: the rank holds no slice of it, or it had no gradient yet.
+        They are float32, or float64 if a parameter is, on the device of the parameters. The ratio is NaN for a block
+        that this rank never stepped, because it holds no slice of the block or because there was no gradient yet.
         """
         plan = self._plan()
         return [plan.ratios[begin:end].clone() for begin, end in plan.spans]
@@ -96,7 +96,7 @@ class TrustOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Collective over the groups of the layout, with at most one reduction per group."""
+        """Take one step, together with all ranks of the process groups in the layout."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

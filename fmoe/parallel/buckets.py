@@ -1,4 +1,4 @@
-"""Buckets of gradients for collectives."""
+"""Buckets of gradients: tensors that share one collective."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,10 +28,10 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
 
 
 class Reduction:
-    """Asynchronous sum of gradients over a group; missing gradients become zeros.
+    """Asynchronous sum of gradients over a group. Missing gradients become zeros.
 
-    Every rank of the group constructs it for the same parameters, in the same order, even if an expert got no token on
-    that rank.
+    Construct it on every rank of the group, for the same parameters in the same order. An expert without tokens on a
+    rank is no exception.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):
@@ -49,7 +49,7 @@ class Reduction:
 
     @torch.no_grad()
     def finish(self, divisor: int) -> None:
-        """Wait, and write the sum divided by ``divisor`` into the gradients."""
+        """Wait for the sum, divide it by ``divisor``, and write it into the gradients."""
         if self._work is not None:
             self._work.wait()
         if divisor != 1:

@@ -18,12 +18,13 @@ from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's wrapper for dense parameters, which also reduces expert gradients over the ranks with the same experts.
+    """torch's DistributedDataParallel, which also reduces expert gradients over the ranks with the same experts.
 
-    Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. After the backward pass all gradients,
-    including expert gradients, are averaged over the data parallel ranks. An expert without tokens has a gradient of
-    zeros, so that all ranks take part in its reduction. Communication hooks (fp16, bf16, PowerSGD, post-localSGD) apply
-    to dense gradients only; gradients of experts are summed in their own dtype.
+    After the backward pass all gradients, including expert gradients, are averaged over the data parallel ranks. An
+    expert without tokens gets a gradient of zeros.
+
+    Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. Communication hooks (fp16, bf16,
+    PowerSGD, post-localSGD) apply to dense gradients only. Expert gradients are summed in their own dtype.
 
     Args:
         module: model whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the first data
@@ -50,6 +51,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise UserError(
                 "no dense parameter requires gradients: use fmoe.parallel.average_gradients after the backward pass"
             )
+        # torch's wrapper would overwrite these buffers with rank 0's values before every forward pass.
         buffers = dict(_buffers_of_a_rank(layers))
         ignored = {*experts, *buffers, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         self._set_params_and_buffers_to_ignore_for_model(module, ignored)
@@ -134,9 +136,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class DenseAverager:
-    """Wrapper of torch's ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` that skips experts.
+    """Wrapper of torch's ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` that leaves experts out.
 
-    Without it torch would average different experts with each other. Use it for ``PostLocalSGDOptimizer``, with
+    Without it, torch would average different experts with each other. Pass it to ``PostLocalSGDOptimizer``, and use
     ``post_localSGD_hook`` on `DistributedDataParallel`. Replicas of an expert stay equal, because their gradients are
     reduced in every step.
     """
@@ -154,7 +156,11 @@ class DenseAverager:
         self.averager.step = value
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Average the dense parameters of a model or of an optimizer's groups, if the averager's step requires it."""
+        """Average the dense parameters, in those steps in which the wrapped averager does so.
+
+        Args:
+            params: parameters of a model, or parameter groups of an optimizer.
+        """
         flat = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
         ownership.refresh()
         self.averager.average_parameters(p for p in flat if not has_mark(p))
@@ -167,11 +173,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield names and values of buffers that differ between ranks: those of experts, and other non-persistent ones.
-
-    The latter are not broadcast; None is yielded as their value. torch's wrapper would overwrite all of these buffers
-    with rank 0's values before every forward pass.
-    """
+    """Yield the buffers that differ between ranks, by name. Only buffers of experts have their value, others None."""
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""
         for module_name, module in layer.named_modules():

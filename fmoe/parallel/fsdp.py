@@ -16,12 +16,14 @@ from fmoe.runtime import ownership
 
 
 def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn.Module:
-    """Apply `torch.distributed.fsdp.fully_shard` in place.
+    """Apply `torch.distributed.fsdp.fully_shard` to a model with experts, in place.
 
-    The experts of every `MoE` layer are sharded over the ranks that hold the same ones, all other parameters over all
-    data parallel ranks. After the backward pass all gradients, experts included, are averaged over the data parallel
-    ranks. As with torch's function, call it first for each block and last for the whole model: parameters are then
-    gathered block by block.
+    The experts of every `MoE` layer are sharded over the ranks that hold the same experts. All other parameters are
+    sharded over all data parallel ranks. After the backward pass all gradients, including expert gradients, are
+    averaged over the data parallel ranks.
+
+    As with torch's function, call it first for each block and last for the whole model. Parameters are then gathered
+    block by block.
 
     Args:
         module: model or block whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the
@@ -71,9 +73,10 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without reducing them in this context, with any wrapper of the model or none.
+    """Accumulate gradients in this context without reducing them.
 
-    Use it for all micro batches of a step but the last.
+    Use it for all micro batches of a step but the last. It supports FSDP2 and every wrapper with a method ``no_sync``.
+    For other models it does nothing.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -97,7 +100,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a function that shards the second dimension if ``ranks`` divides its size, but not that of the first."""
+    """Return a function that shards the second dimension if ``ranks`` divides its size, but not the first one's."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

@@ -1,9 +1,9 @@
 """Gradients of a model with expert parallelism: their mean, norm and clipping.
 
-Dense parameters are replicated on all ranks of the data parallel group. An expert is replicated only on the ranks of
-its expert data parallel group (one rank, if expert parallelism spans the data parallel group). Its gradient on each of
-them already sums over the tokens of all EP ranks. Its mean over the data parallel group is therefore the sum over the
-expert data parallel group, divided by the size of the data parallel group.
+Dense parameters are replicated on all data parallel ranks. An expert is replicated only on the ranks of its expert data
+parallel group, which may be a single rank. On each of these ranks, the expert's gradient already sums over the tokens
+of all EP ranks. The mean is therefore the sum over the expert data parallel group, divided by the number of data
+parallel ranks.
 """
 
 from collections.abc import Iterable
@@ -20,14 +20,17 @@ from fmoe.runtime import collectives, ownership
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether the parameter belongs to an expert; only ranks that hold the expert then reduce its gradient."""
+    """Return whether the parameter belongs to an expert.
+
+    Only ranks that hold the expert reduce its gradient.
+    """
     if not has_mark(parameter):
         ownership.refresh()
     return has_mark(parameter)
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return `is_expert` without refreshing marks, for use in loops after `fmoe.runtime.ownership.refresh`."""
+    """Return `is_expert` without refreshing marks. Call `fmoe.runtime.ownership.refresh` once before."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -42,12 +45,12 @@ def average_gradients(
 
     Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
     gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros if other ranks
-    hold the expert, because they may have one.
+    hold the expert too.
 
     Args:
         group: the data parallel group.
         expert_data_group: ranks that hold the same experts; None if every expert is on one rank.
-        groups: both groups, from `fmoe.parallel.init`.
+        groups: groups of `fmoe.parallel.init`, instead of the other two arguments.
 
     Raises:
         UserError: neither ``group`` nor ``groups`` is given.
@@ -77,7 +80,7 @@ def grad_norm(
     *,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, in which each parameter counts once.
+    """Return the 2-norm of the gradients of the whole model. Replicas of a parameter count once.
 
     Call it on every rank, with the parameters in the same order, after gradients are reduced. Squares of DTensors
     (`fmoe.parallel.fully_shard`) are summed over the ranks that hold their shards.
@@ -127,9 +130,9 @@ def clip_grad_norm_(
     groups: ParallelGroups | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that `grad_norm` is at most ``max_norm``; return the norm before scaling.
+    """Scale all gradients so that `grad_norm` is at most ``max_norm``, and return the norm before scaling.
 
-    Gradients do not change on any rank if the norm is not finite: check the result, and skip the step.
+    If the norm is not finite, gradients do not change on any rank: check the result, and skip the step.
 
     Args:
         moe_group, groups: as in `grad_norm`.

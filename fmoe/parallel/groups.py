@@ -21,12 +21,12 @@ _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The data parallel ranks as a mesh of (dp, ep), in which the ranks of each row together hold all experts once.
+    """The data parallel ranks as a mesh (dp, ep). The ranks of each row together hold all experts once.
 
     Use `init` or `from_mesh` to make one.
 
     Attributes:
-        mesh: mesh of both dimensions. In groups from `init`, rank = dp index * ep + ep index: ranks that exchange
+        mesh: mesh of both dimensions. In groups from `init`, rank = dp index * ep + ep index, so ranks that exchange
             tokens are adjacent.
         data_mesh: the same ranks as one dimension, for dense parameters.
         ep_name, dp_name: names of the dimensions of ``mesh``.
@@ -42,6 +42,10 @@ class ParallelGroups:
         """Make groups from two dimensions of a mesh, which may have further dimensions (tensor, pipeline).
 
         Call it on every rank of the mesh.
+
+        Args:
+            ep: name of the expert parallel dimension.
+            dp: name of the other dimension, along which ranks hold the same experts.
 
         Raises:
             UserError: the mesh has no dimension of that name; both names are equal.
@@ -59,7 +63,7 @@ class ParallelGroups:
 
     @property
     def moe_group(self) -> dist.ProcessGroup:
-        """The expert parallel group, for ``moe_group`` of `MoE.build`."""
+        """The expert parallel group, over which experts are split; for ``moe_group`` of `MoE.build`."""
         return self.mesh.get_group(self.ep_name)
 
     @property
@@ -100,10 +104,10 @@ def init(
     device_type: str | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> ParallelGroups:
-    """Make the groups of a job whose processes are all data parallel; start torch.distributed if it is not running.
+    """Make the groups of a job whose processes are all data parallel.
 
-    Call it in every process. It reads torchrun's environment; without one the job is a single process, so that the same
-    script runs with and without torchrun.
+    Call it in every process. It starts torch.distributed if it is not running, from torchrun's environment. Without
+    torchrun the job is a single process, so that the same script runs with and without it.
 
     Args:
         ep: number of ranks over which experts are split; these ranks are adjacent, to share a machine if possible.
@@ -113,7 +117,8 @@ def init(
         timeout: timeout of torch.distributed, if it is started here.
 
     Raises:
-        UserError: an argument is invalid or does not fit the number of processes; torchrun's environment is incomplete.
+        UserError: an argument is invalid or does not fit the number of processes; torchrun's environment is
+            incomplete.
     """
     for key, value in (("ep", ep), ("dp", dp)):
         if value is not None and (not isinstance(value, int) or value < 1):

@@ -1,15 +1,15 @@
-"""Adapters of PEFT: modules that replace a gate or experts, and contain them."""
+"""Adapters of PEFT: modules that take the place of a gate or of experts, and contain them."""
 
 import sys
 from typing import Any
 
 
 def adapted(module: Any) -> Any:
-    """Return the gate or the experts inside PEFT's adapters; ``module`` itself if it is not an adapter.
+    """Return the gate or the experts inside PEFT's adapters, or ``module`` itself if it is not an adapter.
 
-    Read attributes and classes of a gate or experts from the result, but call ``module``, which applies the adapter.
-    LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy for each
-    adapter: the copy of the first active adapter is returned, or the original if none is active.
+    Read attributes and classes from the result, but call ``module``, which applies the adapter. With LoRA
+    (``target_parameters``), the result is the base layer. With ``modules_to_save``, it is the copy of the first active
+    adapter, or the original if none is active.
     """
     if (layers := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nothing is adapted before PEFT is imported
         return module

@@ -1,12 +1,11 @@
 """Collectives of torch.distributed that cannot abort the process while it exits.
 
-gloo's threads hold the ``Work`` object of a collective until some time after the collective is complete. The thread
-that releases it last frees its tensors and captured thread state, for which it needs the interpreter's lock. If it
-waits for that lock while the interpreter finalizes, it is terminated inside a destructor, and the process aborts.
+gloo's threads may hold a collective (its ``Work``) for some time after it is complete. The last thread to release it
+frees its tensors, for which it needs the interpreter's lock. If the interpreter finalizes meanwhile, it ends the thread
+inside a destructor, and the process aborts.
 
-So at exit, before the interpreter finalizes, `_settle` waits until threads have released the ``Work`` of every
-completed collective that was started here, and keeps permanent references to the ``Work`` of unfinished ones.
-`_keep` keeps permanent references to the tensors of all other collectives.
+At exit, before that can happen, this module waits until threads have released every completed collective that `start`
+started. It keeps permanent references to unfinished ones, and to the tensors of all other collectives.
 """
 
 import atexit
@@ -57,7 +56,7 @@ class Started:
                 _settle()
 
     def is_released(self) -> bool:
-        """Return whether the collective is complete and every thread has released its work."""
+        """Return whether the collective is complete and every thread has released its ``Work``."""
         if self._aliases and self._work is not None and self._work.is_completed():
             self._work = None
         return self._work is None and all(alias() is None for alias in self._aliases)
@@ -68,13 +67,10 @@ _has_started = _is_exiting = False
 
 
 def start(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> Started:
-    """Start ``collective(*arguments, async_op=True, **options)``, a function of `torch.distributed`.
-
-    Tensor arguments, also in lists, are passed as aliases that only the work references: once these are freed, the work
-    has been released.
-    """
+    """Start ``collective(*arguments, async_op=True, **options)``, a function of `torch.distributed`."""
     global _has_started
     _started.difference_update([one for one in tuple(_started) if one.is_released()])
+    # Only the work references the aliases of its tensors: once they are freed, every thread has released it.
     aliases: list[Tensor] = []
     work = collective(*[_aliased(argument, aliases) for argument in arguments], async_op=True, **options)
     if work is None or not all(alias.device.type == "cpu" for alias in aliases):
@@ -113,11 +109,7 @@ def _settle() -> None:
 
 
 def _keep() -> None:
-    """Keep every CPU tensor that C++ code references, and every CPU storage, permanently.
-
-    When C++ code drops the last reference to a tensor, its Python object is freed, which needs the interpreter's lock.
-    One more reference, which is never dropped, prevents that.
-    """
+    """Keep CPU tensors permanently: if C++ code dropped the last reference, it would need the interpreter's lock."""
     objects, held = gc.get_objects(), []
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
     for one in [one for one in objects if type(one) in kinds]:

@@ -1,9 +1,9 @@
 """Marks that modules set on the parameters they own.
 
-Optimizers, Megatron and gradient reductions see parameters without their modules, so a module marks its parameters
-(``allreduce``, ``is_stacked``, ``dp_comm``) by attributes of the tensors. A parameter that replaced another (by
-``load_state_dict(assign=True)``, ``module._parameters`` or a parametrization) lacks the marks. Call `refresh` before
-reading a mark.
+Optimizers, Megatron and gradient reductions see parameters without their modules. A module therefore marks its
+parameters by attributes of the tensors: ``allreduce``, ``is_stacked``, ``dp_comm``. A parameter that replaced another
+lacks the marks, for example after ``load_state_dict(assign=True)`` or a parametrization. Call `refresh` before reading
+a mark.
 """
 
 import weakref
@@ -15,11 +15,11 @@ _owners: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules with a method `_m
 
 
 def enrol(module: nn.Module) -> None:
-    """Have `refresh` call the module's ``_mark_parameters``."""
+    """Register a module: `refresh` then calls its ``_mark_parameters``."""
     _owners.add(module)
 
 
 def refresh() -> None:
-    """Mark the present parameters of all enrolled modules."""
+    """Mark the present parameters of all registered modules."""
     for module in list(_owners):
         module._mark_parameters()

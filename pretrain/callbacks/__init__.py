@@ -1,4 +1,7 @@
-"""Callbacks of the trainer. The loop calls them in order; each has its own state. `register_callback` adds one."""
+"""Callbacks of the trainer. The training loop calls them in order, and each has its own state.
+
+`register_callback` adds a callback.
+"""
 
 from pretrain.callbacks.base import Callback, build_callbacks, register_callback
 from pretrain.callbacks.checkpointing import Checkpointing

@@ -35,11 +35,12 @@ class Loop(Protocol):
 
 
 class Callback:
-    """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate, except in
-    `on_end` after an error.
+    """Base class whose hooks do nothing.
+
+    Every rank runs the hooks in the same order, so they may communicate, except in `on_end` after an error.
 
     Attributes:
-        registered: the callback's name in ``run.callbacks``; empty for the trainer's own ones.
+        registered: the callback's name in ``run.callbacks``; empty for the trainer's own callbacks.
     """
 
     registered = ""
@@ -50,18 +51,21 @@ class Callback:
         return f"run.callbacks.{self.registered}" if self.registered else type(self).__name__
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
-        """Run before the first step of this process; ``trainer.step`` steps are completed. May add metrics, which are
-        logged at that step."""
+        """Run before the first step of this process; ``trainer.step`` steps are completed.
+
+        May add metrics, which are logged at that step.
+        """
 
     def before_step(self, trainer: Loop) -> None:
         """Run before every step; ``trainer.step`` steps are completed."""
 
     def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
-        """Run within a step, before the model changes; ``trainer.step`` does not count the step yet. Not called if an
-        earlier callback or an fp16 overflow skips the step.
+        """Run within a step, before the model changes; ``trainer.step`` does not count the step yet.
+
+        Not called if an earlier callback skips the step, or for an fp16 overflow that a lower loss scale may cure.
 
         Args:
-            loss, grad_norm: bitwise equal on every rank; not finite if the value of any rank is not finite.
+            loss, grad_norm: bitwise equal on every rank. A value is not finite if it is not finite on any rank.
 
         Returns:
             Reason to skip the step, or None. Must be the same on every rank.
@@ -71,15 +75,17 @@ class Callback:
         """Run after a step, which ``trainer.step`` counts. May add metrics, which later callbacks see."""
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        """Run when the run ends, also with an error; called for every callback whose `on_start` was called."""
+        """Run when the run ends, also with an error. Called for every callback whose `on_start` was called."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's state for checkpoints, in types of `pretrain.checkpoint.codec`; the same on all ranks.
-        An empty dictionary is not saved."""
+        """Return the callback's state for checkpoints, the same on all ranks, in types of `pretrain.checkpoint.codec`.
+
+        An empty dictionary is not saved.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; not called for a checkpoint without this callback's state."""
+        """Restore the state that `state_dict` returned. Not called for a checkpoint without this callback's state."""
 
 
 CALLBACKS: dict[str, Callable[..., Callback]] = {}
@@ -90,8 +96,8 @@ def register_callback(name: str, factory: Callable[..., Callback]) -> None:
     """Register a callback under a new name, for ``run.callbacks`` of a recipe.
 
     Args:
-        factory: a class, or a function that returns the callback; called with the recipe, and the options in
-            ``run.callback_options.NAME`` as keywords, once in every process that checks or runs the recipe.
+        factory: a class, or a function that returns the callback. It is called with the recipe, and with the options in
+            ``run.callback_options.NAME`` as keywords, in every process that checks or runs the recipe.
 
     Raises:
         UserError: the name is empty or belongs to another callback.
@@ -100,11 +106,11 @@ def register_callback(name: str, factory: Callable[..., Callback]) -> None:
 
 
 def build_callbacks(recipe: Recipe) -> list[Callback]:
-    """Return the callbacks of ``run.callbacks``, in their order.
+    """Build the callbacks of ``run.callbacks``, in their order.
 
     Raises:
-        UserError: a callback is unknown, listed twice, fails with its options or is no ``Callback``; or options are set
-            for one that is not listed.
+        UserError: a callback is unknown, listed twice, fails with its options or is not a ``Callback``; or options are
+            set for a callback that is not listed.
     """
     names, options = recipe.run.callbacks, recipe.run.callback_options
     for name in options:

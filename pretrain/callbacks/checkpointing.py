@@ -13,9 +13,9 @@ from pretrain.engine import state
 
 
 class Checkpointing(Callback):
-    """Write a checkpoint every ``config.every`` steps and after the last step of this process; remove old ones.
+    """Write a checkpoint every ``config.every`` steps and after the last step of this process; remove old checkpoints.
 
-    If ``config.asynchronous``, the step waits only for a copy of the state on the host, which a thread writes during
+    If ``config.asynchronous``, the step waits only for a copy of the state to the host. A thread writes the copy during
     the next steps. Only one checkpoint is written at a time: a save waits for the previous one. Every rank raises the
     thread's errors after the same step. The run ends when its last checkpoint is on disk.
 

@@ -12,12 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class CollapseWarning(Callback):
-    """Check each layer's expert load and router entropy over windows of ``guard.collapse_window`` steps.
+    """Warn when a layer's router collapses, judged over windows of ``guard.collapse_window`` steps.
 
-    A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
-    the window, exceeds its limit; or when its router is uniform: its mean entropy is within ``guard.collapse_uniform``
-    nats of the maximum, the logarithm of the number of experts. Adds the metric ``guard/collapsed_layers`` at the end
-    of a window. Warns when a layer collapses, and does not repeat the warning until the layer has recovered.
+    A layer has collapsed if any of these holds:
+
+    * The coefficient of variation of its expert load exceeds ``guard.collapse_cv``.
+    * Its share of experts without a token in the window exceeds ``guard.collapse_dead``.
+    * Its router is uniform: its mean entropy is less than ``guard.collapse_uniform`` nats below the maximum, the
+      logarithm of the number of experts.
+
+    Adds the metric ``guard/collapsed_layers`` at the end of a window. The warning is not repeated until the layer has
+    recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):

@@ -12,8 +12,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class Stopping(Callback):
     """Stop all ranks after the same step, with a checkpoint, when any rank gets SIGTERM, SIGUSR1 or a first SIGINT.
 
-    The handler sets a flag that is reduced with the loss (`pretrain.engine.Engine.train_step`); a signal after that
-    reduction stops the run one step later. A second SIGINT interrupts at once.
+    The ranks agree when they reduce the loss of a step. A signal after this reduction stops the run one step later. A
+    second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,8 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 class Validation(Callback):
     """Add the metric ``val/loss`` before the first step, every ``every`` steps, and after the last step.
 
-    A signal that stops the run skips the validation, because the run may have only seconds left."""
+    A signal that stops the run skips the validation, because the run may have only seconds left.
+    """
 
     def __init__(self, every: int, sequences: int):
         self.every, self.sequences = every, sequences

@@ -18,8 +18,8 @@ _GRACE = 60.0  # upper bound on the seconds that a rank waits for the other rank
 class Watchdog(Callback):
     """After ``seconds`` without progress, write the stacks of all threads to ``folder/rank-N.txt`` and end the process.
 
-    Progress is the beginning of a step or of a micro batch, in validation too. Callbacks that run before this one are
-    watched, and so is the validation before the first step. Later callbacks, such as saving, may take any time.
+    Progress is the beginning of a step or of a micro batch, in validation too. The watch covers callbacks that run
+    before this one, and the validation before the first step. Later callbacks, such as saving, may take any time.
 
     Each rank has its own timer thread. The thread needs the interpreter lock, so it does not run during a native call
     that holds the lock.
@@ -37,7 +37,8 @@ class Watchdog(Callback):
         self._thread: threading.Thread | None = None
 
     def start(self, trainer: Loop) -> None:
-        """Watch from the first micro batch on. Call it before the trainer runs, and `stop` in any case afterwards."""
+        """Watch from the first micro batch on. Call it before the trainer runs, and call `stop` afterwards in any
+        case."""
         self._trainer = trainer
         trainer.engine.on_progress = self._progress
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

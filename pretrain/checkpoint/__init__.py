@@ -1,8 +1,10 @@
 """Crash-safe checkpoints, which load at any parallel split because tensors have global names. Independent of Megatron.
 
-A checkpoint is a folder ``step-NNNNNNNN`` of safetensors shards, JSON states and a manifest with the digest of every
-file and the location of every piece. `save` writes one, `open_checkpoint` reads it. `collect` and `write` are the two
-halves of `save`; `background` runs the second in a thread during training.
+A checkpoint is a folder ``step-NNNNNNNN`` of safetensors shards, JSON states and a manifest. The manifest has the
+digest of every file and the location of every piece of a tensor.
+
+`save` writes a checkpoint, `open_checkpoint` reads it. `save` is `collect` followed by `write`. `background` runs
+`write` in a thread during training.
 """
 
 from pretrain.checkpoint.files import SaveError

@@ -1,4 +1,4 @@
-"""Checkpoint writing in the background: a thread, and process groups that nothing else uses."""
+"""Checkpoint writing in the background: a thread on every rank, and process groups that nothing else uses."""
 
 import logging
 import threading
@@ -14,16 +14,17 @@ Work = Callable[[dist.ProcessGroup | None], object]
 
 
 class BackgroundWriter:
-    """Thread that runs one task at a time, the same on every rank; a task's error is raised on all ranks at once.
+    """Thread that runs one task at a time, the same task on every rank.
 
-    A task's threads may end at different steps on different ranks. `poll` reports the end only when all have ended, so
-    that an error surfaces, and the next task begins, at the same step everywhere.
+    The threads may end at different training steps on different ranks. `poll` reports the end only when all have ended.
+    An error is therefore raised, and the next task begins, at the same step on every rank.
 
-    The constructor, `start`, `poll` and `wait` are collective. With several ranks, there are two gloo groups: one for
-    the thread, one to agree on whether the threads have ended. With one rank, ``work`` gets None instead of a group.
+    The constructor, `start`, `poll` and `wait` are collective. With one rank, a task gets None instead of a process
+    group.
     """
 
     def __init__(self) -> None:
+        # Two groups: one for the thread, one to agree on whether the threads have ended.
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group, votes = (None if is_alone else dist.new_group(backend="gloo") for _ in range(2))
         self._votes = Ranks(votes)
@@ -36,14 +37,14 @@ class BackgroundWriter:
         return self._thread is not None
 
     def start(self, work: Work) -> None:
-        """Wait for earlier work and raise its error, if any; then call ``work(group)`` in a thread."""
+        """Wait for earlier work and raise its error, if any. Then call ``work(group)`` in a thread."""
         self.wait()
         # A daemon thread: a rank that fails with another error must not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """If the work has ended on every rank, clear it and raise its error, if any; cheap when there is no work."""
+        """If the work has ended on every rank, clear it and raise its error, if any. Cheap when there is no work."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 

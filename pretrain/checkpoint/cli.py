@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes come from a model on the meta device, which needs the CPU runtime
     from pretrain.interchange.transfer import import_tensors  # imports megatron-core
 
     done = import_tensors(arguments.path, arguments.out, recipe=arguments.recipe)

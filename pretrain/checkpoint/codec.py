@@ -21,8 +21,8 @@ def dumps(value: Any, name: str) -> bytes:
         name: name of the value in errors.
 
     Raises:
-        TypeError: a value of another type, a tensor of a dtype not in ``CODES``, or a key that is no string or begins
-            with ``$``; the message has its path, such as ``state.optimizer.lr``.
+        TypeError: a value has another type, a tensor has a dtype not in ``CODES``, or a key is not a string or begins
+            with ``$``. The message has the path of the value, such as ``state.optimizer.lr``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()
 

@@ -16,7 +16,8 @@ CHUNK = 16 << 20  # bytes written or hashed at a time
 
 
 class SaveError(UserError):
-    """The system refused to read or write a file (disk full, no permission). A failed save leaves nothing behind.
+    """The operating system refused to read or write a file (disk full, no permission). A failed save leaves nothing
+    behind.
 
     Attributes:
         errno: the system's error number (``errno.ENOSPC``, ...), or None.
@@ -36,16 +37,16 @@ class FileRecord:
 
 
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file, sync it and return its record. The digest covers the given bytes; the file is not read back.
+    """Write a new file, sync it to disk and return its record.
 
-    SHA-256 takes longer than writing on many machines: for a large file, a second thread hashes (hashlib releases
-    the GIL) while this one writes and waits for the disk.
+    The digest is that of the given bytes: the file is not read back.
 
     Raises:
-        OSError: writing failed; the error always names the file, unlike the errors of ``write`` and ``fsync``.
+        OSError: writing failed. The error always names the file, unlike the errors of ``write`` and ``fsync``.
     """
     digest, size = hashlib.sha256(), 0
     chunks = list(_chunks(buffers))
+    # SHA-256 takes longer than writing on many machines: a second thread hashes large files (hashlib releases the GIL).
     hasher = ThreadPoolExecutor(1, "fmoe-sha256") if sum(map(len, chunks)) > CHUNK else None
     try:
         hashed: list[Future] = []
@@ -112,7 +113,7 @@ def size_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def content_problem(path: Path, record: FileRecord) -> str | None:
-    """Like `size_problem`, but also compare the SHA-256 with the recorded one. Reads the file once."""
+    """Return the problem if `size_problem` finds one or the SHA-256 differs from the recorded one; else None."""
     if problem := size_problem(path, record):
         return problem
     try:

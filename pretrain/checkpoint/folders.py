@@ -1,7 +1,10 @@
 """The folder of checkpoints: step names, complete steps, and removal of old ones.
 
-A step is complete when it has its final name and a manifest. ``step-N.tmp`` is being written, or was when the process
-died; ``step-N.trash`` is being removed; ``step-N.damaged`` was skipped when a run resumed from an older checkpoint.
+A step is complete when it has its final name and a manifest. Other names are:
+
+* ``step-N.tmp``: being written, or left by a process that died while writing;
+* ``step-N.trash``: being removed;
+* ``step-N.damaged``: skipped when a run resumed from an older checkpoint.
 """
 
 import contextlib
@@ -34,12 +37,12 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(rank: int) -> str:
-    """File name of a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def rank_name(rank: int) -> str:
-    """File name of a rank's own state, such as its random generators."""
+    """Return the name of the file with a rank's own state, such as its random generators."""
     return f"rank-{rank:05d}.json"
 
 
@@ -56,7 +59,7 @@ def step_folders(folder: Path) -> list[Path]:
     """Return all folders with the name of a step, newest first, including those without a manifest.
 
     A folder without a manifest is damaged, not unfinished: folders get their name when they are complete. Links are
-    included, so that one without a target is reported as damaged. Files are not included.
+    included too, even without a target. Files are not.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -83,7 +86,7 @@ def remove(path: Path) -> None:
 def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
     """Remove folders that dead processes left partly written or removed. Call it on one rank, while no rank saves.
 
-    Only folders with names that this package creates are removed: all other files belong to the user.
+    Files with names that this package does not create belong to the user, and stay.
     """
     for suffix in suffixes:
         for left in Path(folder).glob(f"step-*{suffix}"):
@@ -100,7 +103,7 @@ def _discard(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...) to free its name; return the path."""
+    """Rename a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), and return the new path."""
     number = 1
     while os.path.lexists(target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))):
         number += 1
@@ -110,14 +113,14 @@ def set_aside(path: Path) -> Path:
 
 
 def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
-    """Remove all complete checkpoints but the newest ``n`` and those of ``keep_every``; call it on one rank.
+    """Remove all complete checkpoints but the newest ``n`` and the multiples of ``keep_every``. Call it on one rank.
 
     A checkpoint is renamed to ``step-N.trash`` before its removal, so that a crash never leaves a partial one under its
-    final name. The trash that an earlier crash left is removed too.
+    final name. Trash of an earlier crash is removed too.
 
     Args:
         n: at least 1.
-        keep_every: also keep all steps that are multiples of it; None keeps only the newest ``n``.
+        keep_every: also keep all steps that are multiples of this number; None keeps only the newest ``n``.
 
     Returns:
         The removed steps, ascending.

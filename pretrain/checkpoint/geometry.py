@@ -1,9 +1,9 @@
 """Elements of a global tensor that a rank holds: blocks, flat ranges of blocks, and the boxes that make up both.
 
 A block is a rectangle of the global tensor. A distributed optimizer cuts flattened blocks anywhere, so a rank's range
-is in general not a rectangle. In row-major order it consists of a few rectangles, its boxes (head row, full rows, tail
-row, recursively), each contiguous in the range. Reading at another parallel split and checking coverage then only
-intersect boxes.
+is in general not a rectangle. In row-major order, it consists of a few rectangles (head row, full rows, tail row,
+recursively). These are its boxes, and each is contiguous in the range. Reading at another parallel split and checking
+coverage then only intersect boxes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a global tensor; its elements are contiguous in the data of the region that it was cut from."""
+    """A rectangle of a global tensor, whose elements are contiguous in the data of the region that contains it."""
 
     offset: Shape  # in the global tensor
     shape: Shape
@@ -27,11 +27,11 @@ class Box:
         return prod(self.shape)
 
     def slices_in(self, offset: Sequence[int]) -> tuple[slice, ...]:
-        """Slices that select this box in an array that begins at ``offset`` of the global tensor."""
+        """Return the slices that select this box in an array that begins at ``offset`` of the global tensor."""
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, offset, self.shape, strict=True))
 
     def common(self, other: "Box") -> "Box | None":
-        """Return the intersection, or None when it is empty. Its ``position`` is meaningless."""
+        """Return the intersection, or None if it is empty. The result's ``position`` has no meaning."""
         low = tuple(map(max, self.offset, other.offset))
         high = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -42,7 +42,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` fills in ``stop``."""
+    """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` has defaults for the
+    range."""
 
     offset: Shape  # of the block in the tensor
     block: Shape  # shape of the block
@@ -64,7 +65,8 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Disjoint non-empty boxes in the order of the region's data: at most ``max(2 * len(block) - 1, 1)`` boxes."""
+        """The region as disjoint, non-empty boxes in the order of its data: at most ``max(2 * len(block) - 1, 1)``
+        boxes."""
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
@@ -74,7 +76,7 @@ class Region:
         return boxes
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Return why this is not a region of a tensor of ``shape``, or None if it is one."""
+        """Return the reason why this is not a region of a tensor of ``shape``; None if it is one."""
         if not len(self.offset) == len(self.block) == len(shape):
             return f"block {self.block} at {self.offset} differs in number of axes from the shape {tuple(shape)}"
         if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(self.offset, self.block, shape, strict=True)):
@@ -85,9 +87,10 @@ class Region:
 
 
 def merged(regions: Iterable[Region]) -> list[Region]:
-    """Merge adjacent ranges of a block; each element stays covered as often as before.
+    """Merge adjacent ranges of a block. Each element stays covered as often as before.
 
-    The shards of a distributed optimizer become the blocks they were cut from, which leaves far fewer boxes to compare.
+    The shards of a distributed optimizer become the blocks that they were cut from. Far fewer boxes are left to
+    compare.
     """
     result: list[Region] = []
     for region in sorted(regions, key=lambda r: (r.offset, r.block, r.start)):
@@ -100,9 +103,9 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 
 
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
-    """Return the labels of two boxes that share elements, and the offset of the first shared one; None if no boxes do.
+    """Return the labels of two boxes that share elements, and the offset of the first shared element; else None.
 
-    Sweeps along the axis with the most distinct offsets, so that a tensor cut into n pieces costs about n log n.
+    The time for n pieces of a tensor is about n log n.
     """
     labelled = list(boxes)
     if len(labelled) < 2:
@@ -110,6 +113,7 @@ def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | 
     num_axes = len(labelled[0][1].offset)
     if num_axes == 0:
         return labelled[0][0], labelled[1][0], ()
+    # Sweep along the axis with the most distinct offsets.
     axis = max(range(num_axes), key=lambda a: len({box.offset[a] for _, box in labelled}))
     labelled.sort(key=lambda item: item[1].offset[axis])
     open_boxes: list[tuple[str, Box]] = []

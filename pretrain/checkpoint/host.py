@@ -38,7 +38,7 @@ class HostBuffers:
         return buffer
 
     def finish(self) -> None:
-        """Wait for the copies; free the buffers of tensors that were not copied since the last call."""
+        """Wait for the copies. Free the buffers of tensors that were not copied since the last call."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._devices.clear()

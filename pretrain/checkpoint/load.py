@@ -1,4 +1,4 @@
-"""Loading any block or flat range of any tensor, assembled from the pieces that hold it."""
+"""Loading of any block or flat range of a tensor, assembled from the stored pieces that hold it."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,14 +23,14 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Open a step folder, or the newest one in a checkpoints folder or a run folder.
+    """Open a step folder, or the newest one in a checkpoints folder or a run folder. The shards are not read yet.
 
     Args:
         verify: compare the SHA-256 of each file with the manifest's before the file is first used.
 
     Raises:
-        UserError: the path has no checkpoint; or the checkpoint's manifest or state is damaged, or one of its files is
-            missing or of another size than recorded. Opening does not read the shards.
+        UserError: the path has no checkpoint; the manifest or the state is damaged; or a file is missing or has another
+            size than recorded.
     """
     path = Path(path)
     if path.suffix in (TMP, TRASH) and step_of(path.stem) is not None:
@@ -48,14 +48,14 @@ class Checkpoint:
 
     Attributes:
         path: the step folder.
-        step: the training step it was saved at.
+        step: the training step of the checkpoint.
         state: state of the run, as saved.
         num_ranks: number of ranks with a `rank_state`.
         manifest: the files and the index of tensors.
     """
 
     def __init__(self, path: Path, *, verify: bool = True):
-        """See `open_checkpoint`; ``path`` is a step folder."""
+        """Open a step folder; see `open_checkpoint`."""
         self.path = path
         self.manifest = read_manifest(path)
         self.step, self.num_ranks = self.manifest.step, self.manifest.num_ranks
@@ -71,7 +71,7 @@ class Checkpoint:
         self.state: dict[str, Any] = self._json(STATE)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """Return the state of a rank of the run that the checkpoint comes from.
+        """Return the state of one rank, numbered as in the run that saved the checkpoint.
 
         Raises:
             UserError: the checkpoint has no state of this rank, or the rank's file is damaged.
@@ -85,11 +85,11 @@ class Checkpoint:
         return sorted(self.manifest.tensors)
 
     def shape(self, name: str) -> Shape:
-        """Return the global shape of a tensor. Like `dtype`, `read` and `fill`, raise UserError for an unknown name."""
+        """Return the global shape of a tensor. Raise UserError for an unknown name."""
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor. Raise UserError for an unknown name."""
         return self._tensor(name).dtype
 
     def read(
@@ -103,14 +103,15 @@ class Checkpoint:
     ) -> Tensor:
         """Return a block of a tensor, or a flat range [start, stop) of the block; by default, the whole tensor.
 
-        Apart from verification, this reads only pieces that overlap the region, at whatever split the tensor was saved.
+        The split at which the tensor was saved does not matter. Apart from verification, only pieces that overlap the
+        region are read.
 
         Args:
             offset: offset of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
             start, stop: the range, in elements of the flattened block, row-major.
-            out: tensor on any device, to fill instead of a new CPU tensor. It must have the tensor's dtype and the
-                region's number of elements, and be contiguous unless it has the block's shape.
+            out: tensor on any device, to fill instead of a new CPU tensor. It has the tensor's dtype and the region's
+                number of elements, and is contiguous unless it has the block's shape.
 
         Returns:
             ``out`` or a new tensor. The new one has the shape ``block``, or is 1-D if a range was given.
@@ -144,7 +145,7 @@ class Checkpoint:
         return out
 
     def fill(self, piece: Piece) -> None:
-        """Read into ``piece.data`` the elements that `save` would write from it.
+        """Read a piece of a tensor into ``piece.data``.
 
         Raises:
             UserError: as for `read`, or the whole tensor differs in shape from ``piece.shape``.
@@ -160,8 +161,8 @@ class Checkpoint:
         """Compare all files with the manifest, content included, and check that every tensor is complete.
 
         Args:
-            share, of: check every ``of``-th file, beginning with number ``share``, and count the rest as verified, for
-                ranks that verify together.
+            share, of: for ranks that verify together: check only every ``of``-th file, beginning with number ``share``.
+                The other files then count as verified.
 
         Raises:
             UserError: a checked file is bad (the message names all such files), or a tensor is incomplete.

@@ -1,6 +1,7 @@
 """manifest.json: every file of a checkpoint with its size and digest, and the location of each piece of each tensor.
 
-It includes the SHA-256 of its other content: a flipped bit in an offset would otherwise silently load wrong numbers.
+The manifest includes the SHA-256 of its other content. Without it, a flipped bit in an offset would silently load wrong
+numbers.
 """
 
 import hashlib
@@ -26,7 +27,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of a tensor, under ``key`` in ``file``: in the block's shape if it is the whole block, else flat."""
+    """A region of a tensor, stored under ``key`` in ``file``.
+
+    A whole block is stored in its shape, a flat range of a block as 1-D.
+    """
 
     file: str
     key: str
@@ -60,8 +64,8 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     """Check that the pieces of a tensor hold each of its elements exactly once.
 
     Raises:
-        UserError: pieces overlap (the message names two files and the offset), or elements are missing (the message
-            gives their number).
+        UserError: pieces overlap (the message names two files and the offset), or elements are missing (the message has
+            their number).
     """
     size = prod(tensor.shape)
     boxes = [("", box) for region in merged(piece.region for piece in tensor.pieces) for box in region.boxes]
@@ -119,7 +123,7 @@ def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
 
 
 def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """Inverse of `files_to_json`; raises ValueError, KeyError or TypeError for invalid entries."""
+    """Parse the output of `files_to_json`; raise ValueError, KeyError or TypeError if it is malformed."""
     return {name: FileRecord(_counts([entry["size"]])[0], str(entry["sha256"])) for name, entry in fields.items()}
 
 
@@ -141,7 +145,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """Serialize a document as manifest.json: canonical JSON that includes the document's digest."""
+    """Serialize a document as the content of manifest.json: canonical JSON with the document's digest."""
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 
@@ -150,11 +154,11 @@ def _canonical(document: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check manifest.json of a step folder; no other file is read.
+    """Read and check manifest.json of a step folder. No other file is read.
 
     Raises:
-        UserError: it is unreadable, not JSON, of another format version, damaged or malformed, or names files outside
-            the folder.
+        UserError: the manifest is unreadable, not JSON, of another format version, damaged or malformed, or names files
+            outside the folder.
     """
     path = folder / MANIFEST
     try:

@@ -1,4 +1,4 @@
-"""Ranks that save or load a checkpoint together: each part of the work succeeds on all of them or fails on all."""
+"""Ranks that save or load a checkpoint together: each part of the work succeeds on all ranks or fails on all."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _MESSAGE_CHARS = 900  # at most 4 bytes each, plus the JSON around them
 
 
 class Ranks:
-    """A process group, or this single process when torch.distributed is not initialized.
+    """A process group, or this single process if torch.distributed is not initialized.
 
     Attributes:
         rank: this process in the group, from 0.
@@ -31,15 +31,15 @@ class Ranks:
 
     @contextmanager
     def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """Leave the block on every rank at once: normally, or with an exception on every rank if any rank raised.
+        """Let every rank leave a ``with`` block at once. If any rank raises in the block, every rank raises.
 
-        A failing rank raises its own exception; the others raise a copy of the lowest failing rank's. In the
-        copy, `UserError` and `SaveError` keep their type; any other becomes RuntimeError. An OSError becomes a
-        `SaveError` on all ranks. The block must not call collectives.
+        A failing rank raises its own exception. The other ranks raise a copy of the exception of the lowest failing
+        rank. The copy of a `UserError` or `SaveError` has the same type, any other is a RuntimeError. An OSError
+        becomes a `SaveError` on all ranks. The block must not call collectives.
 
         Args:
-            undo: called on rank 0 if a rank has failed, once every rank has left the block; must not raise. All ranks
-                wait for it.
+            undo: function to call on rank 0 if a rank has failed, after every rank has left the block. All ranks wait
+                for it. It must not raise.
         """
         failure: Exception | None = None
         try:
@@ -86,7 +86,7 @@ class Ranks:
         return _from_wire(bytes(buffer.cpu().tolist()).rstrip(b"\0"), source)
 
     def device(self) -> torch.device:
-        """Return the device of the tensors that collectives of this group take."""
+        """Return the device on which this group's collectives need their tensors."""
         # The backend of a group for several devices is "cpu:gloo,cuda:nccl" or "undefined"; it takes CPU tensors.
         backend = dist.get_backend(self.group)
         on_gpu = "nccl" in backend and "gloo" not in backend

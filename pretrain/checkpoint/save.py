@@ -1,4 +1,7 @@
-"""Saving: collect to the host, write, commit. Each rank writes its own files; one rename publishes the checkpoint."""
+"""Saving of a checkpoint: collect tensors on the host, write files, commit.
+
+Each rank writes its own files. Renaming the folder publishes the checkpoint.
+"""
 
 import errno
 import json
@@ -49,8 +52,8 @@ class Piece:
         shape: shape of the whole tensor.
         offset: offset of the block in the tensor.
         block: shape of the block.
-        data: elements of the piece, of shape ``block`` or, for a range, of any shape; on any device, with any strides.
-        start, stop: the range, in elements of the flattened block (row-major); ``stop=None`` means its end.
+        data: elements of the piece, on any device and with any strides. The shape is ``block``; for a range, any shape.
+        start, stop: the range, in elements of the flattened block (row-major). ``stop=None`` means its end.
     """
 
     name: str
@@ -75,7 +78,7 @@ class Piece:
         """Check that name and dtype are allowed, and that region and data fit the tensor.
 
         Raises:
-            UserError: one of these does not hold; the message names the tensor and the problem.
+            UserError: a check failed; the message names the tensor and the problem.
         """
         region, problem = self.region, None
         if not self.name or self.name == RESERVED_KEY:
@@ -96,7 +99,7 @@ class Piece:
 class Snapshot:
     """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
 
-    ``rank_state`` is None for a part without a rank's state (`save_parts`).
+    ``rank_state`` is None for a part that has no state of a rank (`save_parts`).
     """
 
     pieces: tuple[Piece, ...]
@@ -105,7 +108,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Estimate of the bytes on disk: tensors, states, and the entries of each piece in index and headers."""
+        """Estimate of the bytes on disk: tensors, states, and the metadata of each piece."""
         tensors = sum(piece.data.nbytes for piece in self.pieces)
         names = sum(len(piece.name) for piece in self.pieces)
         described = 3 * (names + _BYTES_OF_A_PIECE * len(self.pieces))
@@ -124,7 +127,8 @@ def collect(
 
     Args:
         copy: also copy tensors that are on the host already. Needed if training continues before `write` is done.
-        buffers: destination of the copies; implies ``copy``. The previous snapshot in them must be written already.
+        buffers: destination of the copies; implies ``copy``. The previous snapshot in these buffers must be on disk
+            already.
 
     Raises:
         UserError: a piece is invalid (see ``Piece.check``).
@@ -152,6 +156,8 @@ def save(
 ) -> Path:
     """Save a checkpoint as ``folder/step-NNNNNNNN`` by `collect` and `write`. Collective over the group.
 
+    If it raises, no new step folder is left.
+
     Args:
         folder: parent of step folders (``RUN/checkpoints``), on a filesystem that all ranks share; created if missing.
         step: at least 0; an existing step is never overwritten.
@@ -164,9 +170,9 @@ def save(
         The step folder, complete and durable.
 
     Raises:
-        UserError: on every rank, when any rank had an invalid argument; the others' messages name that rank.
-        SaveError: on every rank, when the system refused to write. Any other exception on a rank becomes RuntimeError
-            on the others. After any exception, no new step folder is left.
+        UserError: on every rank, if any rank has an invalid argument. On the other ranks, the message names that rank.
+        SaveError: on every rank, if the operating system refuses to write.
+        RuntimeError: on the other ranks, if a rank raises any other exception.
     """
     with Ranks(group).together():
         snapshot = collect(pieces, state, rank_state)
@@ -187,9 +193,10 @@ def save_parts(
 
     Args:
         folder, step, state: as for `save`.
-        pieces: consumed one by one; together they hold each element of each tensor exactly once.
+        pieces: consumed one by one. Together they hold each element of each tensor exactly once.
         nbytes: bytes of all pieces, to detect a full disk before anything is written.
-        part_bytes: maximum bytes of pieces to hold in memory and write as one part; a larger piece is a part by itself.
+        part_bytes: maximum bytes of pieces in memory, which are written as one part. A larger piece is a part by
+            itself.
         rank_states: states of the ranks of the run that the checkpoint comes from; None for one empty state per part.
 
     Returns, raises: as for `save`.
@@ -226,9 +233,9 @@ def save_parts(
 
 
 def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGroup | None = None) -> Path:
-    """Write a snapshot. Collective over the group; errors, arguments and result as for `save`.
+    """Write a snapshot. Collective over the group; other arguments, result and errors are as for `save`.
 
-    May run in a thread, given a group that nothing else uses at the time.
+    May run in a thread, if nothing else uses the group at the time.
     """
     ranks = Ranks(group)
     final = Path(folder) / step_name(step)
@@ -254,18 +261,12 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
 
 
 class _Space:
-    """Needed and free space, for errors about a full disk.
-
-    Args:
-        folder: folder of the checkpoints; may not exist yet.
-        needed: number of bytes that all ranks together write.
-    """
+    """Check for a full disk; ``needed`` is the number of bytes that all ranks together write."""
 
     def __init__(self, folder: Path, needed: int):
         self._folder, self._needed = folder, needed
 
     def check(self) -> None:
-        """Raise SaveError if there is too little space."""
         free = free_bytes(self._folder)
         if free < self._needed:
             message = f"{self._folder}: disk full: the checkpoint needs {self._needed} bytes, but only {free} are free"
@@ -273,7 +274,7 @@ class _Space:
 
     @contextmanager
     def disk_full_as_save_error(self) -> Iterator[None]:
-        """Convert a full-disk error in the block to a SaveError with needed and free bytes."""
+        """Convert a full-disk error in the block to a SaveError with the needed and the free bytes."""
         try:
             yield
         except OSError as error:

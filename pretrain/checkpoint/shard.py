@@ -1,7 +1,7 @@
 """Writer of safetensors files that writes and hashes in a single pass.
 
-The writer of the library safetensors raises no OSError and returns no digest: hashing its files would mean reading
-them again.
+The writer of the library safetensors returns no digest, so its files would have to be read again. It also raises no
+OSError.
 """
 
 import json
@@ -42,7 +42,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``.
 
     Raises:
-        ValueError: not the name of a dtype in `CODES`.
+        ValueError: the name is not that of a dtype in `CODES`.
     """
     if name not in _BY_NAME:
         raise ValueError(f"unknown dtype {name!r}")

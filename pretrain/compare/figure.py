@@ -20,8 +20,10 @@ def check_path(path: Path) -> None:
 
 
 def draw(groups: Sequence[Group], path: Path) -> None:
-    """Plot each group's mean loss, and the band from its lowest to its highest loss over seeds. The left plot,
-    with logarithmic axes, shows all of training except step 0; the right plot begins at half the longest run's tokens.
+    """Plot each group's mean loss, and the band from its lowest to its highest loss over seeds.
+
+    The left plot, with logarithmic axes, shows all of training except step 0. The right plot begins at half the longest
+    run's tokens.
 
     Raises:
         UserError: see `check_path`; or the file cannot be written.

@@ -1,4 +1,4 @@
-"""Runs of one recipe as one curve, and the step at which a curve reaches a loss."""
+"""Runs of one recipe with different seeds as one curve, and the step at which a curve reaches a loss."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from pretrain.compare.runs import Run
 
 @dataclass(frozen=True)
 class Point:
-    """Validation losses of a group's runs after a step, and the training tokens until then."""
+    """Validation losses of a group's runs after a step, and the number of training tokens until then."""
 
     step: int
     tokens: int
@@ -52,10 +52,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with equal `Run.keys` and different seeds.
+    """Runs that differ only in their seed.
 
     Attributes:
-        name: the common part of their folder names; if it is empty or not unique, the first run's folder.
+        name: the common part of the runs' folder names. If it is empty or not unique, the first run's folder.
         runs: ordered by seed.
     """
 
@@ -64,7 +64,7 @@ class Group:
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
-        """Points at the steps at which all runs have validated."""
+        """Losses at the steps at which all runs have validated."""
         of_run = [{validation.step: validation for validation in run.validations} for run in self.runs]
         common = sorted(set.intersection(*map(set, of_run)))
         return tuple(
@@ -79,7 +79,7 @@ class Group:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs per token of the recipe; see `Run`."""
+        """FLOPs of a training step per token; see `Run`."""
         return self.runs[0].flops_per_token
 
     @property
@@ -94,8 +94,10 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs with equal `Run.keys` and different seeds, in the order of their first runs. A second run with equal
-    keys and seed begins another group: it repeats the first one's losses, which would understate the spread.
+    """Group runs that have equal `Run.keys` and different seeds, in the order of their first runs.
+
+    A second run with equal keys and seed begins another group, because it repeats the losses of the first one. In one
+    group, the two runs would understate the spread.
 
     Raises:
         UserError: the runs of a group have no validated step in common.
@@ -125,9 +127,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def reach(curve: Sequence[Point], loss: float) -> Reach | None:
-    """Return the first point at which the mean of a curve is at or below a loss, interpolated linearly between two
-    validations. If the earlier one is missing or its mean is not finite, the point is the later one itself. None if
-    the loss is never reached or is not finite.
+    """Return the first point at which the mean of a curve is at or below a loss; None if there is none.
+
+    The point is interpolated linearly between two validations. If the earlier one is missing or its mean is not finite,
+    the point is the later validation. A loss that is not finite is never reached.
     """
     before: Point | None = None
     for point in curve if math.isfinite(loss) else ():
@@ -142,13 +145,13 @@ def reach(curve: Sequence[Point], loss: float) -> Reach | None:
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the recipe keys in which groups differ, comparing corpora by content."""
+    """Return the recipe keys in which groups differ. Corpora are compared by content."""
     keys = [group.runs[0].keys() for group in groups]
     return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
 
 
 def common_name(folders: Sequence[str]) -> str:
-    """Return the common part of a group's folder names, without the seed; a single name unchanged."""
+    """Return the common part of folder names, without the seed. A single name is returned unchanged."""
     if len(folders) == 1:
         return folders[0]
     common = folders[0]

@@ -1,4 +1,4 @@
-"""A run, read from its folder: ``config.toml``, ``metrics.jsonl``, ``run.json``."""
+"""A run to compare, read from its folder: ``config.toml``, ``metrics.jsonl``, ``run.json``."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,10 @@ _BY = "by SHA-256 or, if one is unknown, by path"
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation: the number of steps and training tokens before it, and its loss in nats per token, which may be NaN
-    or infinite."""
+    """A validation: the steps and training tokens before it, and its loss in nats per token.
+
+    The loss may be NaN or infinite.
+    """
 
     step: int
     tokens: int
@@ -56,10 +58,10 @@ class Run:
 
     Attributes:
         folder: path of the folder, as given.
-        recipe: the resolved recipe; of a resumed run, the latest.
+        recipe: the resolved recipe. For a resumed run, the latest one.
         step: the last step logged.
         validations: at least one, ordered by step, one per step.
-        params, active_params: all parameters, and those that a token uses.
+        params, active_params: number of all parameters, and of those that a token uses.
         flops_per_token: floating point operations of a training step per token, forward and backward, router included
             (`pretrain.config.counts.flops_per_token`).
         tokenizer, train, validation: the files that the run read.
@@ -82,8 +84,10 @@ class Run:
         return self.step >= self.recipe.train.steps
 
     def keys(self) -> dict[str, Any]:
-        """Return the recipe keys and values that define the experiment, except the seed. The values of files are their
-        SHA-256 or, if it is unknown, their path."""
+        """Return the recipe keys and values that define the experiment, except the seed.
+
+        The value of a file is its SHA-256 or, if that is unknown, its path.
+        """
         values = {key: value for key, value in flatten(self.recipe).items() if not key.startswith(OF_NO_EFFECT)}
         for key, files in (("tokenizer", (self.tokenizer,)), ("train", self.train), ("validation", self.validation)):
             values[f"data.{key}"] = tuple(file.sha256 or file.path for file in files)
@@ -91,7 +95,7 @@ class Run:
 
 
 def flatten(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as one dictionary from ``section.key`` to value."""
+    """Return a recipe as one dictionary, keyed by ``section.key``."""
     return {f"{section}.{key}": value for section, values in asdict(recipe).items() for key, value in values.items()}
 
 
@@ -99,7 +103,7 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder, even while the run is in progress.
 
     Raises:
-        UserError: the folder is not a run's, one of its files is damaged, or it has no validation.
+        UserError: the folder is not a run's, one of its files is damaged, or the run has no validation.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not the folder of a run: it does not exist or is not a folder")

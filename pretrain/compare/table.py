@@ -49,8 +49,11 @@ def text(groups: Sequence[Group]) -> str:
 
 
 def values(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return ``groups``, ``reaches`` (where each group reaches the final loss of each other group, or null) and
-    ``notes``. Losses are in nats per token; a loss that is not finite is null."""
+    """Return the comparison as JSON values.
+
+    The keys are ``groups``, ``reaches`` (where each group reaches the final loss of each other group, or null) and
+    ``notes``. Losses are in nats per token. A loss that is not finite is null.
+    """
     keys = differing_keys(groups)
     return {
         "groups": [_group_values(group, keys) for group in groups],
@@ -60,7 +63,7 @@ def values(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """Return caveats for the comparison, one line each."""
+    """Return notes that limit the comparison, such as unfinished runs, one line each."""
     said = []
     for group in groups:
         for run in group.unfinished:

@@ -7,10 +7,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batch of every step.
+    """The global batch of every step, in sequences.
 
-    It grows from ``start`` to ``size`` sequences by ``increment`` at a time, at equal intervals over the first
-    ``ramp_samples`` samples. Step n continues after the last sample of step n - 1.
+    It grows from ``start`` to ``size`` by ``increment`` at a time, at equal intervals over the first ``ramp_samples``
+    samples. Step n continues after the last sample of step n - 1.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Bounds of single recipe values, and checks that sections share; `Recipe.check` compares values with each other."""
+"""Bounds of single recipe values, and checks that sections share. `Recipe.check` compares values with each other."""
 
 import math
 import os
@@ -185,8 +185,12 @@ def divides(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_text(key: str, text: str) -> None:
-    """Raise UserError for control characters (except tab and line feed), line separators, invalid UTF-8, an invalid
-    path, and the empty text if the key is one of `NOT_EMPTY`."""
+    """Check the text of a recipe key.
+
+    Raises:
+        UserError: control characters (except tab and line feed), line separators or invalid UTF-8; an invalid path; or
+            an empty text, for a key in `NOT_EMPTY`.
+    """
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"
     ):
@@ -198,7 +202,7 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_path(key: str, text: str) -> None:
-    """Raise UserError for a path that is too long, or for a corpus prefix without a file name, such as ``.``."""
+    """Raise UserError for a path that is too long, and for a corpus prefix without a file name, such as ``.``."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
         raise UserError(f"{key}={text[:40]}... is too long: a path has at most 4095 bytes, each name in it 255")

@@ -9,11 +9,13 @@ _RELATIVE_BUCKETS = 32  # Megatron-core's default
 
 
 def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int:
-    """Return the number of parameters, with ``experts`` routed experts and all shared ones in each layer with experts.
+    """Return the number of parameters of a model with ``experts`` routed experts in each MoE layer.
+
+    All shared experts are counted.
 
     Args:
         experts: number of routed experts before the split by ``model.granularity``.
-        decoder_length: tokens in a T5's decoder; learned positions cover the longer of the two sequences.
+        decoder_length: tokens in a T5's decoder. Learned positions cover the longer of the two sequences.
     """
     width = model.hidden_size
     total = model.vocab_size * width
@@ -42,7 +44,8 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     Counts 6 operations for each active parameter of a matrix, output layer included. Adds operations between tokens in
     attention, without halving them for causal masks (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms, biases,
     embeddings and Transformer-XL's projection of distances are not counted. For a T5, returns the mean over the tokens
-    of both stacks."""
+    of both stacks.
+    """
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
     far = 0 if model.sliding_window is None else max(0, length - model.sliding_window)  # tokens outside a window
@@ -61,8 +64,8 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 
 def _relative_flops(model: ModelConfig) -> float:
-    """Return the operations per token that Transformer-XL adds: scores by distance, and attention to the memory, which
-    is projected to keys and values again for each sequence and gets no gradient."""
+    """Return the operations per token that Transformer-XL adds: scores by distance, and attention to the memory. The
+    memory is projected to keys and values again for each sequence, without gradient."""
     memory, length, width = model.memory_length, model.sequence_length, model.head_width
     by_distance = 6.0 * model.num_heads * width * (length + memory)
     by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
@@ -109,14 +112,13 @@ def _block(model: ModelConfig, hidden: int) -> int:
 
 
 def _biases(model: ModelConfig) -> int:
-    """Return the number of biases of a layer with ``model.linear_bias``: of queries, keys, values and hidden units, and
-    of the outputs of attention and feed-forward block."""
+    """Return the number of biases of a layer with ``model.linear_bias``, in attention and the feed-forward block."""
     heads = (model.num_heads + 2 * model.query_groups) * model.head_width
     return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 
 
 def _attention(model: ModelConfig, number: int) -> int:
-    """Return the number of matrix parameters of attention; a T5's decoder also attends to the encoder's output."""
+    """Return the number of matrix parameters of attention. A T5's decoder also attends to the encoder's output."""
     width, head = model.hidden_size, model.head_width
     if model.kv_lora_rank is not None:
         return _latent_attention(model, model.kv_lora_rank)
@@ -135,8 +137,7 @@ def _latent_attention(model: ModelConfig, rank: int) -> int:
 
 
 def _norms(model: ModelConfig, number: int) -> int:
-    """Return the number of norm parameters of a layer: one norm per block, plus the norms of queries and keys,
-    or of compressed vectors."""
+    """Return the number of norm parameters of a layer, including norms of queries, keys and compressed vectors."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
     heads = 2 if model.qk_norm_over == "head" else model.num_heads + model.query_groups

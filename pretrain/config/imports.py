@@ -63,8 +63,11 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file or package in ``run.imports`` after `import_plugins`, keyed by path. Installed
-    modules have none."""
+    """Return the SHA-256 of each file or package in ``run.imports``, keyed by path. Installed modules are left out.
+
+    Args:
+        recipe: a recipe from `import_plugins`, whose paths are absolute.
+    """
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):
@@ -89,11 +92,8 @@ def _is_file(entry: str) -> bool:
 
 
 def _origin(module: str) -> Path | None:
-    """Return the file of a module that Python finds; None if it finds none.
-
-    Raises:
-        UserError: the import of a parent package raised.
-    """
+    """Return the file of a module that Python finds; None if it finds none. Raise UserError if importing a parent
+    package fails."""
     try:
         spec = importlib.util.find_spec(module)
     except (Exception, SystemExit) as error:
@@ -128,8 +128,8 @@ def _import(entry: str, folders: list[Path]) -> str:
 
 
 def _import_file(path: Path) -> None:
-    """Execute a file as a module under a unique name, which hides no installed module. While the file runs, it can
-    import other files of its folder."""
+    """Execute a file as a module under a unique name, which hides no installed module. While it runs, it can import
+    other files of its folder."""
     if path in _FILES:
         return
     is_package = path.name == "__init__.py"
@@ -171,7 +171,7 @@ def _failed(entry: str, error: BaseException) -> UserError:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error as one line, with the place where it was raised."""
+    """Return an error as one line, with the file and line that raised it."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

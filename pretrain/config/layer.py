@@ -1,5 +1,4 @@
-"""The options of a recipe's MoE layers (keywords of gate, experts, exchange and losses), and the shapes of the layers'
-parameters."""
+"""The options of a recipe's MoE layers (of gate, experts, exchange and losses), and the shapes of their parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,19 +41,21 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "loss": {"balance": "`model.balance_loss`", "z": "`model.z_loss`"},
 }
-"""Options that a recipe's tables of options refuse, by part: each with the key that sets it, or why there is no key."""
+"""Options that must not be set in a recipe's tables of options, such as ``model.gate_options``.
+
+The value is the key that sets the option, or the reason why there is no key."""
 
 OF_LAYER = ("d_model", "num_experts", "top_k", "d_hidden", "first_expert", "seed", "group")
-"""Arguments that the layer passes itself. Of these, only a gate's ``seed`` is also an option."""
+"""Arguments that the MoE layer sets itself. Only a gate's ``seed`` may also be an option in the recipe."""
 
 
 def is_shipped(factory: Any) -> bool:
-    """Return whether a gate, expert or exchange is the library's, not a registered one."""
+    """Return whether a gate, expert or exchange is part of fmoe, not registered by a plugin."""
     return getattr(getattr(factory, "func", factory), "__module__", "").startswith("fmoe.")
 
 
 def gate_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
+    """Return the gate's options: those with a key of their own in ``[model]``, and the table ``model.gate_options``.
 
     Raises:
         UserError: the gate is unknown or lacks an option, or the table sets an option that has its own key.
@@ -82,10 +83,10 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def expert_options(model: ModelConfig) -> dict[str, Any]:
-    """Return ``model.expert_options``, checked.
+    """Return ``model.expert_options`` after a check of the names.
 
     Raises:
-        UserError: the experts are unknown or lack an option.
+        UserError: the experts are unknown or lack an option, or an option has its own key.
     """
     if model.expert not in EXPERTS:
         raise UserError(f"model.expert={model.expert} is not known; {known_names(model.expert, sorted(EXPERTS))}")
@@ -95,10 +96,10 @@ def expert_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def loss_weights(model: ModelConfig) -> dict[str, float]:
-    """Return the factors of the auxiliary losses that the recipe sets.
+    """Return the weights of the auxiliary losses that the recipe sets.
 
     Raises:
-        UserError: an unknown loss, a loss that has its own key, or a factor that is negative or not a number.
+        UserError: a loss is unknown or has its own key, or a weight is negative or not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
@@ -110,8 +111,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's keywords: ``parallel.exchange_options``, and the options with a key of ``[parallel]`` that
-    differ from their defaults.
+    """Return the exchange's options: the table ``parallel.exchange_options``, and changed keys of ``[parallel]``.
 
     Raises:
         UserError: the exchange is unknown or lacks an option, or the table sets an option that has its own key.
@@ -142,12 +142,8 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
 def _from_table(
     part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None
 ) -> dict[str, Any]:
-    """Return a table of options after a check of their names.
-
-    Args:
-        owner: name, for the message, of the gate, experts or exchange that the options belong to.
-        known: options that the owner takes; None if it takes any.
-    """
+    """Return a table of options after a check of their names against ``known``, or no check if that is None. ``owner``
+    names the gate, experts or exchange in the message."""
     homes = HOMES[part]
     for name, value in options.items():
         if known is not None and name not in known:
@@ -161,11 +157,12 @@ def _from_table(
 
 
 def moe_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of `fmoe.build.Spec` that depend only on ``[model]``, except d_model, num_experts and
-    shared_options.
+    """Return the options of `fmoe.build.Spec` that depend only on ``[model]``.
+
+    d_model, num_experts and shared_options are left out.
 
     Raises:
-        UserError: an invalid option of the gate, the experts or the losses.
+        UserError: an option of the gate, the experts or the losses is invalid.
     """
     return {
         "d_hidden": model.expert_width,
@@ -185,8 +182,8 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
     """Build one MoE layer of the recipe in this process, without Megatron-core, for inputs [B, S, D].
 
     Args:
-        init_methods: the first fills the gate's matrix and the experts' input matrices, the second their output
-            matrices; empty for the layer's defaults.
+        init_methods: two functions that fill a tensor in place. The first initializes the gate's matrix and the
+            experts' input matrices, the second the experts' output matrices. Empty for the layer's defaults.
         more: further options of `fmoe.build.Spec`.
 
     Raises:
@@ -205,8 +202,10 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 
 
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the gate's parameters. For a gate that is not imported, or that refuses its options, return
-    the shape of one matrix [experts, hidden_size]."""
+    """Return the shapes of the gate's parameters.
+
+    The result for a gate that is not imported, or that refuses its options, is one matrix [experts, hidden_size].
+    """
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
         with torch.device("meta"), random.keyed("sizes"):
@@ -216,7 +215,10 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of one routed expert; those of ``ffn`` for experts that are not imported."""
+    """Return the shapes of the parameters of one routed expert.
+
+    The result for experts that are not imported is that of ``ffn``.
+    """
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
     options = {**taken_options(name, of_model), **given}

@@ -26,7 +26,11 @@ def shipped_recipes() -> list[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given its path or the name of a shipped one (``quickstart``)."""
+    """Return the file of a recipe, given its path or the name of a shipped one (``quickstart``).
+
+    Raises:
+        UserError: there is no such recipe.
+    """
     check_path("recipe", name)
     for path in (Path(name), RECIPES / f"{name}.toml"):
         if path.is_file():
@@ -43,8 +47,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a TOML recipe, apply ``--section.key value`` options, and check it.
 
     Raises:
-        UserError: no such recipe, invalid TOML, an unknown key (the message names the nearest), an invalid value or
-            combination of values, or a word that belongs to no option.
+        UserError: there is no such recipe; invalid TOML; an unknown key (the message names the nearest); an invalid
+            value or combination of values; or a word that belongs to no option.
     """
     options, rest = split_overrides(overrides)
     if rest:
@@ -55,7 +59,11 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
-    """Load a TOML recipe and override some keys, without `Recipe.check`. Raises UserError: see `load_recipe`."""
+    """Load a TOML recipe and override some keys. `Recipe.check` is not called.
+
+    Raises:
+        UserError: there is no such recipe; invalid TOML; an unknown key; or a value of the wrong type.
+    """
     path = find_recipe(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +79,7 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
 
 
 def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a table in which the entry at ``path`` is ``value``; the value itself for an empty path."""
+    """Return a table in which the entry at ``path`` is ``value``; for an empty path, return ``value``."""
     if not path:
         return value
     table = table if isinstance(table, Mapping) else {}
@@ -81,16 +89,15 @@ def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
     """Build a recipe from nested mappings, such as ``asdict`` of a recipe in a checkpoint's state.
 
-    Missing keys take their defaults. Keys and types are checked; `Recipe.check` is not called.
+    Missing keys take their defaults. Keys and types are checked, but `Recipe.check` is not called.
 
     Raises:
-        UserError: an unknown key, a value of the wrong type.
+        UserError: an unknown key, or a value of the wrong type.
     """
     return _build(Recipe, values, "")
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    """Build a dataclass from a TOML table, checking every key and type."""
     hints = typing.get_type_hints(cls)
     known = [field.name for field in fields(cls)]
     built = {}
@@ -137,7 +144,8 @@ def _convert(value: Any, hint: Any, key: str, or_none: str = "") -> Any:
 
 
 def _option(value: Any, key: str) -> Any:
-    """Convert an option's value as far as possible: only the gate, expert, ... that takes the option knows its type."""
+    """Convert an option's value as far as is possible without its type, which only the gate, expert, or exchange
+    knows."""
     if isinstance(value, Mapping):
         return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -150,7 +158,7 @@ def _option(value: Any, key: str) -> Any:
 
 
 def recipe_keys(cls: Any = Recipe, prefix: str = "") -> dict[str, Any]:
-    """Return the full names of all keys, with their types."""
+    """Return the full names of all recipe keys, such as ``train.steps``, with their types."""
     hints = typing.get_type_hints(cls)
     out = {}
     for field in fields(cls):
@@ -177,9 +185,9 @@ _BOOLS = {"true": True, "false": False}
 def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Split a command line into ``--section.key value`` options, as (key, value) in order, and the remaining words.
 
-    ``_`` and ``-`` are equivalent. ``--section.key=value`` and, for a bool, ``--section.key`` and
-    ``--section.no-key`` are accepted too. A list takes all words up to the next option. An option within a table is
-    ``--section.table.option``.
+    ``_`` and ``-`` in keys are equivalent. ``--section.key=value`` is accepted too. ``--section.key`` alone sets a bool
+    to true, ``--section.no-key`` to false. A list takes all words up to the next option. ``--section.table.option``
+    sets an option within a table.
 
     Raises:
         UserError: an unknown key, a missing or invalid value.
@@ -220,7 +228,6 @@ _TABLE = Mapping[str, Any]  # type of a key that is a table of options
 
 
 def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
-    """Parse the value of an option from the words after it."""
     if typing.get_origin(hint) is tuple:
         return tuple(_from_words([word], typing.get_args(hint)[0], key) for word in words)
     if not words:
@@ -263,7 +270,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write `recipe_text`, which `load_recipe` reads back to an equal recipe."""
+    """Write the resolved recipe as TOML, with every key. `load_recipe` reads an equal recipe from it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(recipe_text(recipe), encoding="utf-8")
     temporary.replace(path)

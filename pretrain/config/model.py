@@ -70,9 +70,9 @@ class ModelConfig:
     vocab_size: int = 2048
     """Rows of the embedding; at least the size of the tokenizer's vocabulary."""
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu_oai"] = "gelu"
-    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1;
-    swiglu_oai, for gated blocks, is that of GPT-OSS: (v + 1) g sigmoid(1.702 g), with the gate g limited to at most 7
-    and the value v to [-7, 7]."""
+    """Activation of the feed-forward blocks. gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1.
+    swiglu_oai, for gated blocks, is the activation of GPT-OSS: (v + 1) g sigmoid(1.702 g), with the gate g limited to
+    at most 7 and the value v to [-7, 7]."""
     gated: bool = False
     """Use gated feed-forward blocks (SwiGLU, if activation=silu)."""
     linear_bias: bool = False
@@ -100,11 +100,10 @@ class ModelConfig:
     """YaRN keeps the wavelength of a pair of elements that makes at least this many turns in rope_original_length
     tokens."""
     rope_beta_slow: float = 1.0
-    """For a pair of elements that makes at most this many turns in rope_original_length tokens, YaRN multiplies the
-    wavelength by rope_factor; between rope_beta_slow and rope_beta_fast turns, by less."""
+    """YaRN multiplies by rope_factor the wavelength of a pair of elements that makes at most this many turns in
+    rope_original_length tokens. Between rope_beta_slow and rope_beta_fast turns, the factor is smaller."""
     rope_truncate: bool = True
-    """Widen the range between rope_beta_fast and rope_beta_slow turns so that it begins and ends at a pair of elements;
-    false in GPT-OSS."""
+    """Round the bounds at rope_beta_fast and rope_beta_slow turns outward to whole pairs; false in GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
@@ -139,8 +138,8 @@ class ModelConfig:
     """Add a bias to the logits (needs model.kind=gpt)."""
     mtp_layers: int = 0
     """Number of further tokens that each position predicts in training (multi-token prediction, DeepSeek-V3, arXiv
-    2412.19437 section 2.2), each by a layer of its own, which has experts if the model's last layer does. Needs
-    model.kind=gpt."""
+    2412.19437 section 2.2). Each further token has a layer of its own, with experts if the model's last layer has them.
+    Needs model.kind=gpt."""
     mtp_loss: float = 0.3
     """Factor with which the mean loss of the further tokens is added to the training loss."""
     init: Literal["normal", "switch"] = "normal"
@@ -165,8 +164,8 @@ class ModelConfig:
     expert_options: Mapping[str, Any] = field(default_factory=dict)
     """Table of further options of the experts, such as dropout: see the last table of docs/recipe-reference.md."""
     granularity: int = 1
-    """Number of finer experts into which every expert is split, each of width ffn_hidden_size / granularity; a token
-    gets granularity x top_k of them (DeepSeekMoE)."""
+    """Number of finer experts into which every expert is split, each of width ffn_hidden_size / granularity. A token is
+    routed to granularity x top_k finer experts (DeepSeekMoE)."""
     num_shared_experts: int = 0
     """Number of additional experts that process every token, each of width shared_ffn_hidden_size (DeepSeekMoE)."""
     shared_ffn_hidden_size: int | None = None
@@ -263,7 +262,7 @@ class ModelConfig:
 
     @property
     def layer_numbers(self) -> range:
-        """Layer numbers from 1; a T5's decoder layers follow its encoder's, and `mtp_numbers` come last."""
+        """Layer numbers from 1. A T5's decoder layers follow its encoder's, and `mtp_numbers` come last."""
         return range(1, self.mtp_numbers.stop)
 
     @property
@@ -398,7 +397,6 @@ class ModelConfig:
             )
 
     def _check_local_attention(self) -> None:
-        """Raise UserError for an invalid combination of the keys of windows and sinks."""
         named = ["attention_sinks=true"] if self.attention_sinks else []
         named += [] if self.sliding_window is None else [f"sliding_window={self.sliding_window}"]
         if named and self.kind != "gpt":
@@ -427,7 +425,6 @@ class ModelConfig:
                 )
 
     def _check_yarn(self) -> None:
-        """Raise UserError for an invalid combination of the keys of scaled rotary positions."""
         if self.rope_scaling is None:
             for entry in fields(self):
                 value = getattr(self, entry.name)
@@ -477,7 +474,6 @@ class ModelConfig:
             )
 
     def _check_latent(self) -> None:
-        """Raise UserError for an invalid combination of the keys of multi-latent attention."""
         widths = ("qk_head_dim", "qk_rope_head_dim", "v_head_dim")
         if self.kv_lora_rank is None:
             for name in ("q_lora_rank", *widths):

@@ -55,11 +55,11 @@ class OptimizerConfig:
     ns_steps: int = 5
     """Newton-Schulz iterations per step, for muon."""
     muon_scale: Literal["rms", "original"] = "rms"
-    """Factor of muon's orthogonal updates of matrices [M, N]: rms for 0.2 sqrt(max(M, N)), with which adamw's lr and
-    weight_decay apply; original for sqrt(max(1, M / N))."""
+    """Factor of muon's orthogonal updates of matrices [M, N]: rms for 0.2 sqrt(max(M, N)), original for
+    sqrt(max(1, M / N)). With rms, the lr and weight_decay that suit adamw suit muon too."""
     trust_coefficient: float = 1e-3
-    """Factor of lars' trust ratio, which is the norm of the weights over (norm of the gradient + weight_decay x norm of
-    the weights)."""
+    """Factor of lars' trust ratio, which is: norm of the weights / (norm of the gradient + weight_decay x norm of the
+    weights)."""
     max_trust: float | None = None
     """Upper bound on the trust ratio of lamb and lars; None for no bound."""
     beta2_decay: float = -0.8
@@ -84,11 +84,12 @@ class OptimizerConfig:
     loss_scale_window: int | None = None
     """Steps without an overflow after which the dynamic scale doubles; None for 1,000."""
     hysteresis: int | None = None
-    """Number n of overflows: the n-th since the scale last doubled, and each later one, halve the scale; None for 1."""
+    """Number of overflows, since the dynamic scale last doubled, after which the scale halves. Each later overflow
+    halves it again. None for 1."""
 
     @property
     def has_trust_ratios(self) -> bool:
-        """Return whether the optimizer scales the update of each matrix by a trust ratio."""
+        """True if the optimizer scales the update of each matrix by a trust ratio."""
         return self.name in ("lamb", "lars")
 
     @property
@@ -105,7 +106,7 @@ class OptimizerConfig:
 
     @property
     def dynamic_scale(self) -> dict[str, float | int]:
-        """Megatron-core's options for a dynamic loss scale, with defaults for keys that are not set."""
+        """Megatron-core's options for a dynamic loss scale; keys that are not set have their defaults."""
         given = {name: getattr(self, name) for name in _DYNAMIC_SCALE}
         return {name: _DYNAMIC_SCALE[name] if value is None else value for name, value in given.items()}
 

@@ -53,13 +53,13 @@ class ParallelConfig:
     """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical, deepep,
     symmetric (docs/parallelism.md), or a registered one. Results are equal up to rounding."""
     chunks: int = 1
-    """Number of parts into which each expert's rows are split, so that the communication of one overlaps with the
-    computation of another."""
+    """Number of parts into which each expert's rows (token vectors) are split. The communication of one part overlaps
+    with the computation of another."""
     max_rows: int | None = None
-    """Maximum number of rows (token vectors) that a rank receives at a time, at least twice the number of experts; more
-    rows are exchanged and computed in chunks; None for no bound."""
+    """Maximum number of rows (token vectors) that a rank receives at a time, at least twice the number of experts. More
+    rows are exchanged and computed in chunks. None for no bound."""
     shadow: int = 0
-    """Maximum number of hot experts per layer that are broadcast to all ranks instead of receiving rows."""
+    """Maximum number of heavily loaded experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: int | None = None
     """Ranks per node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
     exchange_options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""A recipe: its sections, and values derived from several of them. Every field of a section is a key of the TOML file
-and an option of the command line.
+"""A recipe: its sections, and values derived from several sections.
 
-`Recipe.check` reports invalid values before any process group is created, in one line that names the keys.
+Every field of a section is a key of the TOML file and an option of the command line. `Recipe.check` reports invalid
+values before any process group is created, in one line that names the keys.
 """
 
 import math
@@ -63,15 +63,16 @@ class Recipe:
         return self.model.sequence_length + self.decoder_length
 
     def num_params(self) -> int:
-        """Total number of parameters."""
+        """Return the total number of parameters."""
         return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
 
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses, with ``model.top_k`` routed experts and all shared ones per layer."""
+        """Return the number of parameters that a token uses, with ``model.top_k`` routed experts and all shared ones
+        per layer."""
         return counts.num_params(self.model, self.model.top_k, self.decoder_length)
 
     def flops_per_token(self) -> float:
-        """Floating point operations of a training step per token; see `counts.flops_per_token`."""
+        """Return the floating point operations of a training step per token; see `counts.flops_per_token`."""
         return counts.flops_per_token(self.model, self.decoder_length)
 
     def check(self) -> None:
@@ -168,7 +169,6 @@ class Recipe:
                 raise UserError(f"data.{error}") from error
 
     def _check_memory(self) -> None:
-        """Raise UserError for the first value that is not supported with ``model.memory_length``."""
         data, train, key = self.data, self.train, f"model.memory_length={self.model.memory_length}"
         if data.document_mask:
             raise UserError(f"data.document_mask=true is not supported with {key}")

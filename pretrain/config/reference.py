@@ -65,8 +65,6 @@ def reference() -> str:
 
 
 def _options() -> Iterator[str]:
-    """Yield the rows of the table of options: each option of the library's gates, experts, exchanges and losses, and
-    the key that sets it."""
     tables: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
         ("gate", "model.gate_options", GATES),
         ("experts", "model.expert_options", EXPERTS),
@@ -124,7 +122,7 @@ def _default(field: Field) -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string literal after each field of a dataclass, with ``"none"`` in place of the word None.
+    """Return the docstring of each field of a dataclass, with ``"none"`` in place of the word None.
 
     Raises:
         ValueError: a field has no docstring.

@@ -24,8 +24,8 @@ class DataConfig:
     validation: tuple[str, ...] = ("data/pylib/out/validation",)
     """Validation corpora, read as if joined into one; empty for no validation."""
     document_mask: bool = False
-    """Let tokens attend only to their own document, and predict no token of the next one; positions restart in each
-    document (needs model.kind=gpt or a registered kind)."""
+    """Let tokens attend only to their own document, and predict no token of the next document. Positions restart in
+    each document. Needs model.kind=gpt or a registered kind."""
     noise_density: float = 0.15
     """Share of the tokens that a t5 or a bert must predict."""
     mean_span: float = 3.0

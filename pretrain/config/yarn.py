@@ -1,8 +1,9 @@
 """Rotary positions, and their scaling by YaRN (arXiv 2309.00071) for sequences longer than in earlier training.
 
 Attention sees the distance n of two tokens as the angles n f, with a frequency f per pair of elements. YaRN keeps f for
-pairs that turn often within the original length, divides it by ``rope_factor`` for pairs that turn seldom, and mixes
-both in between. It also multiplies the rotated elements by a factor, which sharpens attention over more tokens.
+pairs that turn often within the original length, and divides it by ``rope_factor`` for pairs that turn seldom. In
+between, it mixes the two. It also multiplies the rotated elements by a factor, which sharpens attention over more
+tokens.
 """
 
 import math
@@ -19,7 +20,7 @@ def rotary_width(model: ModelConfig) -> int:
 
 
 def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Return the angle per position of each pair of elements, float32 [rotary_width / 2]."""
+    """Return the angle per position, in radians, of each pair of elements: float32 [rotary_width / 2]."""
     width = rotary_width(model)
     base = model.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if model.rope_scaling is None:
@@ -36,14 +37,16 @@ def rotary_factor(model: ModelConfig) -> float:
 
 
 def score_factor(model: ModelConfig) -> float:
-    """Return the additional factor of attention scores, which is 1 except in multi-latent attention (DeepSeek-V2, arXiv
-    2405.04434)."""
+    """Return the additional factor of attention scores in multi-latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    The factor is 1 in other attention.
+    """
     return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
-    """Return the indices of the last pair that keeps its frequency, and of the first whose frequency is divided by the
-    whole ``rope_factor``. With ``model.rope_truncate=false``, they are fractions."""
+    """Return the indices of the last pair that keeps its frequency, and of the first with the whole ``rope_factor``.
+    With ``model.rope_truncate=false``, they are fractions."""
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (

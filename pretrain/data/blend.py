@@ -19,8 +19,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     Weights are taken as decimals: 0.1 is exactly a tenth.
 
     Raises:
-        UserError: a weight is not a finite positive number, or the integers add up to more than a million, the longest
-            supported period of the sample order.
+        UserError: a weight is not a finite positive number, or the integers add up to more than a million.
     """
     for weight in weights:
         if not 0 < weight < math.inf:
@@ -42,7 +41,7 @@ class Blend:
     """Samples of several corpora (members), with a share of ``weights[i] / sum(weights)`` for member i.
 
     Sample n depends only on n. Among the first n samples, for every n, a member's count differs from its exact share by
-    less than one. Each member keeps its own order; a small one may begin its next epoch while others are in their
+    less than one. Each member keeps its own order. A small member may begin its next epoch while others are in their
     first.
 
     Args:
@@ -83,13 +82,10 @@ class Blend:
 
 
 def _order(weights: Sequence[int]) -> np.ndarray:
-    """Return the member of each sample of a period, int32 [sum(weights)].
-
-    Member i's share of the first t samples is t w_i / W, with W the sum of the weights. For its count to differ from
-    this by less than one, its j-th sample (from 0) must not be among the first floor(j W / w_i) samples, and must be
-    among the first ceil((j + 1) W / w_i). Earliest deadline first meets all deadlines, because the shares fill every
-    position (Baruah et al. 1996, Proportionate progress, with a single resource).
-    """
+    """Return the member of each sample of a period, int32 [sum(weights)]. Earliest deadline first keeps each count
+    within one of its share (Baruah et al. 1996, Proportionate progress, with a single resource)."""
+    # With W the sum of the weights, sample j (from 0) of member i must not be among the first floor(j W / w_i) samples,
+    # and must be among the first ceil((j + 1) W / w_i). All deadlines are met, because the shares fill every position.
     total = sum(weights)
     order = np.empty(total, dtype=np.int32)
     waiting = [(0, member, 0) for member in range(len(weights))]  # (earliest position, member, j)

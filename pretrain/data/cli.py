@@ -41,7 +41,7 @@ _CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``fmoe data ARGS``; `fmoe.cli.run` turns a `UserError` into one line and exit code 2."""
+    """Run ``fmoe data`` with the arguments ``argv``, or with those of the command line if it is None."""
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
     return 0
@@ -224,12 +224,7 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
-    """Return the files and folders, or the datasets.
-
-    Raises:
-        UserError: both are given; an option needs the kind of input that is not given; or ``--split``, ``--columns`` or
-            ``--data-files`` is given neither once nor once per dataset.
-    """
+    """Return the files and folders, or the datasets; raise UserError if the options do not fit."""
     names, paths = arguments.dataset, arguments.inputs
     options = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
     given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
@@ -281,7 +276,8 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path; refuse an empty one, which an unset shell variable gives: ``Path("")`` is the current folder."""
+    """Parse a path that is not empty. An unset shell variable gives an empty one, which would mean the current
+    folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)

@@ -84,12 +84,17 @@ def write_documentation(
 ) -> dict[str, CorpusSplit]:
     """Write English documentation of this machine as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
 
-    A line has the keys ``text``, ``path`` and ``license``. Documents are the descriptions of installed Python packages,
-    the topics of Python's language reference, the docstrings of each file of its standard library except tests, and
-    texts in ``common-licenses`` and ``doc`` below ``share``. A source without documents is skipped with a warning.
-    Files in ``doc`` above 1 MiB, files that are not UTF-8, duplicates, and documents below 200 bytes or with less than
-    70% letters and white space are left out. The only module imported is Python's own ``pydoc_data.topics``. As in
-    `write_python_library`, a hash of ``path`` decides the split, and the splits are returned by name.
+    A line has the keys ``text``, ``path`` and ``license``. As in `write_python_library`, a hash of ``path`` decides the
+    split, and the splits are returned by name. The documents are
+
+    * the descriptions of installed Python packages,
+    * the topics of Python's language reference,
+    * the docstrings of each file of the standard library, without tests,
+    * the texts in ``common-licenses`` and ``doc`` below ``share``.
+
+    A kind without documents is skipped with a warning. Files in ``doc`` above 1 MiB, files that are not UTF-8,
+    duplicates, and documents below 200 bytes or with less than 70% letters and white space are left out. The only
+    module imported is Python's own ``pydoc_data.topics``.
 
     Args:
         out: folder for the three files; created if missing.
@@ -97,7 +102,7 @@ def write_documentation(
         library: folder of the standard library; by default, the running Python's.
 
     Raises:
-        UserError: no source has documents, or ``out`` is not writable.
+        UserError: no kind has documents, or ``out`` is not writable.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     sources = {

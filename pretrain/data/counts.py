@@ -1,7 +1,8 @@
 """Token counts of a corpus by id, counted once and stored next to the corpus.
 
 ``PREFIX.json`` holds the counts of a corpus written by `pretrain.data.indexed.IndexedWriter`. For any other corpus, or
-a ``.bin`` newer than its JSON, ``PREFIX.counts`` holds them, with the size and modification time of the ``.bin``.
+if the ``.bin`` is newer than the JSON, ``PREFIX.counts`` holds them, with the size and modification time of the
+``.bin``.
 """
 
 import json
@@ -27,7 +28,7 @@ class TokenCounts:
     Attributes:
         least: 0, or the lowest token id if that is negative.
         largest: the highest token id; -1 in a corpus without tokens.
-        unigrams: number of tokens of each id, int64 [largest + 1]; None if an id is negative or too large to count.
+        unigrams: number of tokens of each id, int64 [largest + 1]. None if an id is negative, or at least 2^24.
     """
 
     least: int
@@ -72,7 +73,8 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """Incremental counter of tokens; holds a count per id, and keeps added arrays until they have a million tokens."""
+    """Incremental counter of tokens. It holds a count per id, and keeps added arrays until they have a million
+    tokens."""
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
@@ -127,8 +129,10 @@ def counts_path(prefix: Path) -> Path:
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
-    """Write the counts next to the corpus; return the reason if that fails, else None. An existing file that is
-    not a JSON object is not replaced."""
+    """Write the counts next to the corpus. Return the reason if that fails, else None.
+
+    An existing file that is not a JSON object is not replaced.
+    """
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
     is_other = f"{counts_path(prefix)} exists and is not a file of counts"
     try:

@@ -1,8 +1,10 @@
 """Documents from text, JSON lines, Parquet and Hugging Face datasets, in pieces that fit in memory.
 
-A document is one or more pieces, the last of them marked, so that a text file of any size is read in bounded memory.
+A document is one or more pieces, so a text file of any size is read in bounded memory. A piece says whether it is the
+document's last.
+
 Pieces of text end at line ends, except inside a line that is longer than a piece. Tokenizers trained by this package
-keep newlines as separate tokens, so that cutting at line ends does not change the tokens of a document.
+keep newlines as separate tokens, so cutting at line ends does not change the tokens of a document.
 """
 
 import logging
@@ -67,14 +69,14 @@ def open_sources(
 
 
 def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
-    """Find the files behind ``paths``, in the given order; a folder's files are sorted by their path in it.
+    """Find the files behind ``paths``, in the given order. The files of a folder are sorted by their path in it.
 
-    Hidden files and folders, links to folders, and files of other formats in a folder are skipped with a warning.
+    In a folder, hidden files and folders, links to folders, and files of other formats are skipped with a warning.
 
     Args:
         paths: files and folders.
         text_key: key or column with the text.
-        format: format of all files, one of `FORMATS`; "auto" chooses it by the suffix, ignoring case, and uses a
+        format: format of all files, one of `FORMATS`. "auto" chooses it by the suffix, ignoring case, and uses a
             ``.json`` file in a folder only if its first row has ``text_key``.
 
     Raises:
@@ -116,7 +118,7 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
 def iter_documents(
     paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto", on_error: OnError = stop
 ) -> Iterator[Piece]:
-    """Yield all pieces of all documents of ``paths``, in order (see `find_sources` and `read_source`)."""
+    """Yield all pieces of all documents of ``paths``, in order. See `find_sources` and `read_source`."""
     for source in find_sources(paths, text_key, format=format):
         yield from read_source(source, text_key, on_error)
 
@@ -129,9 +131,9 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
     Args:
         source: the file, folder or stream.
         text_key: key or column with the text; not used for text, bytes and streams.
-        on_error: called with the error of an unreadable document. If it returns, the document is skipped; so is the
-            rest of a file that is damaged from this document on. Errors of a table or stream as a whole, e.g. a
-            missing column, are always raised.
+        on_error: function that is called with the error of an unreadable document. If it returns, the document is
+            skipped; so is the rest of a file that is damaged from there on. Errors of a whole table or stream, such as
+            a missing column, are always raised.
 
     Raises:
         UserError: the content does not fit the format, or the source is unreadable or changed while it was read.
@@ -198,7 +200,6 @@ def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_e
 
 
 def _format_of(path: Path, format: str) -> Format:
-    """Return the given format, or the one that the suffix implies."""
     found = Format(format) if format != "auto" else _known_format(path) or _FORMAT_WHERE_NAMED.get(path.suffix.lower())
     if found is None:
         raise UserError(
@@ -286,7 +287,6 @@ def _read_text(source: Source) -> Iterator[Piece]:
 
 
 def _read_bytes(source: Source) -> Iterator[Piece]:
-    """Yield a file as one document of bytes."""
     for block, _ in read_blocks(source, lambda file: file.read(sources.PIECE_SIZE)):
         yield Piece(block, len(block), False)
     yield Piece(b"", 0, True)
@@ -301,7 +301,6 @@ def _last_character_start(data: bytes) -> int:
 
 
 def _read_rows(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
-    """Yield the pieces of documents in rows of JSON."""
     for place, row in json_rows(source, on_error):
         try:
             value = _text_of_row(row, text_key, place)
@@ -320,8 +319,8 @@ def _text_of_row(row: object, text_key: str, place: str) -> object:
 
 
 def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError) -> Iterator[Piece]:
-    """Yield a row's document in pieces; report a value that is not a string, or not valid UTF-8 (JSON can spell half a
-    surrogate pair)."""
+    """Yield a row's document in pieces. Report a value that is not a string, or not valid UTF-8: JSON can spell half a
+    surrogate pair."""
     if not isinstance(value, str):
         on_error(UserError(f"{place}: the value of {text_key!r} is a {type(value).__name__}, not a string"))
         return

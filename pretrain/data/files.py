@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Yield a binary file next to each path for the block to write; when the block ends, rename the files to the paths.
+    """Yield a temporary binary file for each path. When the block ends, sync the files and rename them to the paths.
 
-    Files are synced, then renamed in the given order, by one process at a time. Of several paths, the last is the
-    commit record: its old file is removed before the first rename. While the last path exists, all files are complete
-    and from one run. An error in the block removes the temporary files and keeps the old files. A killed process leaves
-    ``NAME.PID.tmp``, which the next writer of these paths removes.
+    Of several paths, the last is the commit record: its old file is removed before the first rename, and its new file
+    is renamed last. While the last path exists, all files are complete and from the same block.
+
+    An error in the block removes the temporary files and keeps the old files. A killed process leaves ``NAME.PID.tmp``,
+    which the next writer of these paths removes.
 
     Raises:
         UserError: a file cannot be created next to its path, or the disk is full.
@@ -136,7 +137,6 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process with this id runs on this machine."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

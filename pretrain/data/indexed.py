@@ -49,7 +49,7 @@ def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
 
 
 class IndexedWriter:
-    """Incremental writer of a corpus; it holds 12 bytes per document and the token counts in memory.
+    """Incremental writer of a corpus. It holds 12 bytes per document and the token counts in memory.
 
     As a context manager, it puts the three files in place together at the end, or keeps the old files after an error.
 
@@ -61,6 +61,9 @@ class IndexedWriter:
     Attributes:
         num_documents: documents ended so far.
         num_tokens: tokens appended so far.
+
+    Raises:
+        ValueError: ``dtype`` is not a token type of the format, or the last document was not ended.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
@@ -166,10 +169,10 @@ class IndexedWriter:
 
 
 class IndexedCorpus:
-    """Memory-mapped corpus, written here or by Megatron.
+    """Memory-mapped corpus, written by fmoe or by Megatron.
 
-    The index is checked for consistency, against the files' sizes, and against its checksum in ``PREFIX.json`` if there
-    is one.
+    The index must be consistent and fit the size of the tokens' file. If ``PREFIX.json`` exists, the index must match
+    the checksum stored there.
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.
@@ -178,11 +181,11 @@ class IndexedCorpus:
         num_tokens: tokens of all documents.
         flat: all tokens, document after document, [num_tokens].
         sequence_lengths: tokens of each sequence, int32 [num_sequences].
-        document_boundaries: document i has the sequences boundaries[i] to boundaries[i + 1] - 1, int64
-            [num_documents + 1].
+        document_boundaries: int64 [num_documents + 1]; document i has the sequences boundaries[i] to
+            boundaries[i + 1] - 1.
         description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
-        counts: occurrences of each token id. If the tokens are uncounted or newer than their counts, None until a
-            caller sets it.
+        counts: occurrences of each token id. None, until a caller sets it, if they are not stored or older than the
+            tokens.
         tokenizer_fingerprint: SHA-256 of the tokenizer's file from the description, or None.
 
     Raises:
@@ -259,7 +262,8 @@ class IndexedCorpus:
         return kept(self.prefix, bin_path, self.num_tokens)
 
     def keep_counts(self) -> str | None:
-        """Write `counts` next to the corpus if they are new; return the reason if writing fails, else None."""
+        """Write `counts` next to the corpus if they are not stored yet. Return the reason if writing fails, else
+        None."""
         if self._has_kept_counts or self.counts is None:
             return None
         reason = keep(self.prefix, corpus_paths(self.prefix)[0], self.counts)

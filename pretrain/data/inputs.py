@@ -119,7 +119,7 @@ def _is_same(prefix: str, sum_: str | None, other: str, other_sum: str | None) -
 def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
     """Return the inputs with their unigram entropy. Tokens of a corpus without stored token counts are counted first.
 
-    Collective: each rank reads its share of such a corpus; rank 0 then stores the counts next to the corpus, if it is
+    Collective: each rank reads its share of such a corpus. Rank 0 then stores the counts next to the corpus, if it is
     allowed to write there.
 
     Raises:
@@ -211,7 +211,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Convert a UserError or OSError of the block to a UserError that begins with the key."""
+    """Convert a UserError or OSError of the block to a UserError that begins with ``key``."""
     try:
         yield
     except (UserError, OSError) as error:

@@ -22,7 +22,7 @@ def build_samples(
     seed: int,
     weights: Sequence[float] = (),
 ) -> Samples:
-    """Build the samples of a recipe's model, in the order of ``seed``.
+    """Build the samples of a recipe's model. ``seed`` decides their order.
 
     Args:
         weights: weights of the corpora in a blend; empty to read them as one corpus.
@@ -43,7 +43,8 @@ def build_samples(
 
 
 def block_length(recipe: Recipe) -> int:
-    """Return the stride of blocks in tokens; a block has one more token, with which the next block begins."""
+    """Return the number of tokens from the start of one block to the next. A block has one more token, with
+    which the next block begins."""
     if recipe.model.kind == "t5":
         return recipe.spans.block
     return recipe.model.sequence_length - (2 if recipe.model.kind == "bert" else 0)
@@ -52,7 +53,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return for each corpus the average share of its epoch that a sample of the blend uses; empty without a blend."""
+    """Return the average share of its epoch that a sample of the blend uses, for each corpus; empty without weights."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)

@@ -1,9 +1,10 @@
 """Masked language modelling, the objective of BERT (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
-A sequence is CLS, text, SEP; the text crosses ends of documents, and there is no second segment and no next sentence
-prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of the text's tokens is chosen; of these, on
-average, 80% become MASK, 10% become a random token of text, and 10% stay. The choice differs each time that a block of
-text is used.
+A sequence is CLS, text, SEP. As in RoBERTa's FULL-SENTENCES (arXiv 1907.11692), the text may span several documents,
+and there is no second segment and no next sentence prediction.
+
+A fixed number of the text's tokens is chosen. On average, 80% of the chosen tokens become MASK, 10% become a random
+token of text, and 10% stay. The choice differs each time that a block of text is used.
 """
 
 import numpy as np
@@ -15,14 +16,14 @@ from pretrain.data.samples import Blocks
 class Masking:
     """Samples of a BERT model.
 
-    A sample has int64 arrays [s]: ``tokens``; ``labels``, the tokens before masking; and ``loss_mask``, 1 at the chosen
-    tokens.
+    For sequence length s, a sample has int64 arrays [s]: ``tokens``; ``labels``, the tokens before masking; and
+    ``loss_mask``, 1 at the chosen tokens.
 
     Args:
         blocks: source of blocks of at least s - 2 tokens; further tokens are not used.
         sequence_length: s.
-        density: share of the s - 2 tokens of text that is chosen, rounded to an integer number of tokens, at least one.
-            Ends of documents are never chosen, so fewer tokens are chosen if the text has too few others.
+        density: share of the s - 2 tokens of text that is chosen, rounded to a number of tokens, at least one. Ends of
+            documents are never chosen, so a text with few other tokens may have fewer chosen ones.
         cls, sep, mask: ids of these special pieces.
         end: id of the end of a document.
         text: ids to draw random tokens from, int64.

@@ -8,9 +8,9 @@ from pretrain.data.samples import Blocks
 class DocumentMask:
     """Samples of a GPT whose tokens attend only to their own document.
 
-    A sample has int64 arrays [s]: ``tokens``; ``labels``; ``documents``, the index of each token's document in the
-    sample; ``positions``, the position of each token in its document; and ``loss_mask``, 0 where the next token belongs
-    to another document.
+    For sequence length s, a sample has int64 arrays [s]: ``tokens``; ``labels``; ``documents``, the index of each
+    token's document in the sample; ``positions``, the position of each token in its document; and ``loss_mask``, 0
+    where the next token belongs to another document.
 
     An end-of-document token belongs to the document that it ends. A block may start with the rest of a document, whose
     positions also begin at 0.

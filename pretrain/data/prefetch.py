@@ -8,13 +8,13 @@ from pretrain.models.batch import Batch
 
 
 class Prefetch:
-    """Thread that builds the batches of ``ahead`` steps beyond the requested one.
+    """Builder of batches in a thread, up to ``ahead`` steps beyond the requested one.
 
-    A thread is enough: numpy releases the GIL while it copies and while pages are read from disk. There is no state to
-    save: the step is the run's data position, and a resumed run builds the batches again.
+    Nothing needs to be saved: a resumed run builds its batches again.
 
     Args:
-        build: makes the batches of a step, in the thread; if it raises an error, `take` of that step raises it again.
+        build: function that returns the batches of a step, called in the thread. If it raises an error, `take` of that
+            step raises it again.
         end: the step after the last.
         ahead: number of steps; 0 builds within `take`, without a thread.
     """
@@ -29,6 +29,7 @@ class Prefetch:
         if not self._ahead:
             return self._build(step)
         if self._pool is None:
+            # A thread is enough: numpy releases the GIL while it copies and while pages are read from disk.
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="fmoe-data")
         if self._futures and self._futures[0][0] != step:
             self._drop()
@@ -38,7 +39,7 @@ class Prefetch:
         return self._futures.popleft()[1].result()
 
     def close(self) -> None:
-        """End the thread after the step that it is building; `take` may start another thread."""
+        """End the thread once it has built its current step. A later `take` starts another thread."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown()

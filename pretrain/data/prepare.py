@@ -83,8 +83,8 @@ def prepare(
 ) -> Prepared:
     """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, provenance).
 
-    Each document's tokens end with the end-of-document token. The files are the same for any ``num_workers``;
-    existing ones are replaced once the new ones are complete. Memory grows only by 12 bytes per document.
+    Each document's tokens end with the end-of-document token. The files are the same for any ``num_workers``. Existing
+    files are replaced once the new ones are complete. Memory grows only by 12 bytes per document.
 
     Args:
         inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets.
@@ -100,8 +100,8 @@ def prepare(
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
-            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer does not have one token per
-            byte, an output is an input or not writable, no document has text, ``num_workers`` is less than 1, or a
+            `pretrain.data.streams.open_mixture`); ``format`` is "bytes" and the tokenizer does not have one token per
+            byte; an output is an input or not writable; no document has text; ``num_workers`` is less than 1; or a
             worker process died.
     """
     if num_workers is not None and num_workers < 1:
@@ -301,5 +301,4 @@ def _encode_in_worker(texts: list[str | bytes]) -> _Encoded:
 
 
 def _available_processors() -> int:
-    """Return the number of processors that this process may run on; all processors if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

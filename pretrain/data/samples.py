@@ -1,9 +1,11 @@
 """The order of training samples: a pure function of (corpora, sequence length, seed, n), without caches on disk.
 
 In each epoch, by default, the documents of all corpora are concatenated in random order. This stream is cut into blocks
-of L + 1 tokens, where L is the sequence length; the blocks overlap by one token and are read in random order. Block b
-holds the tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so that an epoch predicts
-every token at most once. The stream's tail of fewer than L tokens is dropped; it differs between epochs.
+of L + 1 tokens, where L is the sequence length. The blocks overlap by one token and are read in random order. Block b
+holds the tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so an epoch predicts every
+token at most once.
+
+The last tokens of the stream, fewer than L, are dropped. They differ between epochs.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ _DOCUMENTS, _BLOCKS = 0, 1  # what a permutation orders; part of its key
 class Samples(Protocol):
     """An endless sequence of samples, in which sample n depends only on n.
 
-    A sample is an array of tokens [L + 1], or arrays by name (`pretrain.models.batch`).
+    A sample is an array of tokens [L + 1], for sequence length L, or arrays by name (`pretrain.models.batch`).
 
     Attributes:
         samples_per_epoch: samples in an epoch of all corpora.
@@ -35,7 +37,7 @@ class Samples(Protocol):
 
 
 class Blocks(Protocol):
-    """`Samples` that are arrays of tokens [L + 1]."""
+    """`Samples` that are arrays of tokens, all of the same length."""
 
     samples_per_epoch: int
 
@@ -51,18 +53,18 @@ class _Epoch:
 
 
 class GPTSamples:
-    """An endless sequence of blocks of tokens, the same for any number of readers.
+    """An endless sequence of blocks of tokens, cut from the concatenated documents of all corpora.
 
-    Sample n depends only on the arguments and n: a resumed run needs only n, and each data parallel rank chooses its
-    own n. Memory: 32 bytes per document and 8 per block.
+    Sample n depends only on n and the arguments, so a resumed run needs only n. Memory: 32 bytes per document and 8 per
+    block.
 
     Args:
         corpora: read as one; each epoch has all of their documents.
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
         shuffle: False keeps documents and blocks in their original order in every epoch.
-        streams: if more than 0, the documents of an epoch are cut, in their order, into this many contiguous streams of
-            equal length, and sample n of an epoch is block ``n // streams`` of stream ``n % streams``.
+        streams: if more than 0, the concatenated documents of an epoch are cut into this many streams of equal length.
+            Sample n of the epoch is then block ``n // streams`` of stream ``n % streams``.
 
     Attributes:
         samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, rounded
@@ -154,8 +156,8 @@ class GPTSamples:
 class Segments:
     """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams in turn.
 
-    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], which holds 1 if the segment is
-    the first of a stream, else 0.
+    A sample has int64 arrays: ``tokens`` and ``labels`` [L], for segments of L tokens, and ``starts`` [1], which is 1
+    if the segment is the first of its stream, else 0.
 
     Args:
         blocks: samples with ``streams`` above 0; their blocks are the segments.
@@ -199,10 +201,7 @@ def count_tokens(corpus: IndexedCorpus) -> TokenCounts:
 
 
 def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """Return a random order of ``range(size)``, int64 [size].
-
-    Sorts raw Philox words: numpy keeps that stream stable, but not ``Generator.permutation`` (NEP 19), and a run must
-    resume under another numpy.
-    """
+    """Return a random order of ``range(size)``, int64 [size]. It sorts raw Philox words, which numpy keeps stable
+    between versions, unlike ``Generator.permutation`` (NEP 19)."""
     key = np.array([seed, 2 * epoch + purpose], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -46,8 +46,8 @@ class Source:
 
     Attributes:
         path: location on this machine.
-        name: name in ``PREFIX.json`` and in messages: the path that begins with the file or folder that the user gave,
-            without the folders above it.
+        name: name in ``PREFIX.json`` and in messages. It begins with the file or folder that the user gave, without the
+            folders above it.
         format: format of the content.
         num_bytes: size on disk.
     """
@@ -109,7 +109,7 @@ def refuse_other_encoding(head: bytes, name: str) -> None:
 
 
 def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield the results of ``read`` until the end of a file, each with its offset.
+    """Yield (block, offset) for each block that ``read`` takes from a file, until the file ends.
 
     Raises:
         UserError: the file is damaged, or begins with the mark of UTF-16 or UTF-32.
@@ -125,11 +125,8 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:
-    """Open a file, decompressed as its suffix says, and skip the byte order mark of text; return file and offset.
-
-    Raises:
-        UserError: the mark is of another encoding.
-    """
+    """Open a file, decompressed as its suffix says, and skip the byte order mark of text. Return the file and the
+    length of the mark."""
     suffix = source.path.suffix.lower()
     file: Any
     if suffix == ".gz":
@@ -154,7 +151,7 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
 
 
 def decode(data: bytes, source: Source, offset: int) -> str:
-    """Decode UTF-8 that begins at byte ``offset`` of a source; the UserError names the position of the invalid byte."""
+    """Decode UTF-8 that begins at byte ``offset`` of a source. The UserError names the position of an invalid byte."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -162,7 +159,10 @@ def decode(data: bytes, source: Source, offset: int) -> str:
 
 
 def json_rows(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
-    """Yield rows of JSON with their location: the items if a `Format.JSON` file is an array, else the lines."""
+    """Yield (location, row) for each row of a JSON file: the items if a `Format.JSON` file is an array, else the lines.
+
+    Unreadable rows are passed to ``on_error`` and skipped if it returns.
+    """
     try:
         is_array = source.format is Format.JSON and _begins_with_bracket(source)
         yield from _items(source) if is_array else _lines(source, on_error)

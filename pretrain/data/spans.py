@@ -1,9 +1,11 @@
 """Span corruption, the objective of T5 (Raffel et al. 2020, arXiv 1910.10683, section 3.3).
 
-Spans are removed from a block of tokens. The encoder receives the rest, with a sentinel in place of each span; the
-decoder predicts each sentinel and the tokens that it stands for. Both sequences end with an end token. The number of
-removed tokens is fixed, and their positions are random: the kept and the removed tokens are each cut into as many parts
-as there are spans, with all partitions equally likely, and the parts alternate, starting with a kept part.
+Spans are removed from a block of tokens. The encoder receives the rest, with a sentinel in place of each span. The
+decoder predicts each sentinel and the tokens that it stands for. Both sequences end with an end token.
+
+The number of removed tokens is fixed, and their positions are random. The kept and the removed tokens are each cut into
+as many parts as there are spans. All such partitions are equally likely. Kept and removed parts alternate, starting
+with a kept one.
 """
 
 from bisect import bisect_right
@@ -20,7 +22,7 @@ from pretrain.data.samples import Blocks
 
 @dataclass(frozen=True)
 class Spans:
-    """Lengths of a sample in tokens. They are the same for all samples, so nothing is padded.
+    """Lengths of a T5's sample in tokens. All training samples have the same lengths, so nothing is padded.
 
     Attributes:
         block: tokens of text.
@@ -48,8 +50,7 @@ class Spans:
         """Return the lengths for the longest block whose inputs are ``sequence_length`` tokens.
 
         As in the T5 code, a share ``density`` of a block is removed, in spans of ``mean_span`` tokens on average. The
-        numbers of removed tokens and of spans are rounded to integers (halves to even) and are at least one. With one
-        more token in the block, the inputs grow by one token or none, so some block gives exactly ``sequence_length``.
+        numbers of removed tokens and of spans are rounded to integers (halves to even) and are at least one.
 
         Raises:
             UserError: the sequence is too short, or the density too high, to keep a token before each removed span.
@@ -69,16 +70,17 @@ class Spans:
 
     @classmethod
     def of_block(cls, block: int, density: float, mean_span: float) -> "Spans":
-        """Return the lengths for a block of at least two tokens. The caller checks that a token is kept before each
-        span."""
+        """Return the lengths for a block of at least two tokens. Unlike `of`, accept fewer kept tokens than spans."""
         left_out = min(max(noise.share(block, density), 1), block - 1)
         return cls(block, left_out, max(round(left_out / Fraction(repr(mean_span))), 1))
 
 
 class SpanCorruption:
-    """Samples of a T5: ``tokens`` [inputs] for the encoder, ``decoder_tokens`` and ``labels`` [targets], int64.
+    """Samples of a T5.
 
-    ``decoder_tokens`` is a start token followed by the labels without their last token.
+    A sample has int64 arrays: ``tokens`` [inputs] for the encoder, and ``decoder_tokens`` and ``labels`` [targets] for
+    the decoder; `Spans` has both lengths. ``decoder_tokens`` is a start token followed by the labels without their last
+    token.
 
     Args:
         blocks: source of blocks of at least ``spans.block`` tokens; further tokens are not used.
@@ -121,12 +123,13 @@ class SpanCorruption:
 def corrupt(
     tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: np.ndarray, end: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets of a block whose parts are alternately kept and removed.
+    """Return the encoder's inputs and the decoder's targets for a block whose parts are alternately kept and removed.
 
     Args:
         tokens: int64 [block].
         kept, left_out: lengths of the kept and of the removed parts, int64 [spans]; they add up to the block.
         sentinels: int64 [spans].
+        end: id that ends inputs and targets.
     """
     stops = np.cumsum(np.stack([kept, left_out], axis=1).ravel())
     parts = np.split(tokens, stops[:-1])
@@ -136,8 +139,7 @@ def corrupt(
 
 
 def _parts(total: int, count: int, words: np.ndarray) -> np.ndarray:
-    """Draw ``total`` as a sum of ``count`` positive integers, uniformly among all such sums; int64 [count].
-
-    ``words`` holds ``total - 1`` random words, one per gap between two tokens; ``count - 1`` of the gaps are cuts."""
+    """Draw ``total`` as a sum of ``count`` positive integers, uniformly among all such sums; int64 [count]. ``words``
+    holds a random word for each gap between two tokens; ``count - 1`` gaps become cuts."""
     cuts = noise.choose(words, count - 1) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))

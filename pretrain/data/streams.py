@@ -28,8 +28,9 @@ class Dataset:
         config: configuration (subset) of the dataset; None for its default.
         revision: branch, tag or commit of a Hub dataset; None for its newest commit.
         split: name of the split; with ``data_files``, the name given to these files.
-        columns: columns with text. The texts of several are joined by `Mixture.separator`; empty ones are left out.
-        data_files: paths or patterns, required by a builder; for a Hub id or a folder they are relative to it.
+        columns: columns with text. A document joins the texts of a row with `Mixture.separator`, without empty ones.
+        data_files: paths or patterns of the files to read. A builder requires them; for a Hub id or a folder, they are
+            relative to it.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Datasets that are read as one, in order, or interleaved if they have weights.
+    """Datasets that are read as one: interleaved if they have weights, one after the other if not.
 
     Attributes:
         datasets: at least one dataset.
@@ -69,7 +70,7 @@ class Stream:
 
     Attributes:
         name: names of the datasets, for errors and for metadata files such as ``PREFIX.json``.
-        num_bytes: size of the local files; None if the size, or the share that is read, is unknown.
+        num_bytes: size of the local files. None if it is unknown, or if only an unknown share of them is read.
         provenance: JSON values that describe the mixture.
     """
 
@@ -90,7 +91,7 @@ class Stream:
         return list(self._files)
 
     def documents(self) -> Iterator[tuple[str, str | None, str]]:
-        """Yield (location, text, error) of each row; if a value is not a string, text is None, and ``error`` says why.
+        """Yield (location, text, error) of each row. If a value is not a string, text is None, and ``error`` says why.
 
         Raises:
             UserError: the data can no longer be reached, or are damaged.
@@ -105,7 +106,8 @@ class Stream:
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """Return name, config and revision of ``NAME[:CONFIG][@REVISION]``; an existing path has only a name."""
+    """Return name, config and revision of ``NAME[:CONFIG][@REVISION]``. Text that is an existing path is the name as a
+    whole."""
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None
@@ -300,11 +302,8 @@ def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[st
 
 
 def _is_builder(name: str) -> bool:
-    """Return whether ``datasets`` has a builder of this name, which ``load_dataset`` prefers to a folder of that name.
-
-    Raises:
-        UserError: a builder that unpickles files.
-    """
+    """Return whether ``datasets`` has a builder of this name, which ``load_dataset`` prefers to a folder. Raise
+    UserError for the builder that unpickles files."""
     if name == "pandas":
         raise UserError("dataset='pandas' is not supported: it unpickles files, which can run code; convert to parquet")
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None

@@ -13,14 +13,12 @@ _ROWS = 256  # rows in memory at a time: documents of a web corpus have some kil
 def read_parquet(path: Path, column: str) -> Iterator[object]:
     """Yield the values of one column of a Parquet file, in order.
 
-    pyarrow reads the file in place; ``datasets.load_dataset`` would first copy it into its cache.
-
     Raises:
         UserError: the file is not Parquet or lacks the column; during iteration, the file is damaged.
     """
     parquet = require("pyarrow.parquet", "pretrain", "reading Parquet files")
     with _one_line_errors(path, "a Parquet file"):
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path)  # in place: datasets.load_dataset would copy it into its cache
         names = file.schema_arrow.names
     _check_column(path, column, names)
 

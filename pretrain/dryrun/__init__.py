@@ -1,7 +1,7 @@
 """Plan of a run without running it: its process grid, and the memory of each kind of rank.
 
-`make_plan` builds the trainer's own engine for one rank of each kind, on the meta device and over process groups that
-do not communicate: it counts the actual modules, gradient buffers and optimizer shards.
+`make_plan` builds the trainer's own engine for one rank of each kind, on the meta device. It counts the actual modules,
+gradient buffers and optimizer shards. No process communicates.
 """
 
 from pretrain.dryrun.plan import Grid, Plan, RankKind, make_plan

@@ -46,12 +46,12 @@ class Holding:
         layers: numbers of the layers, from 1.
         experts: number of the rank's experts in each layer with experts; 0 without such layers.
         parameters: number of parameters in the rank's modules, replicated ones included.
-        weights, gradients, masters, moments: bytes; masters are the optimizer's fp32 copies of the weights.
+        weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights.
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
         distinct: number of distinct parameters on all ranks with these layers, without the copy of the embedding on a
             pipeline's last stage.
-        saved: bytes in a checkpoint: of the distinct parameters' weights, masters and moments, and of the memories of
-            all streams in these layers.
+        saved: bytes in a checkpoint: weights, masters and moments of the distinct parameters, and the memories of all
+            streams in these layers.
     """
 
     layers: tuple[int, ...]
@@ -72,7 +72,7 @@ class Holding:
 
 
 def groups() -> Groups:
-    """Return the group sizes of this process' rank."""
+    """Return the sizes of the process groups of this process's rank."""
     return Groups(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         context=parallel_state.get_context_parallel_world_size(),
@@ -132,13 +132,11 @@ def _parts(parameter: Tensor) -> int:
 
 
 def _state_bytes(part: Any) -> int:
-    """Return the bytes of an optimizer's state on this rank; with a sharded Muon, on the rank that holds the most.
-
-    Muon keeps one value per element of a hidden matrix and two per element of other parameters, so the ranks' states
-    differ in size.
-    """
+    """Return the bytes of an optimizer's state on this rank. For a sharded Muon, whose ranks' states differ in size,
+    return those of the rank that holds the most."""
     if not (isinstance(part.optimizer, Muon) and isinstance(part, DistributedOptimizer)):
         return sum(map(_moment_bytes, shards_of(part)))
+    # Muon keeps one value per element of a hidden matrix and two per element of other parameters.
     ranks = part.data_parallel_group.size()
     totals = [0] * ranks
     for buffer in part.buffers:
@@ -166,7 +164,7 @@ def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
 
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
-    """Return a parameter's bytes in a checkpoint, with its master and moments; 8-bit moments are saved dequantized."""
+    """Return a parameter's bytes in a checkpoint, with its master and moments. 8-bit moments are saved dequantized."""
     master = 0 if parameter.dtype == torch.float32 else 4 * parameter.numel()
     optimizer = optimizers(engine.optimizer)[0].optimizer
     whole = Shard(optimizer, parameter, parameter, 0, parameter.numel(), False)

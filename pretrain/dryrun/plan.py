@@ -37,7 +37,7 @@ class RankKind:
         stages: pipeline stages of this kind, from 0.
         rank: the first rank of this kind.
         count: number of ranks.
-        holding: memory of `rank`, except that a sharded Muon's state is that of the rank that holds the most of it.
+        holding: memory of `rank`. For a sharded Muon, the bytes of its state are those of the rank that holds the most.
     """
 
     stages: tuple[int, ...]
@@ -109,7 +109,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Group pipeline stages with the same sequence of layer types; the first and the last stage, which also have the
+    """Group pipeline stages with the same sequence of layer types. The first and the last stage, which have the
     embedding and the output layer, are separate groups."""
     model, parallel = recipe.model, recipe.parallel
     stages = parallel.pipeline

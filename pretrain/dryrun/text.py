@@ -63,7 +63,7 @@ def summary(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON values, recipe included; ``largest`` repeats the kind of rank with the most bytes."""
+    """Return the plan as JSON values, recipe included. ``largest`` repeats the kind of rank with the most bytes."""
     values = asdict(plan)
     for kind, of in zip(values["kinds"], plan.kinds, strict=True):
         kind["holding"]["total"] = of.holding.total

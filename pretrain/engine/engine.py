@@ -63,7 +63,10 @@ class StepResult:
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
-    """Create Megatron's process groups and seed all random number generators; call again only after `stop_parallel`."""
+    """Create Megatron's process groups and seed all random number generators.
+
+    May be called again only after `stop_parallel`.
+    """
     parallel = recipe.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -79,7 +82,7 @@ def init_parallel(recipe: Recipe, processes: Processes) -> None:
 
 
 def stop_parallel() -> None:
-    """Destroy the groups that `init_parallel` created, and Megatron's records of the model's losses."""
+    """Destroy the groups that `init_parallel` created, and empty Megatron's tracker of auxiliary losses."""
     parallel_state.destroy_model_parallel()
     drop_tracked_losses()
 
@@ -89,9 +92,8 @@ class Engine:
 
     Args:
         recipe: a recipe that passed `Recipe.check`.
-        processes: this process, in its process group; `init_parallel` has been called.
-        build: function that returns the model or, given `build_model`'s keywords, a pipeline chunk; benchmarks replace
-            it.
+        processes: this process, in its process group. `init_parallel` has been called.
+        build: replacement for `build_model`, with the same arguments.
 
     Attributes:
         chunks: this rank's parts of the model, unwrapped; several with ``parallel.virtual_pipeline``.
@@ -101,8 +103,9 @@ class Engine:
         on_progress: called at the beginning of each micro batch, in training and validation.
         last_loss: this rank's loss in the last training step, zero on all pipeline stages but the last. Summed over
             context parallel ranks and averaged over data parallel ranks, it is the loss of the global batch.
-        grad_scaler: for fp16; None in other precisions.
-        memories: memory of the training streams, one object per chunk; empty without ``model.memory_length``.
+        grad_scaler: loss scaler for fp16; None in other precisions.
+        memories: Transformer-XL's memory of the training streams, one object per chunk; empty without
+            ``model.memory_length``.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, build: Callable[..., nn.Module] = build_model):
@@ -195,14 +198,16 @@ class Engine:
         )
 
     def train_step(self, step: int, samples: Samples | list[Batch], check: CheckStep | None = None) -> StepResult:
-        """Make step number ``step``, counted from 0, on the global batch given by ``recipe.batches``.
+        """Make one optimizer step on the step's global batch (``recipe.batches``).
+
+        A skipped step changes no weight, optimizer state or gate buffer, but advances the learning rate.
 
         Args:
+            step: number of the step, from 0.
             samples: the endless sequence of samples, or the step's batches from `collate_step`.
-            check: called with mean loss and gradient norm before anything changes; each is non-finite if it is
-                non-finite on any rank. Returns the reason to skip the step, or None; if it raises, the model is
-                unchanged. A skipped step changes no weight, optimizer state or gate buffer, but advances the learning
-                rate. Not called for an fp16 overflow that a lower loss scale may cure.
+            check: function of mean loss and gradient norm, called before anything changes. Both are non-finite if they
+                are so on any rank. It returns the reason to skip the step, or None. If it raises, the model is
+                unchanged. It is not called for an fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
         scaler = self.grad_scaler
@@ -250,8 +255,11 @@ class Engine:
         return f" at loss scale {float(self.grad_scaler.scale):g}, the lowest (optimizer.min_loss_scale={lowest:g})"
 
     def backward(self, step: int, samples: Samples | list[Batch], *, reduce: bool = True) -> Tensor:
-        """Compute the gradients of a training step, replacing earlier ones, and by default reduce them over ranks;
-        return this rank's loss."""
+        """Compute the gradients of a training step, which replace earlier ones; return this rank's loss.
+
+        Args:
+            reduce: reduce the gradients over ranks.
+        """
         batches = self.recipe.batches
         size = batches.sequences(step)
         for chunk in self.model:
@@ -268,7 +276,6 @@ class Engine:
         return self.last_loss
 
     def _num_micro_batches(self, count: int) -> int:
-        """Return the number of this rank's micro batches among ``count`` samples."""
         return count // (self.recipe.train.micro_batch * self.data_group.size())
 
     @contextlib.contextmanager
@@ -303,14 +310,16 @@ class Engine:
 
     @property
     def _num_losses(self) -> int:
-        """Number of mean losses in the sum over ranks: one per rank of the last pipeline stage; under context
-        parallelism, one per context parallel group, whose ranks have shares of a loss."""
+        """Number of losses in a sum over all ranks. Only ranks of the last pipeline stage have a loss, and context
+        parallel ranks share one."""
         ranks = self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
         return ranks // self.context_group.size()
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
-        """Run the schedule over samples ``first ... first + count - 1``. With a ``step``, also run backward: add to the
-        present gradients, and reduce them over ranks unless `backward` disabled this.
+        """Run the schedule over samples ``first ... first + count - 1``.
+
+        With a ``step``, also run backward passes. Their gradients are added to the present ones and reduced over ranks,
+        unless `backward` disabled the reduction.
 
         Returns:
             This rank's loss, as `last_loss`.
@@ -334,14 +343,14 @@ class Engine:
         return torch.stack([result["loss"] for result in results]).mean()
 
     def sync_parameters(self) -> None:
-        """Wait for updated parameters that are being gathered; call it before reading them outside a forward pass."""
+        """Wait for updated parameters that are being gathered. Call it before reading parameters outside a forward
+        pass."""
         if self.recipe.parallel.overlap_parameters:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
     def collate_step(self, step: int, samples: Samples) -> list[Batch]:
-        """Return this rank's micro batches of a training step. Reads no state that a step changes, so that any thread
-        may call it.
+        """Return this rank's micro batches of a training step. Any thread may call it, also during a step.
 
         Raises:
             UserError: a sample has a token id outside the vocabulary.
@@ -371,8 +380,8 @@ class Engine:
         step: int | None,
         memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
-        """Return iterators over this rank's share of samples ``first ... first + count - 1``, one per chunk of the
-        model, because the schedule interleaves chunks. With a ``step``, each batch sets the position of the noise."""
+        """Return one iterator per chunk of the model over this rank's share of ``count`` samples from ``first`` on.
+        With a ``step``, each batch sets the position of the noise."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self.begins(count)

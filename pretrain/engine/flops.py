@@ -18,8 +18,11 @@ _GPUS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the peak FLOP/s of all ranks together: from a table for known GPUs, else the rate of a product of square
-    matrices of size 1,024 (fp16 on a CPU: 256), measured on all ranks at the same time. Collective."""
+    """Return the peak FLOP/s of all ranks together. Collective.
+
+    The rates of known GPUs come from a table. For other devices, the rate is that of a product of square matrices,
+    measured on all ranks at the same time. The matrices have size 1,024 (256 for fp16 on a CPU).
+    """
     known = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -21,7 +21,7 @@ from pretrain.process import Processes
 
 @contextlib.contextmanager
 def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
-    """Within the ``with`` block, let this process act as a rank of the recipe's run, in groups that do not communicate.
+    """Let this process act as one rank of the recipe's run in a ``with`` block, in groups that do not communicate.
 
     Raises:
         RuntimeError: this process is in a process group already.
@@ -53,7 +53,7 @@ def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
     """Return the pipeline chunks of a rank of the recipe's run, on the meta device.
 
     Raises:
-        RuntimeError: as `build_on_meta`.
+        RuntimeError: torch sees a GPU, or this process is in a process group.
     """
     cpu.install()
     with as_rank(recipe, rank), cpu.on_meta():
@@ -61,11 +61,12 @@ def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
 
 
 def checkpoint_layouts(recipe: Recipe) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint; the names omit
-    the prefix ``model/``.
+    """Return the shape and dtype of each tensor of a recipe's model, by its name in a checkpoint.
+
+    The names omit the prefix ``model/``.
 
     Raises:
-        RuntimeError: as `build_on_meta`.
+        RuntimeError: torch sees a GPU, or this process is in a process group.
     """
     recipe = replace(recipe, parallel=ParallelConfig())
     cpu.install()

@@ -26,7 +26,13 @@ from pretrain.models import kind_of
 def build_model(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> nn.Module:
-    """Build the model, or a pipeline chunk of it, on its training device, not yet wrapped for data parallelism."""
+    """Build the model, or a pipeline chunk of it, on its training device, not yet wrapped for data parallelism.
+
+    Args:
+        pre_process: the chunk has the embedding.
+        post_process: the chunk has the output layer.
+        vp_stage: index of the chunk on this rank (virtual pipeline); None for the only chunk.
+    """
     model = recipe.model
     # Megatron-core warns about every unknown module, and from 0.19 on about its GPTModel.
     for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
@@ -51,8 +57,8 @@ def build_model(
 
 
 def _scale(module: Any, model: ModelConfig) -> None:
-    """Scale the embedding, the outputs of attention and feed-forward blocks, and the input of the output layer, as in
-    Granite (arXiv 2408.13359 section 3). Call this after all replacements of blocks and dropout: it wraps them."""
+    """Apply the factors of Granite (arXiv 2408.13359 section 3). Call this after all replacements of blocks and
+    dropout, because it wraps them."""
     for part in module.modules():
         if isinstance(part, LanguageModelEmbedding) and model.embedding_scale != 1:
             part.word_embeddings.register_forward_hook(lambda _, __, out: out * model.embedding_scale)
@@ -65,7 +71,7 @@ def _scale(module: Any, model: ModelConfig) -> None:
 
 
 def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *options: Any) -> Callable[..., Tensor]:
-    """Wrap Megatron-core's addition of a block's output to the residual stream, so that output and bias are scaled."""
+    """Wrap Megatron-core's addition of a block's output to the residual stream, to scale output and bias."""
     add = make(*options)
 
     def scale_and_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -99,7 +105,7 @@ def check_parts(recipe: Recipe) -> None:
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Prefix the key in a constructor's UserErrors with ``section`` and, if it is a key of ``options``, with ``table``.
-    Convert a TypeError or ValueError of the constructor to a UserError."""
+    Convert a TypeError or ValueError to a UserError."""
     try:
         yield
     except UserError as error:

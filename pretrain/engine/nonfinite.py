@@ -1,4 +1,4 @@
-"""Report of a non-finite step: the ranks, and the first non-finite tensor on each."""
+"""Report of a step whose loss or gradient is not finite: the ranks, and the first non-finite tensor on each."""
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,12 @@ _NAME_BYTES = 256
 
 
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
-    """Return the ranks and first non-finite tensors of a step with a non-finite loss or gradient. Collective.
+    """Return the ranks on which a step is not finite, with the first non-finite tensor of each. Collective.
 
     If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
     reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks
-    on which the step is non-finite again, with the first non-finite gradient in the order of the backward pass, from
-    the last layer on. If the step is finite this time, weights and data were not the cause.
+    on which the step is non-finite again. The first non-finite gradient of a rank is the first one from the last layer
+    on. If the step is finite this time, the report suspects the machine.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     found = _gather(None if is_finite else "loss")

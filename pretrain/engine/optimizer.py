@@ -1,4 +1,4 @@
-"""The recipe's optimizer, and its state as tensors laid out like the parameters they belong to."""
+"""The recipe's optimizer, and its state as tensors laid out like the parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,11 +24,13 @@ SHIPPED = ("adamw", "lamb", "lars", "muon", "adafactor", "adamw8bit", "sgd")
 def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
     """Register an optimizer under a new name, for ``optimizer.name`` of a recipe.
 
+    The optimizer needs a tuple ``state_names`` with the names of a parameter's state tensors, each of the parameter's
+    shape. A count of steps, if there is one, is the state ``step``. ``optimizer.distributed`` needs ``is_elementwise =
+    True``: no element's update may depend on another element.
+
     Args:
-        factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``. Returns an
-            optimizer whose tuple ``state_names`` names a parameter's state tensors, each of the parameter's shape;
-            the optimizer's count of steps, if any, is the state ``step``. With ``is_elementwise = True``, no element's
-            update may depend on another element; ``optimizer.distributed`` needs this.
+        factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``; returns the
+            optimizer.
 
     Raises:
         UserError: the name belongs to another optimizer.
@@ -39,7 +41,7 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
 
 
 def check_optimizer(recipe: Recipe) -> None:
-    """Raise UserError if the optimizer is unknown, or registered and unable to do what the recipe asks for."""
+    """Raise UserError if the optimizer is unknown, or if a registered one lacks an attribute that the recipe needs."""
     own = recipe.optimizer
     if own.name in SHIPPED:
         return
@@ -63,11 +65,10 @@ def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """Return a function from parameter groups to the optimizer; None for AdamW if Megatron-core builds a better one.
+    """Return a function from parameter groups to the optimizer; None if Megatron-core builds a better AdamW.
 
     Megatron-core does so with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is
-    installed. Elsewhere it uses torch's unfused AdamW, which reads and writes each tensor ten times; the fused one does
-    so once.
+    installed. Elsewhere its AdamW is torch's unfused one, which is slower than the fused one returned here.
     """
     own = recipe.optimizer
     if own.name in OPTIMIZERS:
@@ -87,6 +88,7 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
         "adamw8bit": (optim.AdamW8bit, adam),
         "sgd": (torch.optim.SGD, momentum),
     }
+    # torch's unfused AdamW reads and writes each tensor ten times, the fused one once.
     is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
     if own.name == "adamw" and (own.cpu_offload or is_fused):
         return None
@@ -99,7 +101,7 @@ class StateTensor:
     """A tensor of an optimizer's state.
 
     Attributes:
-        name: its key in the state.
+        name: key of the tensor in the state.
         axis: the parameter's axis along which this tensor has size 1; None if it has the parameter's shape.
     """
 
@@ -130,7 +132,7 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
 
 
 def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
-    """Yield the state of a shard as plain tensors; zeros if no step was made, or all were skipped."""
+    """Yield the state of a shard as plain tensors: zeros if no step was made, or all were skipped."""
     state = shard.optimizer.state.get(shard.main) or {}
     for entry in state_tensors(shard):
         value = state.get(entry.name)
@@ -141,7 +143,12 @@ def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
 
 
 def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
-    """Build the state of a shard; ``read`` returns the tensors of `saved_state`, in any shape."""
+    """Build the state of a shard from saved tensors.
+
+    Args:
+        step: number of steps that the optimizer has made.
+        read: returns a tensor of `saved_state`, in any shape.
+    """
     optimizer: Any = shard.optimizer
     main, state = shard.main, {}
     for entry in state_tensors(shard):
@@ -157,5 +164,5 @@ def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tens
 
 
 def is_8_bit(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer keeps 8-bit codes."""
+    """Return whether the optimizer keeps its moments as 8-bit codes."""
     return isinstance(optimizer, AdamW8bit)

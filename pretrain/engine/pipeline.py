@@ -34,7 +34,7 @@ def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
 
 
 def get_schedule(parallel: ParallelConfig) -> Schedule:
-    """Return Megatron-core's schedule, or `fill_drain` with the same signature."""
+    """Return the pipeline's schedule: Megatron-core's, or `fill_drain` for ``parallel.schedule=gpipe``."""
     if parallel.pipeline > 1 and parallel.schedule == "gpipe":
         return fill_drain
     return get_forward_backward_func()
@@ -50,9 +50,10 @@ def fill_drain(
     micro_batch_size: int,
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
-    """GPipe's schedule (arXiv 1811.06965 section 2.2): all micro batches forward, then all backward, so that a stage
-    holds the activations of all of them. It is for comparison with 1F1B and gives equal results: here too, backward
-    passes run in the order of the micro batches.
+    """Run GPipe's schedule (arXiv 1811.06965 section 2.2): all micro batches forward, then all backward.
+
+    A stage holds the activations of all micro batches at once. The schedule is for comparison with 1F1B. Both give
+    equal results, because backward passes run in the order of the micro batches here too.
 
     Returns:
         The loss function's results for each micro batch on the last stage; empty on the others.

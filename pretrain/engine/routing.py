@@ -25,10 +25,10 @@ class StepReport(LayerReport):
 
 
 class RoutingReports:
-    """Sums of the layers' metrics over data parallel ranks and pipeline stages. The constructor and `collect` are
-    collective.
+    """Sums of the layers' metrics over data parallel ranks and pipeline stages.
 
-    Tensor and context parallel ranks count the same tokens, so nothing is summed over them.
+    Tensor and context parallel ranks count the same tokens, so nothing is summed over them. The constructor and
+    `collect` are collective.
 
     Args:
         layers: the MoE layers on this rank.
@@ -67,8 +67,11 @@ class RoutingReports:
         self._loss_names = tuple(names.split(",")) if names else ()
 
     def collect(self) -> dict[int, StepReport]:
-        """Return reports by layer number: the statistics since the last call, which every rank gets alike, and
-        the bytes exchanged since `begin`, averaged over this rank's data parallel group."""
+        """Return the statistics since the last call, by layer number.
+
+        They are equal on every rank, except for the bytes exchanged since `begin`, which are averaged over this rank's
+        data parallel group.
+        """
         if not self._num_experts:
             return {}
         # After a layer's sums: a flag for each of its losses, the bytes sent, and the number of ranks with the layer.

@@ -1,8 +1,8 @@
 """State of a Megatron model and optimizer in a checkpoint, under global names and global offsets.
 
 Megatron's ``sharded_state_dict`` serves as the index: it has each parameter's global name, shape and offset. Optimizer
-state is addressed by its parameter and the flat range of the parameter that this rank updates, so that it loads at any
-split, sharded over data parallel ranks or not.
+state is stored under its parameter's name and the flat range of the parameter that this rank updates. It therefore
+loads at any split, sharded over data parallel ranks or not.
 """
 
 import math
@@ -103,7 +103,7 @@ def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield this rank's share of parameters, buffers, master weights, optimizer state and memory of streams."""
+    """Yield this rank's share of parameters, buffers, master weights, optimizer state and Transformer-XL's memory."""
     engine.sync_parameters()
     locations = _locations(engine.chunks)
     for name, tensor in _tensors(engine.chunks):
@@ -143,7 +143,7 @@ def _memory_pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _load_memories(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load the memory of this rank's streams; clear it if the checkpoint has none, as before the first step."""
+    """Load the memory of this rank's streams; clear it if the checkpoint has none."""
     size, names = engine.recipe.train.micro_batch, set(checkpoint.names())
     for memory in engine.memories:
         memory.states.clear()
@@ -184,8 +184,10 @@ def _factor_views(
 
 
 def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, keyed by their names
-    in a checkpoint without the prefix ``model/``."""
+    """Return the global shape and the dtype of each parameter and persistent buffer of a model's chunks.
+
+    The keys are the names in a checkpoint without the prefix ``model/``.
+    """
     locations = _locations(chunks)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in _tensors(chunks):
@@ -229,7 +231,7 @@ def rank_state() -> dict[str, Any]:
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load model, optimizer, progress of the schedule, memory of streams and random generators, at any split.
+    """Load model, optimizer, progress of the schedule, Transformer-XL's memory and random generators, at any split.
 
     Raises:
         UserError: the checkpoint lacks a tensor, or one differs in shape.
@@ -263,7 +265,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load only weights and buffers into the model, at any split; the optimizer stays new.
+    """Load only weights and buffers into the model, at any split. The optimizer stays new.
 
     Raises:
         UserError: a tensor of the model is missing or differs in shape, or the checkpoint has one that the model lacks.
@@ -322,9 +324,8 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore the random generators of the saved rank that had this rank's parts of the model and of the data; if no
-    rank had this part of the data, take the rank with the first part. If the model is split differently now,
-    restore rank 0's generators except Megatron's."""
+    """Restore the random generators of the saved rank with the same part of the model and of the data. If the model is
+    split differently now, restore rank 0's generators except Megatron's."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
     if any(there != now for there, now in parts.values()):
@@ -335,6 +336,6 @@ def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
     inner, stages = here.tensor * here.context, here.pipeline
     data, tensor = divmod(dist.get_rank() % (dist.get_world_size() // stages), inner)
     per_stage = checkpoint.num_ranks // stages
-    data = data if data * inner < per_stage else 0
+    data = data if data * inner < per_stage else 0  # no rank had this part of the data: take the first part's
     rank = parallel_state.get_pipeline_model_parallel_rank() * per_stage + data * inner + tensor
     rng.restore(checkpoint.rank_state(rank)["rng"])

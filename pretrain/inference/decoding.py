@@ -17,7 +17,7 @@ from pretrain.inference.sampling import Sampling, distribution, draw
 
 class Decoder(Protocol):
     """Function from all tokens so far, [N, S], to the logits of the next token, float32 [N, V]. Each call must pass the
-    previous call's tokens and one more."""
+    tokens of the previous call and one more."""
 
     def __call__(self, tokens_NS: Tensor) -> Tensor: ...
 
@@ -25,9 +25,9 @@ class Decoder(Protocol):
 class GPTDecoder:
     """Decoder of a GPT, on a sliding window of the sequence's last tokens.
 
-    Positions count from 0 at the window's start. The window starts at the sequence's first token; whenever it is full,
-    it advances by an eighth of its length. The context of a token therefore depends only on its index, and the cached
-    keys and values are recomputed only when the window advances.
+    Positions count from 0 at the window's start. The window starts at the sequence's first token. Whenever it is full,
+    it advances by an eighth of its length. The context of a token therefore depends only on its index. Cached keys and
+    values are recomputed only when the window advances.
 
     Args:
         model: a GPT without expert capacity limits (``load_model(..., drops=False)``).
@@ -94,7 +94,8 @@ class MemoryDecoder:
 
 
 def window(count: int, length: int) -> int:
-    """Return the start of the window that predicts token ``count``; the window holds at most ``length`` tokens."""
+    """Return the start of the window, of at most ``length`` tokens, whose next token is token ``count`` of the
+    sequence."""
     by = max(length // 8, 1)
     return -(-max(count - length, 0) // by) * by
 
@@ -162,7 +163,7 @@ def generate(
 
 
 def refuse_expert_choice(model: nn.Module) -> None:
-    """Raise UserError for a gate in which experts choose tokens: the choice depends on later tokens."""
+    """Raise UserError if a gate lets experts choose their tokens: the choice depends on later tokens."""
     if any(isinstance(module, ExpertChoiceRouter) for module in model.modules()):
         raise UserError(
             "model.gate=expert_choice chooses among all tokens of a sequence, later ones included: token-by-token "

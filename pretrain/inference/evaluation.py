@@ -24,10 +24,10 @@ class Evaluation:
     Attributes:
         sequences: number of samples; for a GPT, windows.
         tokens: number of predicted tokens.
-        nats: sum of their negative log-probabilities.
-        correct: tokens that the model ranked first.
-        bytes: UTF-8 bytes of the predicted tokens' text; None for a model that does not predict whole texts.
-        layers: routing by layer number.
+        nats: sum of the predicted tokens' negative log-probabilities.
+        correct: number of tokens that the model ranked first.
+        bytes: UTF-8 bytes of the predicted tokens' text; None if `evaluate` got no ``byte_lengths``.
+        layers: routing of each layer with experts, by layer number.
     """
 
     sequences: int = 0

@@ -116,7 +116,7 @@ def _run_data(checkpoint: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def single_process(seed: int = 0) -> Iterator[Processes]:
-    """Set up this process with Megatron's groups of size 1, on its GPU if it has one.
+    """Set up Megatron-core's process groups for this process alone, on its GPU if it has one.
 
     Args:
         seed: seed of the generators that libraries draw from.
@@ -144,7 +144,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
 
     Args:
-        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit: a GPT's output for a
+        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit. A GPT's output for a
             token then depends on no later token and no other sequence, unless experts choose their tokens.
 
     Raises:

@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
         paths: paths as spelled by the user or in the recipe.
-        count: number of sequences, or its limit; None if neither is known before the text is read.
+        count: number of sequences, or an upper bound on it; None if neither is known before the text is read.
         samples: iterator over the sequences.
         streams: number of streams from which the sequences are taken in turn, for a model with memory.
     """
@@ -42,8 +42,15 @@ def open_source(
     max_sequences: int | None,
     format: str = "auto",
 ) -> Source:
-    """Open ``data`` or, if it is None, the run's own validation data. ``max_sequences`` limits the sequences; without
-    it, the validation data have as many as the trainer uses.
+    """Open the data on which a run's model is evaluated.
+
+    Args:
+        data: text files, folders or prefixes of corpora; None for the run's own validation data.
+        text_key: key or column with the text in JSON files and tables.
+        stride: tokens from one window of a GPT to the next; None for the window's length.
+        max_sequences: maximum number of sequences. None for all of ``data``, or for as many validation sequences as the
+            run uses.
+        format: format of text files, as for `pretrain.data.documents.find_sources`.
 
     Raises:
         UserError: see `pretrain.inference.windows.Text`; or the run has no validation data, they have changed, or the

@@ -16,7 +16,7 @@ class TextStream:
     """Incremental decoder: returns text once no later token can change it. A character may take several tokens.
 
     Args:
-        before: tokens before the first one that is added; their text is not returned.
+        before: tokens that precede the first added token; their text is not returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
@@ -69,7 +69,8 @@ def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
-    """Split a T5's output into spans by the number of their sentinel; the first span wins if a sentinel repeats."""
+    """Return the text of each span in a T5's output, by the number of its sentinel. If a sentinel repeats, its first
+    span counts."""
     numbers = {token: number for number, token in enumerate(tokenizer.sentinels)}
     spans: dict[int, list[int]] = {}
     span: list[int] = []  # tokens before the first sentinel are dropped

@@ -1,7 +1,7 @@
 """Samples for an evaluation, from a whole text or corpus in order.
 
-A stream is the documents in order, each followed by its end token. Samples have the form of training samples
-(`pretrain.data.kinds`); the last one may be shorter, and is not padded. A GPT predicts each token once; with
+The stream is all documents in order, each followed by its end token. Samples have the form of training samples
+(`pretrain.data.kinds`). The last sample may be shorter, and is not padded. A GPT predicts each token once; with
 ``data.document_mask``, it does not predict the first token of a document.
 """
 
@@ -39,8 +39,8 @@ class Text:
         num_tokens: total number of tokens; None if there is text, which is tokenized only while it is read.
 
     Raises:
-        UserError: data are missing, or a corpus was prepared with another tokenizer; in ``tokens``, text is
-            unreadable or a token id of a corpus is outside ``0 <= id < vocab_size``.
+        UserError: data are missing, or a corpus was prepared with another tokenizer. `tokens` raises it if text is
+            unreadable, or a token id of a corpus is outside ``0 <= id < vocab_size``.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
-    """Yield samples of a T5 or a BERT. In a T5's sample, at least one token is removed and one is kept, so a last
-    block of a single token is dropped."""
+    """Yield samples of a T5 or a BERT. A last block of a single token is dropped for a T5, which must remove one token
+    and keep one."""
     model, data = recipe.model, recipe.data
     if model.kind == "bert":
         for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):
@@ -154,12 +154,20 @@ class _One:
 
 
 def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield windows of a stream. An end-of-document token is put before the stream, so that the stream's first token is
-    predicted like the first token of any other document.
+    """Yield windows of a stream.
+
+    An end-of-document token is put before the stream, so that the stream's first token is predicted like the first
+    token of any other document.
+
+    Args:
+        parts: the stream's tokens in chunks of any length, int64 [n].
+        end: id of the end-of-document token.
+        length: maximum number of predicted tokens of a window.
+        stride: tokens from the start of one window to the next.
 
     Yields:
         A window, int64 [n + 1] with n at most ``length``, and the index of the first of its n predicted tokens that no
-        earlier window has predicted.
+            earlier window has predicted.
     """
     parts = iter(parts)
     held = np.array([end], dtype=np.int64)  # from the window's start on

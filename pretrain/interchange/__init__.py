@@ -1,11 +1,12 @@
 """Conversion to and from Hugging Face model folders: ``fmoe export`` and ``fmoe import``.
 
-`family` describes a family of models, and `tensors` maps its tensors to ours. `llama`, `deepseek`, `t5` and others
-define families, which `families` lists. `configs` converts config.json, `outgoing` exports, `incoming` imports, and
-`llama_cpp` writes GGUF files.
+A family is a format of config.json and tensors, such as Mixtral's. `family` and `tensors` have the classes that
+describe one. `llama`, `deepseek`, `t5` and other modules define one or more families, and `families` lists them all.
+`outgoing` exports, `incoming` imports, `configs` converts config.json, and `llama_cpp` writes GGUF files.
 
-`transfer` is ``fmoe checkpoint export`` and ``import``, which keep fmoe's tensor names: `dcp` reads and writes folders
-of torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` renames the tensors of Megatron-core.
+`transfer` is ``fmoe checkpoint export`` and ``fmoe checkpoint import``, which keep fmoe's tensor names. `dcp` reads and
+writes folders of torch.distributed.checkpoint, and `pickled` parses the pickles in them. `megatron` renames the tensors
+of Megatron-core's checkpoints.
 """
 
 from pretrain.interchange.families import FAMILIES

@@ -27,7 +27,10 @@ def export_main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument(
-        "--format", default="auto", metavar="NAME", help=f"{', '.join(FAMILIES)}; auto (default): the first that fits"
+        "--format",
+        default="auto",
+        metavar="NAME",
+        help=f"{', '.join(FAMILIES)}; auto (default): the first that fits, and fmoe last",
     )
     _add_tokenizer(parser, "new location of the recipe's data.tokenizer")
     parser.add_argument(
@@ -43,7 +46,7 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--no-drops",
         action="store_true",
-        help="export the model without its model.eval_capacity_factor, which few families support",
+        help="leave out model.eval_capacity_factor (few formats support it), so that experts drop no tokens",
     )
     arguments = parser.parse_args(argv)
     if not arguments.shard_gib > 0:  # NaN too

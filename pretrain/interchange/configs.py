@@ -36,7 +36,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json, to which the caller has applied ``family.adapt``.
+    """Return the family and the ``[model]`` of a config.json. The caller must have applied `Family.adapt` to it.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
@@ -58,7 +58,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out ``num_query_groups`` and ``head_dim`` if they equal the defaults, for which ``[model]`` has None."""
+    """Leave out ``num_query_groups`` and ``head_dim`` if they equal what ``[model]`` derives without them."""
     values = dict(values)
     if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]

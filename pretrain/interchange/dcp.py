@@ -1,9 +1,10 @@
 """Folders of torch.distributed.checkpoint (DCP): written by torch's writer, read without unpickling.
 
-A folder has ``.metadata``, a pickle of the location of every piece of every tensor, and ``.distcp`` files. In these, a
-piece is what ``torch.save`` writes: a zip file with the tensor's bytes and a pickle that describes it. Reading parses
-both pickles without running them (`pretrain.interchange.pickled`) and compares the bytes with the zip's CRC-32, which
-torch's own reader ignores.
+A folder has ``.distcp`` files, which hold tensors in pieces, and ``.metadata``, a pickle of the location of every
+piece. A piece is what ``torch.save`` writes: a zip file with the tensor's bytes and a pickle that describes it.
+
+Reading parses both pickles without running them (`pretrain.interchange.pickled`). It also compares the bytes with the
+zip's CRC-32, which torch's own reader ignores.
 """
 
 import io
@@ -69,7 +70,7 @@ def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequenc
     """Write and sync tensors of a checkpoint as one DCP file and ``.metadata``.
 
     Args:
-        slices: (offset, shape) of the chunks of each tensor, which are read one by one.
+        slices: (offset, shape) of each chunk, by tensor name. Chunks are read one by one.
     """
     planner, writer = _Planner(checkpoint, slices), _Writer(folder, sync_files=True, thread_count=1)
     try:
@@ -124,7 +125,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunked:
-    """A tensor of a folder, and the chunks that together hold each of its elements once."""
+    """A tensor of a folder. Its chunks together hold each element once."""
 
     dtype: torch.dtype
     shape: Shape
@@ -295,7 +296,11 @@ def pickle_in(archive: zipfile.ZipFile) -> Any:
 
 
 def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytearray | bytes:
-    """Return the file ``name`` in the archive's folder, checked by its CRC-32, or ``default``.
+    """Return the contents of a file in an archive of ``torch.save``, checked by its CRC-32.
+
+    Args:
+        name: path of the file below the archive's top folder.
+        default: result if the file is missing; None to raise an error.
 
     Raises:
         ValueError: the file is missing and has no default, or is compressed or cut off.
@@ -349,6 +354,6 @@ class _Part(io.RawIOBase):
 
 
 def chunks_of(folder: DcpFolder, names: Iterable[str]) -> list[tuple[str, Chunk]]:
-    """Return (name, chunk) pairs of the named tensors, ordered by file and position, to read files front to back."""
+    """Return (name, chunk) pairs of the named tensors, ordered by file and position to read each file front to back."""
     found = [(name, chunk) for name in names for chunk in folder.tensors[name].chunks]
     return sorted(found, key=lambda item: (item[1].file, item[1].position))

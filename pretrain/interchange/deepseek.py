@@ -103,13 +103,15 @@ def num_dense(model: ModelConfig) -> int:
 
 
 def is_dense_first(model: ModelConfig) -> bool:
-    """Return whether the layers without experts are the first ones, and the last layer has experts."""
+    """Return whether the model has experts, and its layers without experts, if any, come first."""
     return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.num_experts > 0
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return ``moe_layers`` and ``dense_ffn_hidden_size``, or {} if all layers have experts; ``default`` stands for a
-    missing ``first_k_dense_replace``.
+    """Return ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
+
+    Args:
+        default: value of a missing ``first_k_dense_replace``.
 
     Raises:
         UserError: a value is invalid, or no layer has experts.
@@ -132,8 +134,10 @@ def write_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the gate's options for groups of experts, or {} for one group; ``groups`` and ``kept`` stand for missing
-    keys.
+    """Return the gate's options for groups of experts; {} for one group.
+
+    Args:
+        groups, kept: values of a missing ``n_group`` and a missing ``topk_group``.
 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
@@ -153,14 +157,12 @@ def write_groups(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_latent(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that DeepSeek-V2 and DeepSeek-V3 share."""
     written = write_llama(model) | write_dense(model) | write_groups(model)
     written |= {"head_dim": model.qk_rope_head_dim, "q_lora_rank": model.q_lora_rank}
     return written | {"qk_head_dim": model.head_width}
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``q_lora_rank``, the width of compressed queries (None: not compressed); raise UserError if invalid."""
     return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
@@ -243,7 +245,7 @@ DEEPSEEK_V3_TABLE = (*DEEPSEEK_V2_TABLE, *CHOICE_BIAS, *MTP)
 
 
 def sums_weights(model: ModelConfig) -> bool:
-    """Return whether the sigmoid gate makes a token's weights sum to one, which it does not for a single expert."""
+    """Return whether the sigmoid gate makes a token's combine weights sum to one. With ``top_k`` 1, it does not."""
     return model.normalize is not False and model.top_k > 1
 
 
@@ -267,7 +269,7 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     """Return the keys of ``[model]`` for the sigmoid gate and multi-token prediction.
 
     Args:
-        groups, kept: values that stand for missing ``n_group`` and ``topk_group``.
+        groups, kept: values of a missing ``n_group`` and a missing ``topk_group``.
 
     Raises:
         UserError: a value is invalid or not supported.
@@ -289,9 +291,9 @@ def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json without layers of multi-token prediction that the folder does not have.
+    """Return config.json with ``num_nextn_predict_layers`` set to 0 if the folder has no such layers.
 
-    transformers keeps their number in config.json, but does not save the layers.
+    transformers keeps the number of layers of multi-token prediction in config.json, but does not save the layers.
     """
     first = f"model.layers.{config.get('num_hidden_layers')}."
     has_mtp = any(name.startswith(first) for name in folder.tensors)

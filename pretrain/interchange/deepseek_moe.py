@@ -1,10 +1,13 @@
-"""DeepSeekMoE (arXiv 2401.06066): shared experts, combine weights from a softmax over all experts, plain attention.
+"""DeepSeekMoE (arXiv 2401.06066): shared experts, combine weights from a softmax over all experts, standard attention.
 
-transformers has no class for it. Its Qwen2-MoE multiplies the output of the shared experts by a sigmoid of a projection
-of the token. A projection of zeros gives one half, so an export doubles the output matrix of the shared experts:
-products with powers of two are exact, so the logits are the same. Queries, keys and values get biases of zeros: vLLM's
-Qwen2-MoE always adds biases, even if ``qkv_bias`` is false. An import recognizes such an export by ``fmoe_format`` in
-config.json.
+transformers has no class for it, so an export is a Qwen2-MoE with the same logits:
+
+* Qwen2-MoE multiplies the output of the shared experts by the sigmoid of a projection of the token. The exported
+  projection is zero, so its sigmoid is 1/2, and the output matrix of the shared experts is doubled. Products with
+  powers of two are exact.
+* Queries, keys and values get biases of zeros. vLLM's Qwen2-MoE always adds biases, even if ``qkv_bias`` is false.
+
+Import recognizes such an export by ``fmoe_format`` in config.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +34,7 @@ from pretrain.interchange.tensors import Entry, Sizes
 
 
 class Twice:
-    """Our matrix, exported times two, which is exact."""
+    """A matrix that export multiplies by two, and import divides by two."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         doubled = ours * 2

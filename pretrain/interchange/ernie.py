@@ -1,6 +1,6 @@
 """ERNIE 4.5 (``ernie4_5_moe``): experts chosen by softmax plus a bias, and rotary positions of interleaved pairs.
 
-The combine weights are divided by their sum, which transformers limits to at least 1e-12, and fmoe to at least 1e-20.
+The combine weights are divided by their sum. transformers uses at least 1e-12 as the sum, and fmoe at least 1e-20.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,8 @@ from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
 
 class PairedQueryKeyValue:
-    """`QueryKeyValue` for rotary positions that pair a head's elements 2i and 2i + 1; ours pair i and i + d / 2."""
+    """`QueryKeyValue` for rotary positions that pair elements 2 i and 2 i + 1 of a head. fmoe pairs ``i`` and
+    ``i + d / 2``."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         query, key, value = QueryKeyValue().split(ours, sizes)
@@ -45,7 +46,7 @@ class PairedQueryKeyValue:
 
 
 class Row:
-    """Our vector, which is a matrix of one row in ERNIE."""
+    """A vector, exported as a matrix of one row."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours.unsqueeze(0),)

@@ -27,11 +27,11 @@ FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:
-    """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
+    """Return the family for the export of a model; "auto" picks the first that fits, and tries `FMOE` last.
 
     Raises:
-        UserError: ``name`` is unknown, or the family does not fit: the message names an unsupported key and
-            its allowed values. For "auto", the message is about the nearest family, or about `FMOE` for a GPT.
+        UserError: ``name`` is unknown, or the family does not support the model. The message names a key and its
+            allowed values. With "auto", it does so for the nearest family or, for a GPT, for `FMOE`.
     """
     if name == "auto":
         family = _nearest(model)
@@ -53,11 +53,7 @@ def why_own(model: ModelConfig) -> str:
 
 
 def _nearest(model: ModelConfig) -> Family:
-    """Return the first family of transformers that fits a model, or the nearest one.
-
-    Families of another ``kind`` are the farthest, then those that do not support the model's ``num_experts``, then
-    those with the most misfits.
-    """
+    """Return the first family of transformers that fits a model, or the nearest one."""
 
     def distance(family: Family) -> tuple[bool, bool, int]:
         keys = [key for key, _ in family.misfits(model)]
@@ -67,7 +63,6 @@ def _nearest(model: ModelConfig) -> Family:
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    """Return the error about one unsupported key: ``kind`` or ``num_experts`` if unsupported, else the first."""
     misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""

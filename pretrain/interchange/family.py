@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: their tensors, their keys of config.json, and the models they can represent."""
+"""Description of a family of Hugging Face models: its tensors, its keys of config.json, and the recipes it supports."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -10,8 +10,8 @@ from pretrain.config import ModelConfig
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
 
-# Keys of [model] that a family need not mention: they do not change the logits of a trained model. The last three do in
-# some models, whose families convert them.
+# Keys of [model] that a family need not mention, because they do not change the logits of a trained model. The last
+# three do in some models, whose families convert them.
 ONLY_TRAINING = frozenset(
     {"dropout", "init", "init_std", "capacity_factor", "group_size", "balance_loss", "balance_scope", "z_loss"}
     | {"loss_weights", "bias_step", "mtp_loss", "dense_ffn_hidden_size", "num_decoder_layers", "rope_theta"}
@@ -20,15 +20,15 @@ ONLY_TRAINING = frozenset(
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that corresponds to a key of ``[model]``.
+    """A key of config.json that corresponds to a key of a recipe's ``[model]``.
 
     Attributes:
         theirs, ours: names in config.json and in ``[model]``.
-        kind: int (at least 1), float or bool.
-        other: name that is read if ``theirs`` is missing; if both are there, their values must be equal.
-        alias: name that transformers also accepts; it is not read, but its value must be equal.
+        kind: type of the value: int (at least 1), float or bool.
+        other: second name in config.json, read if ``theirs`` is missing. If both are there, their values must be equal.
+        alias: another name that transformers accepts. Import does not read it, but requires an equal value.
         default: value that transformers assumes for a missing key; None if the key is required.
-        value: returns the exported value; by default, the value of ours is exported.
+        value: function that returns the exported value; None to export the value of ``ours``.
     """
 
     theirs: str
@@ -46,12 +46,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Demand:
-    """A condition that a recipe must meet for a family to represent its model.
+    """A condition on a recipe's ``[model]`` that export to a family requires.
 
     Attributes:
         ours: the key of ``[model]`` that the error names.
-        holds: tests the condition.
-        why: the allowed values, for the error.
+        holds: function that returns whether a model meets the condition.
+        why: the allowed values, in words for the error.
     """
 
     ours: str
@@ -61,7 +61,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Only:
-    """The supported values of a key of config.json; None stands for null or a missing key."""
+    """The values of a key of config.json that import supports. None stands for null and for a missing key."""
 
     theirs: str
     values: tuple[Any, ...]
@@ -71,28 +71,28 @@ class Only:
 class Family:
     """A format of config.json and tensors, usually one ``model_type`` of transformers.
 
-    Keys of ``[model]`` that `keys`, `fixed`, `demands` and `varies` do not mention must have their default value,
-    unless they are in `ONLY_TRAINING`.
+    A key of ``[model]`` must have its default value unless it is in `keys`, `fixed`, `demands`, `varies` or
+    `ONLY_TRAINING`.
 
     Attributes:
-        name: the value of ``--format``, and the ``model_type`` unless `constants` has another.
-        architecture: transformers' class.
-        tables: one table for each form of the tensors that import reads; export writes the first form.
+        name: the value of ``--format``. It is also the ``model_type``, unless `constants` has another.
+        architecture: name of the model's class in transformers.
+        tables: one table for each layout of the tensors that import reads. Export writes the first layout.
         keys: keys of config.json that correspond to a key of ``[model]``.
-        fixed: keys of ``[model]`` and their only supported value, which export requires and import sets.
+        fixed: keys of ``[model]`` with a single supported value, which export requires and import sets.
         demands: other conditions of export.
         varies: further keys of ``[model]`` that `read` and `write` convert.
         constants: keys of config.json with the same value in every export.
         only: keys of config.json and their supported values, which import requires.
-        read: reads from config.json the keys of ``[model]`` that no `Key` converts; may raise UserError.
-        write: returns the keys of config.json that no `Key` converts.
-        ignored: endings of tensor names; an import leaves out such tensors of a folder.
-        places: returns the tensors of a model, for a family without `tables`.
-        files: returns further files of an export by name.
-        notes: returns lines about an export for the user.
-        left_out: beginning of tensor names; an export leaves out such tensors of a checkpoint. Empty for none.
+        read: function from config.json to the keys of ``[model]`` that no `Key` converts; may raise UserError.
+        write: function from a model to the keys of config.json that no `Key` converts.
+        ignored: endings of tensor names. Import skips such tensors of a folder.
+        places: function that returns the tensors of a model, for a family without `tables`.
+        files: function that returns further files of an export, by name.
+        notes: function that returns lines for the user about the export of a model.
+        left_out: beginning of tensor names. Export skips such tensors of a checkpoint. Empty for none.
         copies: names of tensors that a folder may have as copies of others, each with the original's name.
-        adapt: returns the config.json of a folder as the other attributes expect it.
+        adapt: function that returns a folder's config.json in the form that the other attributes expect.
     """
 
     name: str
@@ -115,15 +115,15 @@ class Family:
     adapt: Callable[[Mapping[str, Any], HuggingFaceFolder], Mapping[str, Any]] = lambda config, folder: config
 
     def tensors(self, model: ModelConfig) -> list[Place]:
-        """Return all tensors of a model in the form that export writes."""
+        """Return all tensors of a model, in the layout that export writes."""
         return list(places(self.tables[0], model) if self.places is None else self.places(model))
 
     def forms(self, model: ModelConfig) -> list[list[Place]]:
-        """Return all tensors of a model in each form that import reads."""
+        """Return all tensors of a model, in each layout that import reads."""
         return [list(places(table, model)) for table in self.tables] if self.places is None else [self.tensors(model)]
 
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
-        """Return the keys of ``[model]`` whose values the family cannot represent, each with its allowed values."""
+        """Return (key, allowed values) for each key of ``[model]`` whose value the family does not support."""
         found: dict[str, str] = {}
         demanded = {demand.ours for demand in self.demands}
         mentioned = {*self.varies, *demanded, *ONLY_TRAINING, *(key.ours for key in self.keys)}
@@ -162,7 +162,7 @@ def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def toml(value: Any) -> str:
-    """Spell a value for a message, in at most 80 characters: ``true``, ``none`` for None, else its ``str``."""
+    """Format a value for a message, in at most 80 characters. None is ``none``, and a bool is ``true`` or ``false``."""
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -172,7 +172,7 @@ def _dense_only(key: str) -> Demand:
     return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, toml(default))
 
 
-# Keys without effect in a model without experts: families of such models support any value of them.
+# These keys have no effect in a model without experts, so families of such models allow any value.
 DENSE_ONLY = tuple(
     _dense_only(key)
     for key in (

@@ -1,6 +1,7 @@
-"""Folders of safetensors on disk, in one file or in several with an index, and config.json of Hugging Face models.
+"""Folders of safetensors (one file, or several with an index), and model folders of Hugging Face.
 
-Reads only safetensors and JSON. Reading and writing hold one tensor at a time.
+Only safetensors and JSON are read; pickled weights are refused. Reading and writing hold one tensor in memory at a
+time.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ class SafetensorsFolder:
         path: the folder.
 
     Raises:
-        UserError: the folder is missing, or, from `tensors`, its weights are pickled, missing or damaged.
+        UserError: the folder is missing. `tensors` raises it if the weights are pickled, missing or damaged.
     """
 
     def __init__(self, path: Path):
@@ -57,7 +58,11 @@ class SafetensorsFolder:
         self._open = lru_cache(_NUM_OPEN)(self._open_anew)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object in a file of the folder; None if the file is missing."""
+        """Return the JSON object in a file of the folder; None if the file is missing.
+
+        Raises:
+            UserError: the file is unreadable, or is not a JSON object.
+        """
         path = self.path / name
         if not path.is_file():
             return None
@@ -71,7 +76,7 @@ class SafetensorsFolder:
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """All tensors by name; reads only headers."""
+        """All tensors by name, from the headers of the files."""
         found: dict[str, Stored] = {}
         for name in self._files():
             file = self._open(name)
@@ -135,7 +140,7 @@ class HuggingFaceFolder(SafetensorsFolder):
         config: the parsed config.json.
 
     Raises:
-        UserError: as `SafetensorsFolder`; or config.json is missing or damaged.
+        UserError: config.json is missing or damaged; otherwise, see `SafetensorsFolder`.
     """
 
     def __init__(self, path: Path):
@@ -160,16 +165,16 @@ class Planned:
 
 
 def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
-    """Write and sync safetensors: one file, or several with an index. A file has at most ``max_bytes`` of
-    tensors, or one larger tensor.
+    """Write and sync safetensors: one file, or several with an index.
 
     Args:
         plan: the tensors in order.
-        tensors: the planned tensors, contiguous or not, on any device, or slices of each along its first axis; they are
-            consumed one by one.
+        tensors: values of the planned tensors, on any device, read one by one. A tensor may come in slices along its
+            first axis.
+        max_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
 
     Returns:
-        Names of the files.
+        Names of the files with tensors.
     """
     shards: list[list[Planned]] = [[]]
     size = 0
@@ -244,7 +249,7 @@ def _created(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_output(out: Path) -> None:
-    """Raise UserError unless ``out`` is missing or an empty folder; a symbolic link is refused."""
+    """Raise UserError unless ``out`` is missing or an empty folder. A symbolic link is refused too."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"{out} is a file or a symbolic link: pass another path")
     if out.is_dir() and any(out.iterdir()):

@@ -34,7 +34,7 @@ from pretrain.interchange.tensors import Entry, Same, Sizes, Transform
 
 
 class Transposed:
-    """A stack of matrices [E, out, in] as [E, in, out]."""
+    """A stack of matrices [E, out, in], exported as [E, in, out]."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours.transpose(1, 2).contiguous(),)
@@ -44,7 +44,10 @@ class Transposed:
 
 
 class InTurn:
-    """[E, 2 * H, ...] with all gates before all values along axis 1, as [E, ..., 2 * H] with the two alternating."""
+    """Rows of gates and values [E, 2 * H, ...], exported as columns [E, ..., 2 * H].
+
+    In fmoe, all gates come before all values. In GPT-OSS, the two alternate.
+    """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         rows = torch.stack(ours.chunk(2, dim=1), dim=2).flatten(1, 2)
@@ -125,8 +128,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Add the rotary positions that transformers assumes if config.json has none, and drop the mark of MXFP4 weights,
-    which are decoded."""
+    """Add the rotary positions that a config.json without any implies, and drop the mark of MXFP4 weights."""
     config = dict(config)
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE

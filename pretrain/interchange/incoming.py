@@ -1,4 +1,4 @@
-"""Import: from a Hugging Face folder to a checkpoint that a run starts from."""
+"""Conversion of a Hugging Face folder to a run with one checkpoint: ``fmoe import``."""
 
 import hashlib
 from collections import Counter
@@ -32,7 +32,7 @@ _IGNORED = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import: family, recipe, folder of checkpoints, and tokenizer file (None for none)."""
+    """Result of an import: family, recipe, folder of checkpoints, and tokenizer file (None without one)."""
 
     family: Family
     recipe: Recipe
@@ -46,7 +46,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     Args:
         source: folder with config.json and safetensors.
         out: a new or empty folder, which appears when it is complete.
-        tokenizer: path of a tokenizer.json or sentencepiece model that replaces the folder's, or "none".
+        tokenizer: path of a tokenizer.json or sentencepiece model; None for the folder's, "none" for no tokenizer.
 
     Raises:
         UserError: the model's family or a value of config.json is not supported; a tensor is missing, unexpected, not
@@ -101,11 +101,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """Return the family's tensors, in the form that fits the folder best.
-
-    Raises:
-        UserError: in that form, a tensor is missing, unexpected, or of another shape.
-    """
+    """Return the family's tensors, in the layout that fits the folder best; raise UserError if the folder's differ."""
     forms = family.forms(model)
     names = set(folder.tensors)
     found = max(forms, key=lambda form: sum(name in names for place in form for name in place.theirs))

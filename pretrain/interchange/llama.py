@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE, and the parts that they share with other descendants of Llama that have experts."""
+"""The families Mixtral and Qwen3-MoE, and the tables and keys that they share with similar models with experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,7 +57,8 @@ DENSE = (
 
 
 def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Return the entries of router and experts in module ``block``; the other arguments name an expert's matrices."""
+    """Return the entries of router and experts in module ``block``; the other arguments name the matrices of an
+    expert."""
     expert = f"{LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.{block}.gate.weight": "E D"}),
@@ -72,7 +73,8 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of the shared experts, all in module ``block``; ``output`` converts the output matrix."""
+    """Return the entries of the shared experts, which ``block`` holds as one block. ``output`` converts the output
+    matrix."""
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
@@ -93,12 +95,12 @@ QWEN3_MOE_TABLE = (*COMMON, *QK_NORM, *DENSE, *expert_entries("mlp", "gate_proj"
 
 
 def weights_sum_to_one(model: ModelConfig) -> bool:
-    """Return whether the weights of a token's experts sum to one in evaluation, for a gate with a softmax."""
+    """Return whether a softmax gate makes the combine weights of a token sum to one in evaluation."""
     return model.gate != "switch" and model.normalize is not False
 
 
 def drops_in_evaluation(model: ModelConfig) -> bool:
-    """Return whether an expert may be full in evaluation: the capacity factor is below num_experts / top_k."""
+    """Return whether experts may drop tokens in evaluation: the capacity factor is below num_experts / top_k."""
     factor = model.eval_capacity_factor
     return factor is not None and factor * model.top_k < model.num_experts
 
@@ -142,7 +144,7 @@ DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": No
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that all descendants of Llama have."""
+    """Return the keys of config.json that all families similar to Llama share."""
     return {
         "hidden_act": "silu",
         "head_dim": model.head_width,

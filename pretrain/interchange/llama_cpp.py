@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp, written by llama.cpp's own converter from an exported folder.
 
-The converter recognizes byte-level tokenizers by a hash of token ids, and so refuses those that are trained here. It
-reads sentencepiece models for some families only. `convert` removes both limits.
+The converter recognizes byte-level tokenizers by a hash of token ids, and so refuses those that fmoe trained. It reads
+sentencepiece models for some families only. `convert` removes both limits.
 """
 
 import importlib
@@ -107,11 +107,11 @@ _OWN_VOCABULARY = ("Glm4MoeForCausalLM", "Ernie4_5_MoeForCausalLM")
 def check_convertible(
     llama_cpp: Path, family: Family, model: ModelConfig, tokenizer: Tokenizer | None, files: Mapping[str, bytes]
 ) -> str:
-    """Check the conditions under which llama.cpp computes the same tokens and logits.
+    """Check that llama.cpp computes the same tokens and logits as fmoe.
 
     Args:
         llama_cpp: folder of llama.cpp's source.
-        files: the export's files by name, with those of `files_for`.
+        files: the export's files by name, including the tokenizer's.
 
     Returns:
         llama.cpp's name of the pre-tokenizer; empty if its converter has to find it.
@@ -144,12 +144,12 @@ def check_convertible(
 
 
 def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre: str) -> str:
-    """Convert an exported folder to a GGUF file in it, in another process.
+    """Add a GGUF file to an exported folder, with llama.cpp's converter in another process.
 
     Args:
         name: name of the model in the file.
         dtype: dtype of the matrices; vectors are in float32.
-        pre: from `check_convertible`.
+        pre: llama.cpp's name of the pre-tokenizer, from `check_convertible`.
 
     Returns:
         The file's name.
@@ -203,11 +203,8 @@ def convert() -> None:
 
 
 def _name_as_deepseek_moe(script: Any) -> None:
-    """Let the converter read an export of `deepseek_moe`, a Qwen2-MoE, as a published DeepSeekMoE.
-
-    llama.cpp's Qwen2-MoE has experts in every layer, and divides by the logit of the shared experts' gate, which is
-    zero in the export.
-    """
+    """Make the converter read a DeepSeekMoE, which was exported as a Qwen2-MoE, as DeepSeekMoE. llama.cpp's Qwen2-MoE
+    has experts in every layer, and divides by the gate of the shared experts, which is zero in the export."""
     load = script.ModelBase.load_hparams
 
     def load_hparams(*arguments: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
     """Return the model's tensors under fmoe's names, without the optimizer's tensors.
 
     Args:
-        wanted: names of the tensors of the recipe's model, which determine the number of layers and the location of
+        wanted: fmoe's names of the tensors of the recipe's model. They determine the number of layers and the names of
             norms.
 
     Raises:
@@ -121,7 +121,7 @@ def _with_norms_of(wanted: Collection[str], layer: str, rest: str) -> str:
 
 
 def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
-    """Yield the pieces of renamed tensors, chunk by chunk."""
+    """Yield the data of renamed tensors, one chunk of the folder after another."""
     by_name: dict[str, dict[int | None, Renamed]] = {}
     for each in tensors:
         by_name.setdefault(each.theirs, {})[each.row] = each
@@ -138,10 +138,13 @@ def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
 
 
 def check_arguments(path: Path, model: ModelConfig) -> bool:
-    """Compare the arguments of Megatron-LM in common.pt, which decide what the tensors compute, with a recipe.
+    """Compare a recipe's model with the arguments that Megatron-LM saved in common.pt.
+
+    The arguments decide what the tensors compute, such as routing and positions.
 
     Returns:
-        False if common.pt has no arguments, because a program other than Megatron-LM saved it.
+        True if the arguments were compared. False if common.pt has none, because a program other than Megatron-LM saved
+            it.
 
     Raises:
         UserError: an argument differs from the recipe; fmoe does not support an argument; Megatron-LM does not support
@@ -169,7 +172,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Format a plain value or a flat tuple for a message; for any other value, which may be cyclic, name the type."""
+    """Format a plain value or a flat tuple for a message. Any other value may be cyclic, so only its type is named."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"

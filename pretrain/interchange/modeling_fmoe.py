@@ -1,4 +1,4 @@
-"""The models of recipes with ``kind = "gpt"`` for Hugging Face transformers, in torch and fmoe, without Megatron-core.
+"""Models of recipes with ``kind = "gpt"`` as classes of Hugging Face transformers, without Megatron-core.
 
 ``fmoe export --format fmoe`` copies this file into the exported folder. Importing
 ``pretrain.interchange.modeling_fmoe`` registers the model with `AutoModelForCausalLM`.
@@ -191,7 +191,7 @@ class LatentAttention(_Attention):
 
 
 class PositionBiases(nn.Module):
-    """Transformer-XL's biases u (``content``) and v (``position``), [H * d] each, which are added to queries."""
+    """Transformer-XL's biases of queries: u (``content``) and v (``position``), [H * d] each."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -200,7 +200,6 @@ class PositionBiases(nn.Module):
         self.position = nn.Parameter(torch.empty(model.num_heads * model.head_width))
 
     def reset_parameters(self) -> None:
-        """Draw both biases."""
         for bias in self.parameters():
             nn.init.normal_(bias, std=self.std)
 
@@ -213,9 +212,10 @@ class PositionBiases(nn.Module):
 class RelativeAttention(SelfAttention):
     """Attention with Transformer-XL's scores (arXiv 1901.02860 section 3.3).
 
-    The input is a segment. With ``memory_length``, a segment sees itself and the last ``memory_length`` cached
-    positions. A norm and a linear map act on each position alone, so cached keys and values equal those of the memory's
-    hidden states.
+    The input is a segment. With ``memory_length``, it sees itself and the last ``memory_length`` cached positions.
+
+    The cache holds keys and values, where Transformer-XL's memory holds hidden states. The results are equal, because
+    keys and values are computed from each position alone.
     """
 
     def __init__(self, model: ModelConfig, index: int):
@@ -225,7 +225,6 @@ class RelativeAttention(SelfAttention):
         self.biases = PositionBiases(model)
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
-        """Attend; arguments as in `_Attention`."""
         query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
         if cache is not None:
             keys, values = cache.update(keys, values, self.index)
@@ -279,7 +278,7 @@ def _pairs_apart(x: Tensor) -> Tensor:
 
 
 class DenseMLP(nn.Module):
-    """Feed-forward block of a layer without experts; in ``linear_fc1``, a gated block has the gate's rows first."""
+    """Feed-forward block of a layer without experts. In ``linear_fc1``, a gated block has the gate's rows first."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -293,7 +292,7 @@ class DenseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a dense feed-forward block or experts, each after its norm and added to its input."""
+    """Pre-norm transformer layer: attention, then experts or a dense feed-forward block."""
 
     def __init__(self, model: ModelConfig, number: int):
         super().__init__()
@@ -326,9 +325,11 @@ class DecoderLayer(nn.Module):
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
     """A GPT with the same logits as in ``fmoe evaluate`` and the same greedy texts as from ``fmoe generate``.
 
-    `generate` lifts the limit of ``eval_capacity_factor``, as ``fmoe generate`` does: with the limit, the output for a
-    token would depend on later tokens. In training mode, the loss includes the recipe's balance loss and z-loss. Noise
-    and dropout in training are as in the recipe, but not keyed by step and token.
+    `generate` lifts the limit of ``eval_capacity_factor``, as ``fmoe generate`` does. With the limit, the output for a
+    token would depend on later tokens.
+
+    In training mode, the loss includes the recipe's balance loss and z-loss. Noise and dropout have the recipe's
+    strength, but are not keyed by step and token as in ``fmoe train``.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types
@@ -387,20 +388,22 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         """Return logits [B, S, V], and the loss if there are labels.
 
         Args:
-            attention_mask: [B, K], zero for padding, on either side; padding is neither seen nor routed.
+            input_ids: [B, S].
+            attention_mask: [B, K], 0 for padding, which is neither seen nor routed. Padding may be on either side.
             position_ids: [B, S]; by default, the number of earlier tokens that are not padding. Only learned and rotary
                 positions use them.
             past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported. With
                 ``memory_length``, the input is a segment, and the last positions of the cache are its memory.
-            labels: [B, S], the tokens themselves; -100 is not predicted.
-            use_cache: return a cache; by default, the configuration's value, but False in training mode or if a token's
-                output depends on later tokens.
+            inputs_embeds: [B, S, D], in place of ``input_ids``.
+            labels: [B, S], not shifted: usually ``input_ids``. A label of -100 is left out of the loss.
+            use_cache: return a cache. By default, the configuration decides, but there is no cache in training mode or
+                if a token's output depends on later tokens.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
-            UserError: a cache has a fixed length, or is used with a gate whose choices depend on later tokens, or in
-                training with ``memory_length``; the mask has another shape or, with relative positions, padding
-                between tokens; there are more tokens than learned positions.
+            UserError: a cache has a fixed length, or is used with a setting that `looks_ahead` names, or in training
+                with ``memory_length``; the mask has another shape or, with relative positions, padding between tokens;
+                there are more tokens than learned positions.
         """
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
         x_BSD = x_BSD * self.embedding_scale
@@ -511,19 +514,15 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         return [module for module in self.decoder.modules() if isinstance(module, Router)]
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of tokens."""
         return self.embedding["word_embeddings"]
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
         self.embedding["word_embeddings"] = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer."""
         return self.output_layer
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the output layer."""
         self.output_layer = new_embeddings
 
 
@@ -551,7 +550,6 @@ def _has_gap(seen_BK: Tensor) -> bool:
 
 
 def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the next tokens."""
     targets = labels_BS[:, 1:].to(logits_BSV.device).flatten()
     return F.cross_entropy(logits_BSV[:, :-1].float().flatten(0, 1), targets, ignore_index=-100)
 

@@ -15,10 +15,10 @@ _BIAS = 127  # of the scales' exponents (E8M0); 255 is NaN
 
 
 class FromMXFP4:
-    """Decoder of MXFP4 into bfloat16 matrices [E, out, in], without rounding; only for import.
+    """Decoder of MXFP4 weights to bfloat16 matrices [E, out, in], without rounding. It supports import only.
 
-    The inputs are blocks [E, out, in / 32, 16], with the lower four bits of each byte first, and scales
-    [E, out, in / 32].
+    The inputs are blocks, uint8 [E, out, in / 32, 16], and scales, uint8 [E, out, in / 32]. The lower four bits of a
+    byte hold the first of its two numbers.
 
     Args:
         of_rows: transform that imports the decoded matrices [E, out, in].

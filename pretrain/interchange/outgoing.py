@@ -1,4 +1,4 @@
-"""Export: from a checkpoint to a folder that transformers loads."""
+"""Conversion of a checkpoint to a folder that transformers loads: ``fmoe export``."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,17 +56,18 @@ def export_checkpoint(
     llama_cpp: Path | None = None,
     no_drops: bool = False,
 ) -> Exported:
-    """Write the model of a checkpoint, saved at any parallel split, as a Hugging Face folder.
+    """Write the model of a checkpoint as a Hugging Face folder.
 
-    Runs in one process without a process group; tensors are read, converted and written one at a time.
+    The checkpoint may come from any parallel layout. One process reads, converts and writes one tensor at a time, and
+    needs no process group.
 
     Args:
-        source: a step folder, or a run for its newest checkpoint.
+        source: folder of a checkpoint, or of a run for its newest checkpoint.
         out: a new or empty folder, which appears when it is complete.
-        form: name of a family in `families.FAMILIES`, or "auto".
-        tokenizer: new location of the recipe's tokenizer, or "none".
+        form: name of a family in `families.FAMILIES`, or "auto" for the first that fits.
+        tokenizer: new location of the recipe's tokenizer; None if it has not moved, "none" for no tokenizer.
         shard_bytes: maximum size of a weight file, unless it has a single tensor.
-        llama_cpp: folder of llama.cpp, whose converter adds a GGUF file.
+        llama_cpp: folder of llama.cpp, whose converter adds a GGUF file; None for no such file.
         no_drops: export the model without its ``eval_capacity_factor``, as ``fmoe generate`` runs it.
 
     Raises:
@@ -127,8 +128,13 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) -> Tokenizer | None:
-    """Load the recipe's tokenizer, or the one at ``given``. Return None if ``given`` is "none", or
-    if it is None and the recipe has no tokenizer.
+    """Load the tokenizer that a model was trained with.
+
+    Args:
+        given: new location of its file; None for the recipe's, "none" for no tokenizer.
+
+    Returns:
+        The tokenizer; None for "none", and if neither ``given`` nor the recipe has one.
 
     Raises:
         UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has too many pieces.
@@ -142,7 +148,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Return the weights' dtype; raise UserError if dtypes differ, or names or sizes are not those of ``found``."""
+    """Return the weights' common dtype, after a check of the tensors' names and sizes."""
     ours = {place.ours: place for place in found if place.ours}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
@@ -163,7 +169,6 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the converted tensors, one `Place` after another."""
     sizes = sizes_of(recipe.model)
     for place in found:
         if not place.ours:

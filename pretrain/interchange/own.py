@@ -1,4 +1,5 @@
-"""The family ``fmoe``: our own models for transformers, which runs them with `modeling_fmoe` and this library."""
+"""The family ``fmoe``: models in fmoe's own format, which transformers runs with `modeling_fmoe` and the package
+fmoe."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,12 +22,12 @@ _CODE = "modeling_fmoe.py"
 
 
 def without_mtp(model: ModelConfig) -> ModelConfig:
-    """Return the model without the layers of multi-token prediction, which only training runs."""
+    """Return the model without the layers of multi-token prediction, which only training uses."""
     return replace(model, mtp_layers=0, mtp_loss=ModelConfig.mtp_loss)
 
 
 def tensors(model: ModelConfig) -> Iterator[Place]:
-    """Yield every tensor of a model except multi-token prediction's, by the names of Megatron-core's modules."""
+    """Yield the tensors of a model except multi-token prediction's. Names are those of Megatron-core's modules."""
     model = without_mtp(model)
     for name, shape in _shapes(model):
         ours, layer = name, None
@@ -171,4 +172,5 @@ FMOE = Family(
     left_out="model/mtp.",
     copies={"output_layer.weight": "embedding.word_embeddings.weight"},
 )
-"""Any GPT without plugins. Loading it needs this library, so "auto" tries it last."""
+"""Any GPT without plugins, except those with the gates ``random`` and ``hash``. Loading one needs the package fmoe, so
+"auto" tries this family last."""

@@ -25,7 +25,7 @@ class Made:
     Attributes:
         name: the class or function that would be called.
         args: its arguments.
-        state: what the object would be filled with, usually a dict of its attributes.
+        state: the object's contents, usually a dict of its attributes; None if there are none.
     """
 
     name: str
@@ -170,7 +170,7 @@ def _tuple(values: list[Any]) -> tuple:
 
 
 def _key(value: Any) -> Any:
-    """Check and return a dict key or an element of a set: it must be plain, a `Name`, a `Made`, or a tuple of these."""
+    """Return a dict key or an element of a set after a check of its type."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, str | int | float | bytes | Name | Made | None):
             kind = "tuple" if isinstance(each, tuple) else type(each).__name__

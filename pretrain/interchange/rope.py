@@ -1,4 +1,4 @@
-"""Rotary positions in config.json: ``rope_theta`` and ``rope_scaling`` of transformers 4, ``rope_parameters`` of 5."""
+"""Rotary positions in config.json: ``rope_theta`` and ``rope_scaling`` in transformers 4, ``rope_parameters`` in 5."""
 
 import math
 import sys
@@ -38,10 +38,13 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``partial_rotary_factor``, if set, from config.json or from its object (see `_rope`).
+    """Return ``rope_theta`` and ``partial_rotary_factor``, each if it is set.
+
+    They are read from ``rope_parameters`` or ``rope_scaling`` and, if missing there, from the top level of config.json.
 
     Raises:
-        UserError: the object is invalid or has a scaling other than YaRN, or config.json has two objects that differ.
+        UserError: ``rope_parameters`` or ``rope_scaling`` is invalid or has a scaling other than YaRN, or the two
+            differ.
     """
     found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     if "partial_rotary_factor" in found and found["partial_rotary_factor"] is None:
@@ -51,7 +54,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys of YaRN; none for positions that are not scaled.
+    """Return the keys of ``[model]`` for YaRN; {} if positions are not scaled.
 
     Raises:
         UserError: a value is missing, invalid, or not supported.

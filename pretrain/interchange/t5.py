@@ -1,8 +1,9 @@
 """Encoder-decoders: T5 (arXiv 1910.10683) and the Switch Transformer (arXiv 2101.03961).
 
-T5 does not scale attention scores by d^-0.5 for heads of width d; fmoe does, unless ``attention_scale`` is 1. An import
-sets it to 1 for widths that are not powers of 4, such as T5-3B's. Otherwise, an import multiplies the query matrices by
-d^0.5, and an export divides them by it, which is exact for powers of 4.
+T5 does not scale attention scores. fmoe scales them by d^-0.5 for heads of width d, unless ``attention_scale`` is 1.
+
+* If d is a power of 4, import multiplies the query matrices by d^0.5, and export divides them by d^0.5. This is exact.
+* For any other d, such as T5-3B's, import sets ``attention_scale`` to 1 and leaves the query matrices as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,7 @@ SHARED, HEAD = "shared.weight", "lm_head.weight"
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply by a power of two.
-
-    Raises:
-        UserError: the product is rounded, because it is subnormal or overflows.
-    """
+    """Multiply by a power of two; raise UserError if the product is rounded, because it is subnormal or overflows."""
     product = tensor * factor
     if not torch.equal(product / factor, tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -39,7 +36,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
 
 
 class Query:
-    """Query matrix that includes the factor d^-0.5 of the scores in T5's format, but not in ours."""
+    """A query matrix, which includes the factor d^-0.5 of the scores in T5's format but not in fmoe's."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (_times(ours, sizes["d"] ** -0.5),)
@@ -49,7 +46,7 @@ class Query:
 
 
 class ScaledQueryKeyValue(QueryKeyValue):
-    """`QueryKeyValue` with the queries of `Query`."""
+    """`QueryKeyValue`, with its queries converted as by `Query`."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         query, key, value = super().split(ours, sizes)
@@ -61,7 +58,7 @@ class ScaledQueryKeyValue(QueryKeyValue):
 
 
 def _queries(entry: Entry) -> tuple[Entry, Entry]:
-    """Return two entries of the same queries: unchanged for models with T5's scores, scaled for models with ours."""
+    """Return two entries for the same queries: unchanged if ``attention_scale`` is set, scaled otherwise."""
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
     return (
         replace(entry, when=lambda model: model.attention_scale is not None),
@@ -70,7 +67,10 @@ def _queries(entry: Entry) -> tuple[Entry, Entry]:
 
 
 class KeyValue:
-    """Megatron's fused matrix of cross attention (for each head the key, then the value) as two matrices."""
+    """Megatron-core's fused matrix of cross attention, exported as a key and a value matrix.
+
+    The fused rows are, for each head, those of its key, then those of its value.
+    """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         width = ours.shape[-1]
@@ -150,7 +150,6 @@ _CROSS_ATTENTION = (
 
 
 def _table(block: str) -> tuple[Entry, ...]:
-    """Return a family's table; ``block`` is the family's name for feed-forward blocks."""
     return (
         Entry("model", "model/embedding.word_embeddings.weight", {SHARED: "V D"}),
         *_stack("encoder", block),
@@ -206,7 +205,6 @@ IGNORED = (".EncDecAttention.relative_attention_bias.weight",)
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of decoder layers, and the factor on attention scores."""
     depth = read_int(config, "num_decoder_layers", config["num_layers"])
     return {
         "num_decoder_layers": None if depth == config["num_layers"] else depth,
@@ -250,12 +248,8 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json with ``tie_word_embeddings`` set by the weights.
-
-    transformers 5 writes the key as true for every T5, but ties the output layer only if its weights equal the
-    embedding's. Whether it scales the input of the output layer depends on ``scale_decoder_outputs`` or, if that is
-    missing, on ``tie_word_embeddings``.
-    """
+    """Set ``tie_word_embeddings`` by the weights, because transformers 5 writes it as true for every T5. A missing
+    ``scale_decoder_outputs`` takes the value that ``tie_word_embeddings`` had."""
     config = dict(config)
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     parts = [folder.tensors.get(name) for name in (HEAD, SHARED)]

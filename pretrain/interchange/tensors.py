@@ -1,11 +1,14 @@
 """Mapping between the tensors of a Hugging Face folder ("theirs") and of a checkpoint of fmoe ("ours").
 
-A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
-the embedding, D hidden size, Q query heads and G key/value heads of width d, F hidden units of a dense block, H of an
-expert, S of all shared experts together, E experts, P positions, T types of segments. In multi-latent attention, C is
-the width of compressed queries, R of compressed keys and values, and K of these with the rotary key. A head has values
-of width v, and M is v plus the width of its key without the rotary part. X = D / 32 and Y = H / 32 count MXFP4 blocks.
-"2H D" is a matrix of 2 * H rows and D columns.
+A family of models has a table of `Entry` (docs/interchange.md has an example). Shapes are written in letters: "2H D" is
+a matrix of 2 * H rows and D columns. The letters are
+
+* V rows of the embedding, D hidden size, P positions, T segment types;
+* Q query heads and G key/value heads, each of width d;
+* E experts, H hidden units of an expert, S of all shared experts together, F of a dense block;
+* in multi-latent attention: C width of compressed queries, R of compressed keys and values, v of a head's values, K = R
+  plus the width of the rotary key, M = v plus the width of a head's key without the rotary part;
+* in MXFP4: X = D / 32 and Y = H / 32 blocks.
 """
 
 import re
@@ -54,7 +57,8 @@ def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
 
 
 class Transform(Protocol):
-    """Conversion of one of our tensors to one or more of theirs, and back; `join` inverts `split`."""
+    """Conversion between one tensor of fmoe and one or more tensors of Hugging Face. `split` exports, and `join`
+    imports."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]: ...
 
@@ -62,7 +66,7 @@ class Transform(Protocol):
 
 
 class Same:
-    """Identity."""
+    """A tensor that is the same in both formats."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours,)
@@ -72,7 +76,7 @@ class Same:
 
 
 class Halves:
-    """Gate matrix above value matrix, [2 * H, D], as two matrices [H, D]."""
+    """The matrix [2 * H, D] of a gated block, exported as two matrices [H, D]: first the gate's, then the value's."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return ours.chunk(2, 0)
@@ -83,7 +87,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class OfOne:
-    """Another transform, applied to the only element of a stack [1, ...]."""
+    """A tensor with a leading axis of size 1, exported by another transform without that axis."""
 
     transform: Transform
 
@@ -95,10 +99,10 @@ class OfOne:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix or bias (for each key/value head, its queries, key and value) as three tensors.
+    """Megatron-core's fused matrix or bias of attention, exported as three tensors: queries, keys and values.
 
-    In both formats, rotary embeddings pair elements i and i + r / 2 of the first r elements of a head. Rows therefore
-    keep their order within a head.
+    The fused rows are, for each key/value head, those of its queries, its key and its value. Rows keep their order
+    within a head, because both formats rotate the pairs (i, i + r / 2) of a head's first r elements.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -121,18 +125,20 @@ class Entry:
     """A line of a family's table.
 
     Attributes:
-        where: scope of the entry. "model": once; "output": once, if the output layer is untied; "layer": every layer;
-            "dense": every layer without experts; "moe": every layer with experts; "expert": every expert of those
-            layers, where ours is the expert's slice of a stack; "mtp": every module of multi-token prediction, whose
-            transformer layer has the entries of a layer.
-        ours: name in a checkpoint; ``{layer}`` and ``{depth}`` (the module of multi-token prediction) count from 0.
+        where: layers or modules that have the tensors. "model": once. "output": once, if the output layer is untied.
+            "layer": every layer. "dense": every layer without experts. "moe": every layer with experts. "expert": every
+            expert of these layers; in a checkpoint, one tensor stacks all experts of a layer. "mtp": every module of
+            multi-token prediction; the entries of a layer also apply to the transformer layer in it.
+        ours: name in a checkpoint. ``{layer}`` and ``{depth}``, the module of multi-token prediction, count from 0.
             Empty for tensors of zeros that only the Hugging Face format has.
-        theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
+        theirs: names in the Hugging Face format and shapes in letters, in the order of the transform. ``{layer}`` and
+            ``{expert}`` count from 0.
         transform: conversion from ours to theirs, and back.
-        dtype: None for weights, which have the model's dtype; torch.uint8 for MXFP4, which import converts to the
-            model's dtype; else the dtype of a buffer on both sides.
-        stack: the stack of an encoder-decoder within which ``{layer}`` counts; None if the entry is not bound to one.
-        when: tests whether a model has the tensors.
+        dtype: None for weights, which have the model's dtype. torch.uint8 for MXFP4, which import converts to the
+            model's dtype. Any other dtype is that of a buffer in both formats.
+        stack: "encoder" or "decoder", if the entry applies only to the layers of that stack. ``{layer}`` counts
+            within the stack. None for all layers.
+        when: function that returns whether a model has the tensors.
     """
 
     where: Where
@@ -146,12 +152,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """One application of an entry: our tensor (or an expert's or a layer's slice of it), and Hugging Face's tensors.
+    """A tensor of a checkpoint, or one slice of it, with the corresponding tensors of Hugging Face.
 
     Attributes:
         ours: name in a checkpoint; empty for zeros.
-        expert: index along the first axis of ours, which stacks experts or equal layers; None for the whole tensor.
-        theirs: names and shapes.
+        expert: index of the slice along the first axis, which stacks experts or equal layers; None for the whole
+            tensor.
+        theirs: names and shapes in the Hugging Face format.
         dtype: see `Entry`.
     """
 

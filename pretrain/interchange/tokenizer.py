@@ -1,6 +1,6 @@
 """Tokenizers in export and import: tokenizer.json and the files that transformers reads with it.
 
-A sentencepiece model is converted to a tokenizer.json, which is compared with the model before anything is written.
+Export converts a sentencepiece model to a tokenizer.json. It fails unless both give the same tokens for sample texts.
 """
 
 import json
@@ -41,9 +41,11 @@ _PROBES = (
 def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
     """Return the tokenizer files of a Hugging Face folder, by name.
 
-    A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with its companions. Otherwise,
-    AutoTokenizer is configured to behave like fmoe: it adds no tokens to a text, and a special piece spelled in a text
-    is encoded as text. A sentencepiece model that llama.cpp can apply is included, for llama.cpp's converter.
+    A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with the other files in `BESIDE`.
+
+    Any other tokenizer gets a tokenizer_config.json with which AutoTokenizer behaves like fmoe. It adds no tokens to a
+    text, and encodes a special piece spelled in a text as text. A sentencepiece model that llama.cpp can apply is
+    included for llama.cpp's converter.
 
     Raises:
         UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.
@@ -83,9 +85,13 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
 
 def files_from(source: Path) -> dict[str, bytes]:
-    """Return, unchanged and by name, the tokenizer files of a folder, or a tokenizer file with its companions.
+    """Return the contents of tokenizer files, by name.
 
-    The result is empty if a folder has no tokenizer.
+    Args:
+        source: folder, or a tokenizer file. The files in `BESIDE` next to a tokenizer.json are included.
+
+    Returns:
+        The files, unchanged; {} for a folder without a tokenizer.
 
     Raises:
         UserError: the tokenizer is damaged, or has no piece that ends documents.
@@ -105,7 +111,6 @@ def _beside(path: Path) -> dict[str, bytes]:
 
 
 def _proto(tokenizer: Tokenizer) -> Any:
-    """Return the parsed file of a sentencepiece model."""
     require("google.protobuf", "pretrain", f"converting {tokenizer.path}")
     from sentencepiece import sentencepiece_model_pb2
 
@@ -114,18 +119,14 @@ def _proto(tokenizer: Tokenizer) -> Any:
 
 
 def _suits_llama_cpp(proto: Any) -> bool:
-    """Return whether llama.cpp encodes text as the sentencepiece model does.
-
-    llama.cpp merges by score, falls back to bytes, and normalizes nothing, but may add a first space. With a unigram
-    model's scores, it would give other tokens.
-    """
+    """Return whether llama.cpp encodes text as the sentencepiece model does: it merges by score, falls back to bytes,
+    and normalizes nothing."""
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
     return trainer.model_type == _BPE and trainer.byte_fallback and not is_normalized
 
 
 def _converted(tokenizer: Tokenizer, proto: Any) -> bytes:
-    """Convert a sentencepiece model to a tokenizer.json."""
     tokenizers = require("tokenizers", "pretrain", f"converting {tokenizer.path}")
     spec = proto.normalizer_spec
     # Without a normalizer that adds or drops spaces, a space stays a space, and U+2581 in a text is a plain character.
@@ -192,11 +193,8 @@ def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) ->
 
 
 def _compare(tokenizer: Tokenizer, data: bytes) -> None:
-    """Raise UserError unless the tokenizer.json gives the same ids for the sample texts.
-
-    A unigram model may have two equally likely ways to cut a text. The rounding of a sum decides between them and
-    differs between sentencepiece and tokenizers, so either is accepted.
-    """
+    """Raise UserError unless the tokenizer.json gives the same ids for sample texts. Of two equally likely ways to cut
+    a text, either is accepted, because rounding decides between them."""
     exported = load_json(data, tokenizer.path.with_name(TOKENIZER))
     spelled = "".join(name for name in SPECIAL_NAMES if name in tokenizer.ids)
     for text in (*_PROBES, f"a{spelled}b"):
@@ -209,7 +207,8 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
 
 
 def are_equally_likely(tokenizer: Tokenizer, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether a sentencepiece model scores two ways to cut the same text equally."""
+    """Return whether two lists of ids are the same text with the same score. False unless the tokenizer is
+    sentencepiece's."""
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
         return False
     scores = [sum(map(tokenizer.score, ids)) for ids in (one, other)]

@@ -1,11 +1,10 @@
-"""Checkpoints in formats of other tools: ``fmoe checkpoint export`` and ``import``. Tensors have fmoe's names.
+"""Checkpoints as folders of other tools: ``fmoe checkpoint export`` and ``fmoe checkpoint import``.
 
-The formats are torch.distributed.checkpoint (DCP) and safetensors; import also renames the tensors of Megatron-core.
-Values are not converted, so tensors are equal bit for bit.
+The formats are torch.distributed.checkpoint (DCP) and safetensors, with fmoe's tensor names. Import also reads
+checkpoints of Megatron-core, and renames their tensors. Values are not converted, so tensors are equal bit for bit.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,8 +59,8 @@ class Transferred:
     Attributes:
         num_tensors, nbytes: number of tensors, and their size in bytes.
         is_resumable: True if a run can resume from the result.
-        is_checked: False for a checkpoint of Megatron-core without Megatron-LM's arguments, with which import compares
-            the recipe's routing, positions and norms.
+        is_checked: False if a checkpoint of Megatron-core has no arguments of Megatron-LM. Import compares the recipe's
+            routing, positions and norms with these arguments.
     """
 
     num_tensors: int
@@ -79,15 +78,17 @@ def export_tensors(
     shard_bytes: int = SHARD_BYTES,
     slice_bytes: int = SLICE_BYTES,
 ) -> Transferred:
-    """Write the recipe and the whole tensors of a checkpoint saved at any parallel split, under the tensors' names.
+    """Write the recipe and the tensors of a checkpoint to a folder of DCP or safetensors.
+
+    The checkpoint may come from any parallel layout. Tensors keep their names and are not split among ranks.
 
     Args:
-        source: a step folder, or a run for its newest checkpoint.
+        source: folder of a checkpoint, or of a run for its newest checkpoint.
         out: a new or empty folder, which appears when it is complete.
         form: "dcp" for a folder of torch.distributed.checkpoint, or "safetensors".
-        optimizer: also write the optimizer's tensors, and the states that a run needs to resume.
-        shard_bytes: maximum size of a file of safetensors.
-        slice_bytes: maximum size of the slices in which tensors are read, and written in a DCP folder.
+        optimizer: also write the optimizer's tensors and all else that a run needs to resume.
+        shard_bytes: maximum bytes of tensors in a safetensors file, unless a single tensor is larger.
+        slice_bytes: maximum bytes of a tensor that are read at a time; in a DCP folder, also of a chunk.
 
     Raises:
         UserError: ``form`` is unknown; the checkpoint is damaged or lacks the optimizer state; ``out`` is not empty.
@@ -125,7 +126,7 @@ class Source:
     Attributes:
         layouts: shape and dtype by name.
         nbytes: bytes of all tensors.
-        pieces: reads the tensors, piece by piece.
+        pieces: function that yields all tensors in pieces.
     """
 
     layouts: Mapping[str, Layout]
@@ -171,7 +172,8 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
 
 
 def find_megatron(path: Path) -> Path | None:
-    """Return the folder of a checkpoint of Megatron-core: ``path``, or its latest iteration; None for another folder.
+    """Return the folder of a Megatron-core checkpoint: ``path`` itself or its latest iteration. Return None for other
+    folders.
 
     Raises:
         UserError: the latest iteration is missing; metadata.json is damaged or has another format than ``torch_dist``.
@@ -211,7 +213,7 @@ def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
 
 
 def source_of(folder: DcpFolder | SafetensorsFolder) -> Source:
-    """Return the tensors of a folder under their names in it."""
+    """Return the tensors of a folder, under the names that they have there."""
     return _dcp_source(folder) if isinstance(folder, DcpFolder) else _safetensors_source(folder)
 
 
@@ -242,8 +244,7 @@ def _safetensors_source(folder: SafetensorsFolder) -> Source:
 def _of_megatron(
     folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Layout]
 ) -> tuple[Source, bool]:
-    """Return the model's tensors in a checkpoint of Megatron-core, renamed to our names, and whether the checkpoint's
-    arguments were compared with the recipe."""
+    """Return the model's tensors under fmoe's names, and whether the recipe was compared with saved arguments."""
     from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
 
     assert isinstance(folder, DcpFolder)
@@ -256,17 +257,14 @@ def _of_megatron(
 
 def _layouts(recipe: Recipe) -> dict[str, Layout]:
     """Return the shapes and dtypes of the tensors of the recipe's model, built on the meta device."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes need no GPU
     from pretrain.engine.meta import checkpoint_layouts  # imports megatron-core
 
     return {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(recipe).items()}
 
 
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
-    """Raise UserError unless the tensors, except the optimizer's and ``memory/``, are those of the recipe's model.
-
-    A weight may have another precision than the recipe's.
-    """
+    """Check the names, shapes and dtypes of the model's tensors. A weight may have another precision than the
+    recipe's."""
     for name, (shape, dtype) in wanted.items():
         if name not in layouts:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
@@ -283,7 +281,8 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the states of the run and of its ranks; without optimizer tensors, `weights_only` and an empty state."""
+    """Return the state of the run and of each rank. Without optimizer tensors, these are `weights_only` and one empty
+    state."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []
@@ -309,7 +308,6 @@ def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any
 def _check_resumable(
     source: Path, state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]], recipe: Recipe
 ) -> None:
-    """Raise UserError unless a run can resume from the states with the recipe's model."""
     path = source / STATE
     if state.get("weights_only"):
         raise UserError(f"{path} has weights_only=true, but {source} has tensors of the optimizer")

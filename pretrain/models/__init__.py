@@ -1,12 +1,12 @@
 """Kinds of models, one module each, with the same two functions.
 
 ``build(recipe, *, pre_process, post_process, vp_stage) -> nn.Module``
-    Build Megatron-core's model on the host, with dense feed-forward blocks, or none where experts will be. It is called
-    once per pipeline chunk of a rank.
+    Build Megatron-core's model on the host, once per pipeline chunk of a rank. The model has dense feed-forward blocks,
+    but may have none where experts will be.
 ``forward(model, batch) -> Tensor``
-    Run a chunk on a micro batch from `pretrain.models.batch.collate`: b sequences of s tokens. The last chunk returns
-    losses [b, s], or logits [b, s, vocabulary] if the batch has no ``labels`` (of a T5, for the decoder's s tokens);
-    other chunks return activations. ``model`` may be wrapped for the schedule, or bare.
+    Run a chunk on a micro batch from `pretrain.models.batch.collate`: b sequences of s tokens (of a T5, s tokens in the
+    decoder). The last chunk returns losses [b, s], or logits [b, s, vocabulary] if the batch has no ``labels``. Other
+    chunks return activations. ``model`` may be wrapped for the schedule, or bare.
 
 `pretrain.engine.model.build_model` inserts the experts. `pretrain.data.inputs` opens the samples for a kind of model.
 `register_model` adds a kind.
@@ -41,8 +41,8 @@ MODELS: dict[str, Kind] = {}
 def register_model(name: str, kind: Kind) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    The kind gets the samples of a GPT, and accepts the same recipe keys as a GPT. Its model must be one of
-    Megatron-core's that `megatron_patch.fmoefy` takes, or derive from one.
+    The kind gets the samples of a GPT, and accepts the same recipe keys as a GPT. `megatron_patch.fmoefy` must support
+    its model: the model is one of Megatron-core's, or derives from one.
 
     Raises:
         UserError: the name is empty or belongs to another kind.

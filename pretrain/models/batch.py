@@ -1,8 +1,8 @@
 """Conversion of samples to micro batches, and of token losses to the loss of a global batch.
 
 The loss of a step is the mean over all predicted tokens of the global batch. If samples differ in their number of
-predicted tokens, a mean of means would depend on the split into micro batches and ranks; then `weigh` gives each token
-the weight that it has in the global batch.
+predicted tokens, a mean of means would depend on the split into micro batches and ranks. `weigh` therefore gives each
+token the weight that it has in the global batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,10 @@ _IDS = ("tokens", "decoder_tokens", "labels")
 
 
 def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: int | None = None) -> Batch:
-    """Collate b samples into a micro batch: token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]; dictionaries
-    are stacked by name. ``loss_mask`` [b, s], if present, is 1 where a token is predicted.
+    """Collate b samples into a micro batch.
+
+    Token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]. Dictionaries are stacked by name. ``loss_mask`` [b,
+    s], if present, is 1 where a token is predicted.
 
     Raises:
         UserError: ``vocab_size`` is given, and a token id is outside ``0 <= id < vocab_size``.
@@ -73,8 +75,11 @@ def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
 
 
 def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Replace ``loss_mask`` by ``loss_weight``, so that the mean of the weighted sums of all micro batches and ranks is
-    the mean over all predicted tokens. Collective over the data parallel ``group`` if there are masks."""
+    """Replace ``loss_mask`` by ``loss_weight`` in batches that have it.
+
+    The mean of the weighted sums of all micro batches and ranks is then the mean over all predicted tokens. Collective
+    over the data parallel ``group`` if there are masks.
+    """
     if not batches or "loss_mask" not in batches[0]:
         return
     total = torch.tensor(sum(int(batch["loss_mask"].sum()) for batch in batches), device=device, dtype=torch.int64)
@@ -85,8 +90,10 @@ def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.devi
 
 
 def context_slice(batch: Batch, group: dist.ProcessGroup) -> Batch:
-    """Return this context parallel rank's contiguous slice of each sequence, with its ``positions``; ``documents``,
-    from which attention makes its mask, remain whole. A group of one rank gets the batch unchanged."""
+    """Return this context parallel rank's contiguous slice of each sequence, with its ``positions``.
+
+    ``documents``, from which attention makes its mask, remain whole. A group of one rank gets the batch unchanged.
+    """
     if group.size() == 1:
         return batch
     tokens = batch["tokens"]
@@ -100,7 +107,7 @@ def loss_function(batch: Batch, slices: int = 1) -> Callable[[Tensor], tuple[Ten
     """Return the function that the schedule calls with the output of ``forward``.
 
     Args:
-        slices: context parallel size. The loss of a rank is its slice's share, so that the ranks' losses add up.
+        slices: context parallel size. The loss of a rank is the share of its slice, so that the ranks' losses add up.
     """
     return partial(_loss, batch.get("loss_weight"), slices)
 

@@ -19,7 +19,7 @@ class UnpaddedBert(BertModel):
     """`BertModel` for sequences without padding, which need no mask: this allows the fused attention kernel.
 
     Megatron-core would treat any attention module but its own as Transformer Engine's, and require a mask. If the model
-    has segments, all tokens are of segment 0.
+    has a segment embedding, all tokens are of segment 0.
     """
 
     def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
@@ -37,7 +37,7 @@ class UnpaddedBert(BertModel):
 def build(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> BertModel:
-    """See `pretrain.models`."""
+    """Build a BERT; see `pretrain.models`."""
     model = recipe.model
     spec = copy.deepcopy(bert_layer_local_spec)
     spec.submodules.self_attention.submodules.core_attention = SDPAttention
@@ -66,7 +66,7 @@ def build(
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`."""
+    """Run a BERT on a micro batch; see `pretrain.models`."""
     output = model(batch["tokens"], None, lm_labels=batch.get("labels"))
     # The last stage returns losses or logits, and the output of an unused binary head.
     return output[0] if isinstance(output, tuple) else output

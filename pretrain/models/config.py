@@ -23,8 +23,11 @@ _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
-    """Return Megatron-core's configuration of the model without its experts; ``options`` are further fields or
-    another ``num_layers``."""
+    """Return Megatron-core's configuration of the model, without its experts.
+
+    Args:
+        options: further fields of the configuration, or another ``num_layers``.
+    """
     model = recipe.model
     dtype = DTYPES[recipe.train.precision]
     with warnings.catch_warnings():
@@ -34,7 +37,11 @@ def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
 
 
 def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
-    """Set the recipe's norms in ``layer_spec``, in place: it must be a copy of one of Megatron-core's layer specs."""
+    """Set the recipe's norms in a layer spec, in place.
+
+    Args:
+        layer_spec: a copy of one of Megatron-core's layer specs.
+    """
     parts = layer_spec.submodules
     if model.norm == "rms":  # NVIDIA apex's norm, which Megatron-core prefers, is not RMSNorm
         for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
@@ -91,7 +98,6 @@ def _split(recipe: Recipe) -> dict:
 
 
 def _latent_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of multi-latent attention."""
     return {
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,

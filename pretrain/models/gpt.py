@@ -27,7 +27,7 @@ from pretrain.models.yarn import scale_positions
 def build(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:
-    """See `pretrain.models`."""
+    """Build a GPT; see `pretrain.models`."""
     patches.install()  # before attention is built
     is_latent = recipe.model.kv_lora_rank is not None
     layer_spec = get_gpt_layer_local_spec(multi_latent_attention=is_latent)
@@ -56,8 +56,11 @@ def build_gpt(
     vp_stage: int | None = None,
     **stage,
 ) -> GPTModel:
-    """Build a stage of a GPT: the layers of the spec with torch's fused attention; on the first stage the embedding; on
-    the last the output layer and multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
+    """Build a pipeline stage of a GPT: the layers of the spec, with torch's fused attention.
+
+    The first stage also has the embedding. The last stage also has the output layer and multi-token prediction.
+    `keyed_layer_spec` describes ``without_mlp``.
+    """
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
     if recipe.model.attention_output_bias:
@@ -92,8 +95,11 @@ def build_gpt(
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`. With ``documents`` in the batch, tokens attend only within their document. The batch's
-    tokens may be a slice of the sequences (`pretrain.models.batch.context_slice`)."""
+    """Run a GPT on a micro batch; see `pretrain.models`.
+
+    With ``documents`` in the batch, tokens attend only within their document. The batch's tokens may be a slice of the
+    sequences (`pretrain.models.batch.context_slice`).
+    """
     tokens, positions = batch["tokens"], batch.get("positions")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
@@ -103,11 +109,12 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return Megatron's mask, bool [b, 1, s, s], from the document numbers of tokens [b, s]. It is True where a query
-    (third axis) must not see a key (fourth axis), because the key is in another document or comes later.
+    """Return Megatron's attention mask, bool [b, 1, s, s], from the document numbers of tokens [b, s].
 
-    Rotary positions need not restart in each document: attention scores depend only on differences of positions, which
-    are the same within a document."""
+    The mask is True where a query (third axis) must not see a key (fourth axis), because the key is in another document
+    or comes later. Rotary positions need not restart in each document: attention scores depend only on differences of
+    positions, which are the same within a document.
+    """
     length = documents.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
     return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)

@@ -1,7 +1,7 @@
 """Encoder-decoders that fill in spans: Megatron-core's T5.
 
-Encoder and decoder share the embedding. In ``model.moe_layers``, in metrics and in the keys of weights and noise, the
-layers are numbered from 1 through the encoder and then on through the decoder. Nothing is padded: the only mask is the
+Encoder and decoder share the embedding. Layers are numbered from 1 through the encoder and then on through the decoder:
+in ``model.moe_layers``, in metrics and in the keys of weights and noise. Nothing is padded: the only mask is the
 decoder's causal one.
 """
 
@@ -22,7 +22,7 @@ from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 def build(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> T5Model:
-    """See `pretrain.models`. Pipeline stages are not supported."""
+    """Build a T5; see `pretrain.models`. Pipeline stages are not supported."""
     if not (pre_process and post_process) or vp_stage is not None:
         raise ValueError("pipeline stages of a T5 are not supported")
     model = recipe.model
@@ -62,7 +62,7 @@ def build(
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`."""
+    """Run a T5 on a micro batch; see `pretrain.models`."""
     return model(batch["tokens"], batch["decoder_tokens"], None, None, None, lm_labels=batch.get("labels"))
 
 
@@ -84,8 +84,8 @@ def _enter_encoder(module: T5Model) -> None:
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Key the dropout of the embedding as the decoder's, and convert the position of the decoder's noise to decoder
-    tokens: a batch's position counts encoder tokens."""
+    """Key the dropout of the embedding as the decoder's. Convert the position of the decoder's noise to decoder tokens,
+    because a batch's position counts encoder tokens."""
     module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
     if module.training and where is not None:

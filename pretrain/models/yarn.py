@@ -1,8 +1,8 @@
 """YaRN (`pretrain.config.yarn`) in Megatron-core's GPT.
 
 Megatron-core has YaRN too, but without ``rope_truncate`` in multi-latent attention, and without ``rotary_fraction`` in
-standard attention. Megatron-core therefore computes only the factors that `prepare_yarn` names; the rest is computed
-here.
+standard attention. Megatron-core therefore computes only the factors that `prepare_yarn` sets. This module computes the
+rest.
 """
 
 from typing import Any

@@ -1,7 +1,9 @@
 """``fmoe report``: runs as one HTML file, or followed live in the browser.
 
-`record` aggregates a metrics.jsonl, `runs` reads run folders, `payload` packs the runs, `page` embeds the payload in
-HTML, and `live` serves it while runs are training. ``assets/`` has the page's scripts and style, and uPlot.
+* `runs` reads run folders, and `record` aggregates their metrics.
+* `payload` packs the runs, and `page` embeds the payload in HTML.
+* `live` serves the page while runs are training.
+* ``assets/`` has the page's scripts and style, and uPlot.
 """
 
 from pretrain.report.page import REPORT, write_report

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
 
     Raises:
         UserError: a folder does not exist or, without ``--live``, has no run with a step; a file is damaged; the output
-            file or the port is unavailable; options exclude each other.
+            file or the port is unavailable; or two options exclude each other.
     """
     parser = Parser(
         prog="fmoe report",

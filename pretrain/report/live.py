@@ -25,7 +25,7 @@ class LiveRuns:
         self._version, self._payload = 0, b""
 
     def read(self) -> tuple[int, bytes]:
-        """Read new data; return version and payload. The version is a number that grows with new data.
+        """Read new data; return a version number, which grows with new data, and the payload.
 
         Raises:
             UserError: a file is damaged.
@@ -37,7 +37,9 @@ class LiveRuns:
 
 
 def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
-    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` a newer payload (204 if none exists).
+    """Build a server on 127.0.0.1 for the report of runs.
+
+    ``/`` is the page. ``/data?after=VERSION`` is the payload, or status 204 if VERSION is the newest.
 
     Args:
         port: port to listen on; 0 for a free one.

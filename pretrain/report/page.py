@@ -1,8 +1,8 @@
 """The report's HTML: one self-contained file.
 
-Text from runs (names, recipes, warnings) is only in the deflated payload, never in the markup; the scripts insert it as
-text nodes. A content security policy allows this file's scripts and style by their SHA-256 and forbids requests; a live
-page may send requests to its own server.
+Text from runs (names, recipes, warnings) is only in the deflated payload, never in the markup. The scripts insert it as
+text nodes. A content security policy allows this file's scripts and style by their SHA-256, and forbids requests. A
+live page may send requests to its own server.
 """
 
 import base64
@@ -78,7 +78,11 @@ def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = Tru
 
 
 def read_runs(folders: Sequence[Path], *, requires_steps: bool = True) -> list[RunFolder]:
-    """Return the runs, read once. Raises UserError: see `write_report`."""
+    """Read the runs of the folders once.
+
+    Raises:
+        UserError: as for `write_report`.
+    """
     runs = open_runs(folders)
     for run in runs:
         run.refresh()

@@ -1,8 +1,8 @@
 """Binary payload of the report's page: JSON followed by arrays, deflated.
 
-``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. To deflate well, an array of 4-byte
-numbers is stored as byte planes (all first bytes, then all second bytes, ...), and per-layer series and means are
-rounded to 16 bits of mantissa. The last value of a series keeps all bits.
+The format is ``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. Two measures let it
+deflate well. An array of 4-byte numbers is stored as byte planes: all first bytes, then all second bytes, and so on.
+Per-layer series and means are rounded to 16 bits of mantissa, except for the last value of a series.
 """
 
 import json
@@ -34,7 +34,7 @@ class Arrays:
     """Arrays concatenated into one buffer.
 
     Attributes:
-        layout: dtype, length and offset by array number.
+        layout: dtype, length and offset in bytes, by array number.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,11 @@ class Arrays:
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` bits of mantissa, but
-        the last value keeps all."""
+        """Append an array as uint8, uint32 or float32, and return its number.
+
+        Args:
+            bits: bits of mantissa to keep of floats. The last value keeps all.
+        """
         if array.dtype == np.uint8:
             kind, data = "u1", array
         elif np.issubdtype(array.dtype, np.integer):
@@ -58,7 +61,7 @@ class Arrays:
         return len(self.layout) - 1
 
     def tobytes(self) -> bytes:
-        """Return the buffer."""
+        """Return the arrays as one buffer."""
         return b"".join(self._parts)
 
 
@@ -78,7 +81,7 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
 
 
 def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Group runs that differ only in their seed, as `pretrain.compare` groups them; each run is in one group."""
+    """Group runs that differ only in their seed, as `pretrain.compare` does."""
     found: list[tuple[dict[str, Any], set[str], list[int]]] = []
     for number, run in enumerate(runs):
         keys = {key: value for key, value in run.recipe.items() if not key.startswith(OF_NO_EFFECT)}
@@ -120,8 +123,11 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """Return a run's figures: the last finite values, or means for metrics that `_is_averaged` selects. Unknown figures
-    and those that were never finite are omitted."""
+    """Return a run's key figures.
+
+    A figure is the last finite value of a metric, or for speeds the mean over the steps. Unknown figures, and figures
+    that were never finite, are left out.
+    """
     record, info = run.record, run.run_info
     values: dict[str, Any] = {name: info.get(name) for name in ("params", "active_params", "flops_per_token")}
     values |= {"world_size": info.get("world_size"), "step": record.step, "total_steps": run.total_steps}
@@ -134,7 +140,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
 
 
 def _declaration(metric: Metric) -> dict[str, Any]:
-    """Return the declaration as the page needs it; ``figure`` is the label in the section "Numbers", empty for none."""
+    """Return a metric's declaration for the page; ``figure`` is the label in the section "Numbers", empty for none."""
     section = "routing" if metric.reduce else metric.section
     figure = metric.label + ", mean of the layers" * (section == "routing")
     if not metric.is_exact:
@@ -163,8 +169,8 @@ def _lost(record: Record) -> dict[str, int]:
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
-    """Return, by series name, the array numbers of its steps (as differences) and values. If points span several
-    steps, also return those of the steps and values of the means."""
+    """Return, by series name, the array numbers of the steps (as differences) and values. If points span several steps,
+    the means have two more arrays."""
     found = {}
     for name in curves.names:
         steps, values = curves.points(name)

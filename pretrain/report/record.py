@@ -25,11 +25,11 @@ _MOST_FRAMES = 512
 
 
 class Curves:
-    """Series of numbers by step: minimum, maximum and mean of at most ``spans`` equal spans of steps, the last value,
-    and the last finite value.
+    """Series of numbers by step, in bounded memory.
 
-    The length of spans doubles when the next step does not fit. Until then a span is one step and the curve is exact;
-    afterwards the extremes remain, with their steps.
+    Steps are divided into at most ``spans`` spans of equal length, with minimum, maximum and mean of each. While a span
+    is one step, the curve is exact. When the next step does not fit, the length of the spans doubles. The extremes,
+    with their steps, remain. The last value and the last finite value are kept too.
 
     Attributes:
         stride: steps per span.
@@ -74,8 +74,11 @@ class Curves:
         self._count[span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps and values of a series, in order of steps: the extremes of every span, the last value and the
-        last finite value. A span with values, but no finite one, is NaN."""
+        """Return steps and values of a series, in order of steps.
+
+        The points are the extremes of every span, the last value and the last finite value. A span with values, but no
+        finite one, is NaN.
+        """
         column = self.names[name]
         has = self._count[:, column] > 0
         low, high = self._low[has, column], self._high[has, column]
@@ -102,8 +105,11 @@ class Curves:
         return float(self._sum[:, self.names[name]].sum() / count)
 
     def thinned(self, points: int) -> "Curves":
-        """Return self, or a copy with longer spans: they double while all series together have more than ``points``
-        points and more than 16 spans are in use."""
+        """Return the curves with at most ``points`` points in all series together, if necessary as a copy with longer
+        spans.
+
+        Curves with 16 or fewer spans in use are not thinned further, even if they have more points.
+        """
         curves = self
         while 2 * curves._used * len(curves.names) > points and curves._used > 16:
             curves = copy.deepcopy(curves) if curves is self else curves
@@ -206,8 +212,12 @@ class Loads:
                 self._count[span, index] += 1
 
     def frames(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return first and last step of every span with a load [frames, 2], and the mean loads times the layer's number
-        of experts [frames, experts of all layers]: 1 is an even share, NaN means not logged."""
+        """Return the range of steps and the mean loads of every span with a load.
+
+        Returns:
+            First and last step of each span [frames, 2], and mean loads [frames, experts of all layers]. Loads are
+            multiplied by the layer's number of experts: 1 is an even share, NaN means not logged.
+        """
         has = self._count.any(1)
         count = np.repeat(self._count[has], list(self.sizes.values()), axis=1)
         experts = np.repeat(list(self.sizes.values()), list(self.sizes.values()))
@@ -328,7 +338,8 @@ def _series_of(key: str) -> tuple[int, str]:
 
 
 def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:
-    """Return a metric as a number; for null, the value in its marker (`pretrain.tracking.jsonl`); None for text."""
+    """Return a metric as a number; None for text. A null is replaced by its ``KEY_nonfinite``
+    (`pretrain.tracking.jsonl`)."""
     if isinstance(value, int | float):
         try:
             return float(value)

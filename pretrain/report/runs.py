@@ -1,4 +1,4 @@
-"""Incremental readers of a run folder."""
+"""Readers of a run folder that may still be growing."""
 
 import json
 import os
@@ -35,8 +35,8 @@ class MetricsFile:
     def refresh(self) -> bool:
         """Read the lines added since the last call; return whether there were any.
 
-        A line without its newline is left for the next call. If steps go back, as in a file concatenated from the
-        parts of a resumed run, the later rows replace the earlier ones.
+        A line without its newline is left for the next call. Steps may go back, as in a file concatenated from the
+        parts of a resumed run. The later rows then replace the earlier ones.
 
         Raises:
             UserError: the file cannot be read, or a line is not a JSON object with a step from 0 to 2^32 - 1.
@@ -70,9 +70,9 @@ class MetricsFile:
             yield line
 
     def _read_what_counts(self) -> None:
-        """Read the whole file again: the first pass finds the rows that no later row replaces, the second adds them."""
+        """Read the whole file again, without the rows that later rows replace."""
         self.record, self._read, self._lines = Record(), 0, 0
-        kept: list[tuple[int, int, int]] = []
+        kept: list[tuple[int, int, int]] = []  # rows that no later row replaces: step, offset, line number
         with self.path.open("rb") as file:
             for line in self._complete_lines(file):
                 found = _STEP.match(line)
@@ -111,7 +111,7 @@ class RunFolder:
 
     Attributes:
         name: name of the run in the report.
-        record: aggregate of its metrics.
+        record: aggregate of the run's metrics.
         recipe: values of the resolved recipe by ``section.key``; empty without a recipe.
         run_info: content of ``run.json``; empty if it does not exist yet.
         events: events of ``events.jsonl``, and events derived from metrics.
@@ -175,7 +175,7 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     def layer_label(self, layer: int) -> str:
-        """Return the label of a layer; the layer numbers of a T5 continue from encoder to decoder."""
+        """Return the label of a layer. The layer numbers of a T5 continue from encoder to decoder."""
         encoder = self.recipe.get("model.num_layers")
         if self.recipe.get("model.kind") == "t5" and isinstance(encoder, int):
             return f"encoder {layer}" if layer <= encoder else f"decoder {layer - encoder}"
@@ -192,10 +192,10 @@ class RunFolder:
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """Return the runs with distinct names: the folder's, prefixed by as many parent folders as needed.
+    """Open run folders under distinct names: the folder's name, prefixed by as many parent folders as needed.
 
     Raises:
-        UserError: see `RunFolder`; a folder is given twice.
+        UserError: a folder does not exist, or is given twice.
     """
     runs, paths = [], []
     for folder in folders:

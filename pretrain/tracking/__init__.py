@@ -37,6 +37,9 @@ def build_trackers(
 ) -> Trackers:
     """Build the trackers of a run, which write into its folder.
 
+    On a resume, ``metrics.jsonl`` drops steps after the checkpoint, and TensorBoard hides them. wandb (offline) and
+    trackio begin another run of the same group.
+
     Args:
         run_folder: folder for ``metrics.jsonl`` and the optional ``wandb/``, ``tensorboard/`` and ``trackio/``.
         wandb: log to wandb, offline without an API key.
@@ -45,8 +48,7 @@ def build_trackers(
         console_every: steps between console lines.
         total_steps: the run's last step.
         config: the resolved recipe, as JSON values.
-        resume_step: step of the checkpoint that the run resumes from; None for a new run. ``metrics.jsonl`` drops later
-            steps; TensorBoard hides them; wandb (offline) and trackio begin another run of the same group.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run.
         picture_every: steps between pictures of the expert load; 0 for none.
         project: project name in wandb and trackio.
         name: name of the run in wandb and trackio; by default the folder's name.

@@ -1,8 +1,8 @@
 """``events.jsonl``: starts, saves, warnings and other events of a run, one strict JSON object per line.
 
 Each event has ``step`` (steps completed), ``time`` (seconds since 1970), ``kind`` and ``text``. Kinds: ``start``,
-``resume``, ``save``, ``skip``, ``warning``, ``stop`` (by a signal), ``error``, ``end``. The log is append-only: a run
-resumed from an earlier checkpoint adds a ``resume`` with the checkpoint's step and keeps the later events.
+``resume``, ``save``, ``skip``, ``warning``, ``stop`` (by a signal), ``error``, ``end``. Events are only appended. A run
+resumed from an earlier checkpoint adds a ``resume`` with the checkpoint's step, and keeps the later events.
 """
 
 import json
@@ -20,8 +20,8 @@ class EventLog:
     """Append-only event file, safe for concurrent threads. An event is on disk when `add` returns.
 
     Args:
-        path: the file, in an existing folder; an existing file is appended to. A last line without a newline, left by a
-            killed process, gets one.
+        path: the file, in an existing folder. An existing file is appended to. If a killed process left a last line
+            without a newline, the newline is added.
     """
 
     def __init__(self, path: Path):
@@ -49,7 +49,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run in the order of the file; [] if it is missing. Invalid lines are skipped."""
+    """Return the events of a run in the order of the file; [] if there is no file. Invalid lines are skipped."""
     events = []
     try:
         lines = path.read_bytes().splitlines()

@@ -1,4 +1,4 @@
-"""Names of the files in a run folder, and the reader of ``run.json``, which describes the run."""
+"""Names of the files in a run folder, and a reader of ``run.json``, the description of the run."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""``metrics.jsonl``: the record of a run, one strict JSON object per line.
+"""``metrics.jsonl``: the metrics of a run, one strict JSON object per line.
 
-A line is complete with its newline. Each line is a single ``write`` to a file opened for appending, so a killed process
-leaves at most one incomplete line, at the end, which readers skip and a resumed run removes.
+A line is complete with its newline. Each line is a single ``write`` to a file opened for appending. A killed process
+therefore leaves at most one incomplete line, at the end. Readers skip this line, and a resumed run removes it.
 """
 
 import errno
@@ -19,13 +19,13 @@ from pretrain.tracking.tracker import Metrics
 class JsonlTracker:
     """Append every metric to a file of JSON lines.
 
-    JSON has no NaN and no infinity: such a value is written as null, and ``KEY_nonfinite`` is ``"nan"``, ``"inf"`` or
-    ``"-inf"`` (for a list: a list with null at the finite values).
+    JSON has no NaN and no infinity. Such a value is written as null, and ``KEY_nonfinite`` is ``"nan"``, ``"inf"`` or
+    ``"-inf"``. For a list, ``KEY_nonfinite`` is a list with null at the finite values.
 
     Args:
         path: the file, in an existing folder.
-        resume_step: lines of later steps are removed, so that no step appears twice after resuming from a checkpoint.
-            None starts a new record; an existing one is renamed to ``NAME.old``.
+        resume_step: step of the checkpoint to resume from. Lines of later steps are removed, so that no step appears
+            twice. None for a new run; an existing file is then renamed to ``NAME.old``.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
@@ -38,7 +38,7 @@ class JsonlTracker:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line. It then survives the end of this process and, after `close`, a power failure."""
+        """Append one line. It survives the end of this process at once, and a power failure after `close`."""
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:
@@ -86,8 +86,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Remove an incomplete last line and lines of later steps. A rename replaces the file, so that a crash leaves the
-    old file intact."""
+    """Remove an incomplete last line and lines of later steps. A crash leaves the old file intact."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as kept:
         kept.writelines(line for line, row in _complete_lines(path) if row["step"] <= step)
@@ -97,7 +96,6 @@ def _rewind(path: Path, step: int) -> None:
 
 
 def _strict(key: str, value: Any) -> dict[str, Any]:
-    """Return the entries for one metric, valid in strict JSON."""
     if value is None or isinstance(value, str):
         return {key: value}
     if isinstance(value, list | tuple):

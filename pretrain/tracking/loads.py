@@ -37,8 +37,11 @@ class LoadMatrix:
 
     @cached_property
     def pixels_HWC(self) -> Any:
-        """Picture, uint8 [H, W, 3], with one cell per layer and expert; cached for all trackers. The scale is
-        logarithmic, so that half and twice an even share differ equally from white. Dead experts are black."""
+        """Picture, uint8 [H, W, 3], with one cell per layer and expert.
+
+        The colour scale is logarithmic, so that half and twice an even share differ equally from white. Dead experts
+        are black. The picture is cached.
+        """
         import matplotlib
         import numpy as np
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,8 +76,10 @@ class LoadMatrix:
 
 
 class LoadPictures:
-    """Callable that adds ``moe/load`` to the metrics of the first step, every ``every``-th step and the last step;
-    ``every=0`` adds none."""
+    """Callable that adds ``moe/load`` to the metrics of the first step, every ``every``-th step and the last step.
+
+    ``every=0`` adds none.
+    """
 
     def __init__(self, every: int, last_step: int):
         self._every, self._last_step, self._has_drawn = every, last_step, False
@@ -88,7 +93,7 @@ class LoadPictures:
 
 
 def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
-    """Return the load matrix of a step's metrics; None without loads. A load that is not finite becomes 0."""
+    """Return the load matrix of a step's metrics; None if they have no loads. A load that is not finite becomes 0."""
     rows: dict[int, Sequence[float]] = {}
     for key, value in metrics.items():
         if (found := _OF_LAYER.fullmatch(key)) and value:
@@ -106,8 +111,8 @@ def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
 def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], list[float]]:
     """Return a histogram over the index of ``values``: bar ``i`` spans ``[i, i + 1)`` and has height ``values[i]``.
 
-    Dashboards would bin the values of a list, which hides the experts. With more values than ``max_bars`` (512, wandb's
-    limit), neighbours are summed into one bar. A value that is not finite has height 0; ``metrics.jsonl`` keeps it.
+    Given a list, dashboards would bin its values, which hides the experts. With more values than ``max_bars`` (512,
+    wandb's limit), neighbours are summed into one bar. A value that is not finite has height 0.
 
     Returns:
         Heights and edges; there is one more edge than heights.

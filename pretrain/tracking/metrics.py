@@ -38,9 +38,9 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report; layer metrics are always in "Routing". Layer metrics, and metrics outside
-            ``more`` and ``events``, also have a number in "Numbers": for metrics in ``speed`` without ``is_exact``,
-            the mean over the steps; for the others, the last value.
+        section: section of the report. Layer metrics are always in "Routing". Layer metrics, and metrics outside
+            ``more`` and ``events``, also have a number in "Numbers". This number is the mean over the steps for metrics
+            in ``speed`` without ``is_exact``, and the last value for all others.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: True if ``fmoe evaluate`` reports the layer metric.
@@ -61,12 +61,12 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """Key of the value for the whole model; for a layer metric, key of the mean over the layers."""
+        """Key of the value for the whole model. For a layer metric, the key of the mean over the layers."""
         return f"moe/{self.name}" if self.reduce else self.name
 
     @property
     def label(self) -> str:
-        """The title or its default."""
+        """The title, or by default the name with spaces."""
         return self.title or self.name.replace("_", " ")
 
 
@@ -148,7 +148,8 @@ def register_metric(metric: Metric) -> None:
     """Declare a metric of a callback or, with ``reduce``, of each layer with experts.
 
     Raises:
-        UserError: one of fmoe's metrics has this name, or a metric of this name has another ``unit`` or ``doc``.
+        UserError: one of fmoe's metrics has this name, or a registered metric of this name has another ``unit`` or
+            ``doc``.
     """
     for index, declared in enumerate(DECLARED):
         if declared.name == metric.name:
@@ -160,7 +161,8 @@ def register_metric(metric: Metric) -> None:
 
 
 def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | list[float]]:
-    """Return the layer metrics of a step under their logged names: each layer's, and the means of numbers."""
+    """Return the layer metrics of a step under their logged names: the values of each layer, and the means of
+    numbers."""
     found: dict[str, Any] = {}
     for number, report in reports.items():
         for metric in DECLARED:

@@ -11,14 +11,16 @@ from pretrain.tracking.tracker import Metrics
 
 
 class TensorBoardTracker:
-    """Log numbers as scalars, lists as histograms of at most 512 bars, and the load of all layers as an image. Text
-    other than the config is not logged.
+    """Log to TensorBoard: numbers as scalars, lists as histograms of at most 512 bars, the load of all layers as an
+    image.
+
+    Text other than the config is not logged.
 
     Args:
         folder: folder for the event files.
         config: the resolved recipe, shown under Text.
-        resume_step: step of the checkpoint that the run resumes from; TensorBoard hides events of later steps. None for
-            a new run.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run. TensorBoard hides events of
+            later steps.
 
     Raises:
         MissingPackageError: TensorBoard is not installed.

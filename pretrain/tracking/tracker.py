@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Destination of metrics; `pretrain.tracking.metrics` declares their names and units."""
+    """Destination of metrics. `pretrain.tracking.metrics` declares their names and units."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Record metrics of a step. A step may be logged more than once, for example with its validation loss."""
@@ -92,9 +92,9 @@ class Trackers:
 
 
 def kept_id(path: Path, *, is_new: bool) -> str:
-    """Return the id in a file of the run folder; for a new run or without the file, write a new id there first.
+    """Return the id in a file of the run folder. For a new run, or if there is no file, write a new id first.
 
-    A dashboard that cannot remove logged steps shows each start or resume of a run as a separate run; the id groups
+    A dashboard that cannot remove logged steps shows each start or resume of a run as a separate run. The id groups
     them.
     """
     if not is_new and path.exists() and (kept := path.read_text().strip()):

@@ -1,6 +1,6 @@
 """trackio: a local database with a local server.
 
-The database is in ``TRACKIO_DIR``, which several runs may share, or by default in ``RUN/trackio``;
+The database is in ``TRACKIO_DIR``, which several runs may share, or by default in ``RUN/trackio``.
 ``TRACKIO_DIR=RUN/trackio trackio show`` shows it. Data stays on the machine unless ``TRACKIO_SPACE_ID`` or
 ``TRACKIO_SERVER_URL`` is set.
 """
@@ -20,8 +20,7 @@ ID_FILE = "trackio_id.txt"
 
 
 def check_installed(purpose: str) -> None:
-    """Raise MissingPackageError unless trackio is installed. It is not imported: that takes seconds, and only rank 0
-    needs it."""
+    """Raise MissingPackageError unless trackio is installed. trackio is not imported, because that takes seconds."""
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec("trackio") is not None:
             return
@@ -29,8 +28,10 @@ def check_installed(purpose: str) -> None:
 
 
 class TrackioTracker:
-    """Log to trackio, which cannot remove logged steps: a resumed run is a new trackio run. The id in the run folder
-    puts the trackio runs of one run into a group.
+    """Log to trackio.
+
+    trackio cannot remove logged steps, so a resumed run is a new trackio run. The id in the run folder puts all trackio
+    runs of one run into a group.
 
     Args:
         run_folder: existing folder for ``trackio_id.txt`` and, unless ``TRACKIO_DIR`` is set, ``trackio/``.

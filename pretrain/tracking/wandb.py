@@ -1,7 +1,7 @@
 """wandb, online with an API key and offline without one.
 
-An offline run is in ``RUN/wandb/offline-run-*/run-ID.wandb``: ``wandb leet RUN/wandb`` shows it, ``wandb leet inspect
---summary RUN/wandb`` prints it, ``wandb sync`` uploads it later.
+An offline run is in ``RUN/wandb/offline-run-*/run-ID.wandb``. ``wandb leet RUN/wandb`` shows it, ``wandb leet inspect
+--summary RUN/wandb`` prints it, and ``wandb sync`` uploads it later.
 """
 
 import logging
@@ -20,13 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """Log to wandb. The run folder keeps the id of its first wandb run.
+    """Log to wandb. Without an API key, or with ``WANDB_MODE=offline``, data stays on the machine.
 
-    Online, a resumed run continues the wandb run of that id; the server keeps the steps that it already has. Offline,
-    where logged steps cannot be removed, a resumed run is a new wandb run in the group of that id, or in
-    ``WANDB_RUN_GROUP`` if set.
-
-    wandb neither prints nor prompts. Without an API key, or with ``WANDB_MODE=offline``, data stays on the machine.
+    The run folder keeps the id of its first wandb run. Online, a resumed run continues the wandb run with this id, and
+    the server keeps the steps that it already has. Offline, logged steps cannot be removed. A resumed run is then a new
+    wandb run in a group, which is named by the id or by ``WANDB_RUN_GROUP``. wandb neither prints nor prompts.
 
     Args:
         run_folder: existing folder for ``wandb/`` and ``wandb_id.txt``.
@@ -73,8 +71,10 @@ class WandbTracker:
             logger.info("wandb run: %s", self._run.url)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log a step. Lists become histograms of at most 512 bars, which wandb shows as a heatmap over time. The
-        load of all layers becomes a picture. wandb merges calls with the same step."""
+        """Log a step. Lists become histograms of at most 512 bars, and the load of all layers becomes a picture.
+
+        wandb shows the histograms as a heatmap over time, and merges calls with the same step.
+        """
         self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
 
     def close(self, ok: bool = True) -> None:
@@ -88,8 +88,8 @@ class WandbTracker:
 
 
 def _mode(wandb: ModuleType) -> str:
-    """Return the mode set by ``WANDB_MODE`` or ``wandb offline``; "offline" without an API key. Does not prompt or
-    use the network."""
+    """Return the mode set by ``WANDB_MODE`` or ``wandb offline``; "offline" without an API key. Does not prompt or use
+    the network."""
     # Settings of the session, not of the run: without them, login prints to stderr.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
     if mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):

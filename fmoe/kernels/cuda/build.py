@@ -1,7 +1,7 @@
-"""Build of the CUDA backend: compile CUDA sources for one architecture, and cache the machine code.
+"""Build of the CUDA backend: from CUDA sources to machine code of one architecture in the cache.
 
-An entry of the cache (`fmoe.kernels.cache`) is a zip file with, for each source file, a cubin and the symbols of its
-kernels. It contains no code of torch, so an entry fits every version of torch.
+A cache entry (`fmoe.kernels.cache`) is a zip file. For each source file, it has a cubin and the symbols of its kernels.
+It contains no code of torch, so it fits every version of torch.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Sources:
     """Files to compile.
 
     Attributes:
-        folder: folder whose files, headers included, determine the cache key.
-        kernels: for each file to compile, NVRTC's name expressions of the kernels to keep.
+        folder: folder of the files. A change of any file in it, headers included, leads to a new build.
+        kernels: names of the files to compile, each with NVRTC's name expressions of the kernels to keep.
     """
 
     folder: Path
@@ -59,13 +59,13 @@ def library(
         arch: architecture, such as ``"sm_90"``.
         sources: sources to compile; None for `SHIPPED`.
         force: compile even if the cache has an entry.
-        instead_of: `cache.identity` of an entry that did not load, which is not returned again.
+        instead_of: `cache.identity` of an entry that did not load. It is not returned again.
         echo: called with the compiler's output for each file: registers, spills, shared memory.
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: cuda.core or NVRTC is needed and missing, the sources do not compile, or no cache folder is
-            writable; the message has one line.
+        BuildError: a build is needed and cuda.core or NVRTC is missing, compilation fails, or no cache folder is
+            usable; the message has one line.
     """
     sources = sources or SHIPPED
     found = _find()
@@ -97,12 +97,12 @@ def check_arch(arch: str, found: Nvrtc) -> None:
 
 
 def cached(arch: str, sources: Sources | None = None) -> Path | None:
-    """Return the result of `library` if it is in the cache, else None."""
+    """Return the path of the compiled kernels if they are in the cache, else None."""
     return cache.find(_key(sources or SHIPPED, arch, _find()), _SUFFIX)
 
 
 def last_failure(arch: str, sources: Sources | None = None) -> str | None:
-    """Return the error of the last build if it failed and its inputs have not changed since; else None."""
+    """Return the error of the last build of the same inputs if it failed, else None."""
     return cache.last_failure(_key(sources or SHIPPED, arch, _find()))
 
 
@@ -128,10 +128,7 @@ def _find() -> Nvrtc | BuildError:
 
 
 def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
-    """Return the cache key.
-
-    Without NVRTC, which containers may lack, the key is a prefix that matches the entry of any NVRTC version.
-    """
+    """Return the cache key. Without NVRTC, it is a prefix that matches the entries of every NVRTC version."""
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):
         if path.is_file():
@@ -144,7 +141,6 @@ def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
 def _build(
     sources: Sources, arch: str, found: Nvrtc, folder: Path, is_locked: bool, echo: Callable[[str], None] | None
 ) -> Path:
-    """Compile and publish the kernels; the caller holds the lock of their key, if the file system has locks."""
     begin = time.monotonic()
     logger.warning("compiling %s for %s with %s, once per machine; fmoe build precompiles them", WHAT, arch, found.name)
     key = _key(sources, arch, found)

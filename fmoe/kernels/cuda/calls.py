@@ -1,9 +1,10 @@
 """The CUDA kernels (docs/kernels.md) as functions that take tensors and allocate their outputs, without gradients.
 
-The kernels run asynchronously on torch's current stream; tests run them on the CPU.
+They run asynchronously on torch's current stream. Tests run them on the CPU.
 
-Shape letters: T tokens, E experts, K choices, N = T * K assignments, D width, M rows (N at most), L experts of this
-rank, H hidden width, P height of the first map (2 H if gated, else H), G routing groups, B tiles of tokens.
+Shape letters: T tokens, E experts, K experts per token, N = T * K assignments, D width, M rows (at most N), L experts
+of this rank, H hidden width, P output width of the first map (2 H if gated, else H), G routing groups, B tiles of
+tokens.
 """
 
 import math
@@ -29,11 +30,12 @@ def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) 
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """Tiles of the tokens of routing groups.
+    """Split of each routing group into tiles of consecutive tokens.
 
     Attributes:
-        tokens, group_size: T, and the number of tokens per routing group.
-        sequences, sequence_length: as in `fmoe.routing.RoutingGroups.layout`.
+        tokens: T.
+        group_size: number of tokens per routing group.
+        sequences, sequence_length: memory layout of the tokens, as in `fmoe.routing.RoutingGroups.layout`.
     """
 
     tokens: int
@@ -68,19 +70,20 @@ class TokenTiles:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Arguments of the kernels: tokens per group, sequences, their length, tokens per tile."""
+        """(tokens per group, sequences, their length, tokens per tile), as the kernels take them."""
         return self._most, self.sequences, self.sequence_length, self.tile
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts and sums by tile from `route_counted` or `count_choices`; the input of `queue`.
+    """Counts and sums of each tile, from `route_counted` or `count_choices`; the input of `queue`.
 
     Attributes:
-        count_BCE: assignments by tile and expert, int32; C is K if each choice is counted separately, else 1.
-        sum_BE: sums of probabilities; None without a router.
-        sum_B3: sums of logsumexp^2 and entropy over routed tokens (0 without a router), and the number of such tokens.
-        ticket: counter of the thread blocks of `queue` that have finished, int32 [1]; None without a router.
+        count_BCE: assignments by tile and expert, int32. C is K if each choice is counted separately, else 1.
+        sum_BE: sums of the router's probabilities; None from `count_choices`.
+        sum_B3: over routed tokens, the sum of logsumexp^2, the sum of entropy, and their number. `count_choices` gives
+            only the number; its sums are 0.
+        ticket: counter of the thread blocks of `queue` that have finished, int32 [1]; None from `count_choices`.
     """
 
     tiles: TokenTiles
@@ -102,7 +105,12 @@ def gather(
 ) -> Tensor:
     """Return ``out[i] = scale[index[i]] * x[index[i] // per]``, [rows, width of x].
 
-    Rows with a negative index, and rows from ``limit`` on, are zero. Without an index, ``index[i]`` is i.
+    Without an index, ``index[i]`` is i. Without a scale, it is 1. Rows with a negative index, and rows from ``limit``
+    on, are zero.
+
+    Args:
+        limit: number of rows to gather, [1] on the device; None for all.
+        dtype: dtype of the result; None for the dtype of ``x``.
     """
     out = x.new_empty(rows, x.shape[1], dtype=dtype or x.dtype)
     name = f"gather<{DTYPES[x.dtype]}, {DTYPES[out.dtype]}>"
@@ -119,10 +127,15 @@ def combine(
     bias_LD: Tensor | None = None,
     end_L: Tensor | None = None,
 ) -> Tensor:
-    """Return ``sum_k weight_tk * (rows + bias of their expert)[inverse_tk]``, summed in float32: [T, D].
+    """Return the weighted sum of each token's rows, ``sum_k weight_tk * rows[inverse_tk]``: [M, D] -> [T, D].
 
-    Indices below 0, past the rows, or from ``limit`` on are skipped. Without weights, each weight is 1. A bias needs
-    ``limit`` and ``end_L``, the end of each expert's rows.
+    Sums are in float32. Indices below 0, past the rows, or from ``limit`` on are skipped.
+
+    Args:
+        weight_TK: None for weights of 1.
+        limit: number of kept rows, [1] on the device; None for all.
+        bias_LD: bias of each expert, added to its rows first. It needs ``limit`` and ``end_L``.
+        end_L: end of each expert's rows.
     """
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     out = rows_MD.new_empty(tokens, width)
@@ -145,7 +158,7 @@ def jitter(
 def jitter_and_change(
     x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x * noise`` and ``x * (noise - 1)``, with the noise of `jitter`."""
+    """Return ``x * noise`` and ``x * (noise - 1)``, with the noise of `fmoe.kernels.cuda.router.Jitter`."""
     out, change = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _jitter(x_TD, None, key, first_group, half_width, tiles, out, change)
     return out, change
@@ -178,7 +191,7 @@ def combine_backward(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return two gradients of `combine`: of its rows, and of its weights (in float32). Each is None if not needed."""
+    """Return the gradients of the rows and, in float32, of the weights of `combine`; None if not needed."""
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
@@ -212,17 +225,18 @@ def bias_gradients(
     bias_out_LD: Tensor | None = None,
     d_weight_TK: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of both biases, and complete the gradients of the tokens and of the combine weights.
+    """Compute the gradients of both biases and of the tokens, and complete the gradients of the combine weights.
 
-    The tokens' gradient is the sum of ``d_rows`` over their assignments. The dot product of ``d_out`` and the expert's
-    second bias is added to the gradient of each kept assignment's weight.
+    A token's gradient is the sum of ``d_rows_MD`` over its assignments. Each kept assignment's weight also gets the dot
+    product of ``d_out`` and the expert's second bias.
 
     Args:
-        d_out: gradient of the outputs, [T, D]; or [M, D] without ``perm_M``.
-        d_hidden_MP: gradient of the pre-activations, for ``needs_in``.
-        inverse_TK: needed with ``d_rows_MD`` or ``d_weight_TK``.
+        d_out: gradient of the outputs, [T, D]; without ``perm_M``, [M, D].
+        d_hidden_MP: gradient of the pre-activations; required with ``needs_in``.
+        inverse_TK: required with ``d_rows_MD`` or ``d_weight_TK``.
         d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
-        d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added; or None.
+        d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added in place; or
+            None.
 
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
@@ -255,7 +269,7 @@ def activate(
     code: int,
     gated: bool,
 ) -> Tensor:
-    """Return the activation of ``before + bias``, [M, H]; add the bias to ``before`` in place.
+    """Return the activation of ``before + bias``: [M, P] -> [M, H]. Also add the bias to ``before`` in place.
 
     Args:
         code: index in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -284,11 +298,15 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the activation from ``d_active``, the gradient of its result without the combine weights.
+    """Compute the gradients of the activation.
+
+    Args:
+        d_active_MH: gradient of the activation's result, not yet multiplied by the combine weights.
+        code: index in `fmoe.kernels.backends.ACTIVATIONS`.
 
     Returns:
-        ``weight * active``; the gradient of the pre-activations; and the dot product of active and d_active for each
-        assignment, zero for dropped ones. Each is None if it is not needed.
+        (weight * active, gradient of the pre-activations, dot product of active and d_active for each assignment). Each
+            is None if it is not needed. Dropped assignments have a dot product of zero.
     """
     rows, hidden = d_active_MH.shape
     scaled = torch.empty_like(d_active_MH) if needs_active else None
@@ -305,13 +323,14 @@ def activate_backward(
 
 
 def plan_tile(assignments: int, experts: int) -> int:
-    """Return the number of assignments per tile of `place`, whose cost is quadratic in the number of tiles."""
+    """Return the number of assignments per tile of `place`."""
+    # The cost of `place` is quadratic in the number of tiles.
     most_tiles = max(1, math.isqrt((1 << 24) // (experts + 1)))
     return TILE * max(1, -(-assignments // (TILE * most_tiles)))
 
 
 def tile_count_shape(assignments: int, experts: int) -> tuple[int, int]:
-    """Return the shape of the argument ``tile_count`` of `place`."""
+    """Return the shape of ``tile_count``, an argument of `place`."""
     return max(1, -(-assignments // plan_tile(assignments, experts))), experts + 1
 
 
@@ -321,6 +340,7 @@ def place(
     """Sort assignments by expert, stably, with dropped ones (-1) last.
 
     Args:
+        expert_N: expert of each assignment, -1 if dropped.
         tile_count: assignments by tile and expert, from `drop_over_capacity`; None to count them.
 
     Returns:
@@ -346,7 +366,7 @@ def place(
 
 
 def count_choices(expert_TK: Tensor, mask_T: Tensor | None, experts: int, tiles: TokenTiles) -> Counted:
-    """Count the assignments of each expert in each tile of tokens, separately for first choices, second choices, ..."""
+    """Count the assignments of each expert in each tile, separately for the first choices, the second choices, ..."""
     tokens, top_k = expert_TK.shape
     count_BKE = expert_TK.new_empty(tiles.count, top_k, experts, dtype=torch.int32)
     sum_B3 = expert_TK.new_empty(tiles.count, 3, dtype=torch.float32)
@@ -361,7 +381,7 @@ class RouterSums:
     """Losses and statistics of a router.
 
     Attributes:
-        fraction_GE: share of the group's choices that each expert has.
+        fraction_GE: each expert's share of the group's assignments, before capacity.
         stats: `fmoe.routing.RoutingStats.sums` with the losses balance and z.
         balance, z: the losses, scalars.
     """
@@ -377,9 +397,9 @@ class Queued:
     """Result of `queue`.
 
     Attributes:
-        limit_G: capacity of each group, int64; 2^31 - 1 without a capacity factor.
+        limit_G: maximum number of assignments per expert in each group, int64; 2^31 - 1 without a capacity factor.
         tile_count: zeros for `drop_over_capacity` to count in; None without a capacity factor.
-        sums: the router's losses and statistics; None without a router.
+        sums: the router's losses and statistics; None for counts from `count_choices`.
     """
 
     limit_G: Tensor
@@ -390,7 +410,10 @@ class Queued:
 def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
     """Add up the counts and sums of all tiles.
 
-    With a capacity factor, ``count_BCE`` becomes the first position of each tile in the queues of the experts.
+    With a capacity factor, overwrite ``count_BCE``: it becomes each tile's first position in the queues of the experts.
+
+    Args:
+        factor: capacity factor; None for no limit.
     """
     tiles, count_BCE = counted.tiles, counted.count_BCE
     choices, experts = count_BCE.shape[1:]
@@ -412,7 +435,11 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
 
 
 def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> tuple[Tensor, Tensor]:
-    """Return ``expert_TK``, with -1 where the expert is full in the routing group; and ``tile_count`` for `place`."""
+    """Drop the assignments over capacity.
+
+    Returns:
+        ``expert_TK``, with -1 where the expert is full in the routing group; and ``tile_count`` for `place`.
+    """
     (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
     assert queued.tile_count is not None
     kept = torch.empty_like(expert_TK)
@@ -425,7 +452,12 @@ def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> t
 
 
 def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation that brings segments of ``receive_S`` rows into the order ``order_S``, and its inverse."""
+    """Return the permutation that brings segments of rows into the order ``order_S``, and its inverse.
+
+    Args:
+        receive_S: number of rows of each segment.
+        rows: number of all rows.
+    """
     segments, order = len(receive_S), receive_S.new_empty(rows)
     inverse = torch.empty_like(order)
     geometry = Geometry((max(1, -(-rows // 256)), 1, 1), (256, 1, 1), 4 * (3 * segments + 2 + 8))
@@ -448,7 +480,11 @@ def route(
     best_of: int = 1,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Return (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T); score_TE is None if ``with_scores`` is False."""
+    """Choose experts and combine weights by the rule of `fmoe.kernels.cuda.routing.Rule`.
+
+    Returns:
+        (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T); score_TE is None without ``with_scores``.
+    """
     tokens = logits_TE.shape[0]
     score_TE = torch.empty_like(logits_TE, dtype=torch.float32) if with_scores else None
     entropy_T = logits_TE.new_empty(tokens, dtype=torch.float32)
@@ -472,10 +508,13 @@ def route_counted(
     kept_groups: int,
     best_of: int,
 ) -> tuple[Tensor, Tensor, Tensor, Counted]:
-    """Route by the softmax of the logits; return (expert_TK, weight_TK, logsumexp_T, counts and sums by tile).
+    """Route by the softmax of the logits as `route` does, and count assignments by tile.
 
     Args:
-        by_choice: count each choice separately.
+        by_choice: count the first choices, the second choices, ... separately.
+
+    Returns:
+        (expert_TK, weight_TK, logsumexp_T, counts and sums by tile).
     """
     experts, new = logits_TE.shape[1], logits_TE.new_empty
     count_BCE = new(tiles.count, top_k if by_choice else 1, experts, dtype=torch.int32)
@@ -514,7 +553,10 @@ def _route(
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
-    """Return three numbers: experts per lane, and 4-byte words of shared memory per block and per warp."""
+    """Return three numbers: experts per lane, and 4-byte words of shared memory per block and per warp.
+
+    The first is 0 for more than 256 experts.
+    """
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
     of_block = experts * (top_k if by_choice else 1) if counted else 0
     return width, of_block, top_k + groups + 3 + (experts if counted else 0) + (experts if width == 0 else 0)
@@ -525,8 +567,8 @@ class LossGradients:
     """Gradients of the losses of `queue`, and the tensors for their backward pass.
 
     Attributes:
-        balance, z: scalars; None if the loss has no gradient.
-        fraction_GE, stats: of `RouterSums`.
+        balance, z: gradients of the losses, scalars; None if a loss has no gradient.
+        fraction_GE, stats: as in `RouterSums`.
     """
 
     balance: Tensor | None
@@ -551,7 +593,11 @@ def route_backward(
     scale: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the gradient of the logits, in ``dtype`` (None: that of the logits)."""
+    """Return the gradient of the logits.
+
+    Args:
+        dtype: dtype of the result; None for the dtype of the logits.
+    """
     (tokens, experts), top_k = logits_TE.shape, expert_TK.shape[1]
     out = torch.empty_like(logits_TE, dtype=dtype)
     warps = num_warps(0, 4 * experts)

@@ -1,12 +1,11 @@
-"""Feed-forward experts on a GPU, as one operation forward and one backward; the host waits only in some GEMMs (`gemm`).
+"""Feed-forward experts on a GPU: one operation forward, one backward.
 
-Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
-pre-activations are saved for the backward pass, which gathers rows again. The kernel of the activation's derivative
-recomputes the activation, and computes the gradient of the combine weights: dot products of the activated units and
-their gradient dO W_out (dO: gradient of outputs). The GEMMs of `triton_gemm` store neither gathered rows nor dO W_out.
+The forward pass gathers rows, runs two GEMMs with the activation in between, and combines the results. It saves only
+the tokens and the pre-activations. The backward pass gathers the rows again, and recomputes the activation. The host
+waits for the GPU only in some GEMMs (`fmoe.kernels.cuda.gemm`).
 
-Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
-first map (2 H if gated, else H).
+Shape letters: T tokens, K experts per token, N = T * K assignments, M rows, L experts, D width, H hidden width, P
+output width of the first map (2 H if gated, else H).
 """
 
 import functools
@@ -40,15 +39,22 @@ def expert_ffn(
     gemm: str = "auto",
     into_main_grad: bool = False,
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` of rows. With ``perm_N``, gather tokens, compute and combine: [T, D] -> [T, D].
+    """Apply `fmoe.kernels.expert_ffn` to rows: [M, D] -> [M, D].
+
+    With ``perm_N``, gather the rows of tokens, apply it, and combine the results: [T, D] -> [T, D].
 
     Args:
-        counts: number of rows of each expert, on the host or (only with ``perm_N``) on the device.
-        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
+        rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
+        counts: number of rows of each expert, on the host. With ``perm_N``, it may be on the device.
+        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`.
         weight_TK: as in `fmoe.kernels.native.ops.expert_ffn`.
         offsets: ``end_E`` and ``num_kept`` of the plan; None to compute them from ``counts``.
         gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`.
         into_main_grad: as in `fmoe.kernels.native.ops.expert_ffn`.
+
+    Raises:
+        UserError: ``gemm`` is unknown or unavailable.
+        NotImplementedError: an input has a forward-mode tangent.
     """
     native.check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
     limit = on_host = None
@@ -131,7 +137,7 @@ def _expert_ffn_backward(
     gemm: str,
     needs: List[bool],  # noqa: UP006
 ) -> List[Tensor]:  # noqa: UP006
-    """Return the gradients of the inputs `NAMES`, empty if not needed."""
+    """Return the gradients of `NAMES`, as empty tensors if not needed."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     return _gradients(batch, grad, hidden, needs, gemm)
 
@@ -145,7 +151,7 @@ def _gradients(
     sum_in: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of the inputs `NAMES`, empty if not needed or if added to a sum."""
+    """Return the gradients of `NAMES`, as empty tensors if not needed or if added to a sum."""
     step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
     if not hidden.shape[0]:
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
@@ -233,7 +239,7 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
 def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
-    """Return the FLOPs of all assignments, dropped ones included: only the device knows how many are dropped."""
+    """Return the FLOPs of all assignments, because only the device knows how many are dropped."""
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 

@@ -1,9 +1,8 @@
 """Choice of GEMMs over rows grouped by expert: torch's grouped_mm, a loop of cuBLAS calls, or Triton's.
 
-grouped_mm does not synchronize in bfloat16 from sm_90 on; otherwise it is itself a loop. The cuBLAS loop reads the
-counts on the host, and may be faster if each expert has many rows. Triton's GEMMs (`fmoe.kernels.cuda.triton_gemm`)
-fuse gather and activation into some products. The fastest is measured once per size and pass, and stored in the cache
-folder.
+In bfloat16 from sm_90 on, grouped_mm does not synchronize; otherwise it is itself a loop. The cuBLAS loop reads the
+counts on the host, but may be faster for many rows per expert. Triton's GEMMs (`fmoe.kernels.cuda.triton_gemm`) fuse
+gather and activation into some products.
 
 Shape letters: M rows, L experts, I input width, O output width.
 """
@@ -27,12 +26,12 @@ _tuned = tuning.TuningCache("gemms.json", lambda variant: variant in VARIANTS[1:
 
 
 class Gemms:
-    """The three products of a linear map, for one batch of rows.
+    """The GEMMs of a linear map's forward and backward pass, for one batch of rows.
 
     Args:
         end_L: int32, end of each expert's rows.
         variant: "grouped" or "loop".
-        counts: number of rows of each expert, on the host; None makes the loop copy ``end_L``, which synchronizes.
+        counts: number of rows of each expert, on the host. None makes the loop copy ``end_L``, which synchronizes.
     """
 
     def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):
@@ -44,11 +43,14 @@ class Gemms:
 
     @property
     def adds_bias(self) -> bool:
-        """True if `forward` can add a bias before rounding, which grouped_mm cannot do (torch 2.13)."""
+        """Whether `forward` can add a bias before rounding. grouped_mm cannot (torch 2.13)."""
         return not self._is_grouped
 
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
-        """Return ``rows @ weight[e].T + bias[e]``: [M, O], undefined past the last end. A bias needs `adds_bias`."""
+        """Return ``rows @ weight[e].T + bias[e]`` for the rows of each expert e: [M, I] -> [M, O].
+
+        Rows past the last end are undefined. A bias needs `adds_bias`.
+        """
         if self._is_grouped:
             return F.grouped_mm(rows_MI, weight_LOI.transpose(1, 2), offs=self._end_L)
         out = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
@@ -60,7 +62,7 @@ class Gemms:
         return out
 
     def backward(self, rows_MO: Tensor, weight_LOI: Tensor) -> Tensor:
-        """Return ``rows @ weight[e]``: [M, I]."""
+        """Return ``rows @ weight[e]``, the gradient of the input rows: [M, O] -> [M, I]."""
         if self._is_grouped:
             return F.grouped_mm(rows_MO, weight_LOI, offs=self._end_L)
         out = rows_MO.new_empty(rows_MO.shape[0], weight_LOI.shape[2])
@@ -69,10 +71,12 @@ class Gemms:
         return out
 
     def weights(self, rows_MO: Tensor, rows_MI: Tensor, total: Tensor | None = None) -> Tensor:
-        """Return ``rows_MO.T @ rows_MI`` of each expert: [L, O, I]; zero for an expert without rows.
+        """Return ``rows_MO.T @ rows_MI`` of each expert, the gradient of its matrix: [L, O, I].
+
+        It is zero for an expert without rows.
 
         Args:
-            total: float32 [L, O, I], to which the products are added, and which is returned.
+            total: float32 [L, O, I]. The products are added to it, and it is returned.
         """
         if self._is_grouped:
             out = F.grouped_mm(rows_MO.t(), rows_MI, offs=self._end_L)
@@ -119,18 +123,22 @@ def choose(
     w_out_LDH: Tensor,
     run: Callable[[str], object],
 ) -> str:
-    """Return "grouped", "loop" or "triton" for rows and weights of these sizes.
+    """Return the GEMMs to use for rows and weights of these sizes: "grouped", "loop" or "triton".
+
+    "auto" gives the fastest, measured the first time on a machine. Where grouped_mm does not accept the rows, "loop"
+    replaces "grouped".
+
+    Nothing is measured during the capture of a CUDA graph. An unmeasured "auto" is then "grouped", unless grouped_mm
+    would wait for the host or does not accept the rows. In that case it is "triton" if Triton has passed its
+    self-check.
 
     Args:
-        requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
-            CUDA graph is captured, an unmeasured "auto" is "triton" if grouped_mm would wait for the host or does not
-            accept the rows, and Triton has passed its self-check; else "grouped". Where grouped_mm does not accept the
-            rows, "loop" replaces "grouped".
+        requested: one of `VARIANTS`.
         step: "forward", "backward" or "backward to main_grad"; each is measured separately.
-        run: runs the step by a variant, for the measurement.
+        run: function that runs the step with one of the three GEMMs, for the measurement.
 
     Raises:
-        UserError: "triton" is requested and fails a self-check on this device.
+        UserError: "triton" is requested and not installed, or fails its self-check on this device.
     """
     if requested == "triton":
         if (wrong := _wrong_with_triton(x.device)) is not None:
@@ -171,10 +179,7 @@ _checked: dict[torch.device, str | None] = {}
 
 
 def _wrong_with_triton(device: torch.device) -> str | None:
-    """Return why Triton's GEMMs must not run on a device; None if their results are right.
-
-    The check runs once per device. If Triton is installed and fails it, a warning is logged.
-    """
+    """Return why Triton's GEMMs must not run on a device, or None. The first call runs a self-check."""
     missing = triton_gemm.why()
     if missing is not None:
         return missing
@@ -188,7 +193,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
 
 
 def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
-    """Return a key of device, versions, dtype and sizes; the number of rows is rounded up to a power of two."""
+    """Return a key of device, versions, dtype and sizes, with the number of rows rounded up to a power of two."""
     name = torch.cuda.get_device_name(x.device)
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))

@@ -1,4 +1,4 @@
-"""Kernel launches on torch's current stream: loaded kernels, and the geometry of launches (docs/kernels.md)."""
+"""Kernel launches on torch's current stream, and the geometry of launches (docs/kernels.md)."""
 
 import ctypes
 import threading
@@ -18,10 +18,11 @@ Argument = Tensor | int | bool | float | None
 
 @dataclass(frozen=True)
 class Geometry:
-    """Geometry of a launch.
+    """Grid and block sizes of a kernel launch.
 
     Attributes:
-        grid, block: number of thread blocks, and of threads per block.
+        grid: number of thread blocks along each axis.
+        block: number of threads per block along each axis.
         shared: bytes of dynamic shared memory per block.
     """
 
@@ -34,10 +35,10 @@ class Launcher(Protocol):
     """Function that launches kernels: `DeviceLauncher` on a GPU, an emulator in tests."""
 
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
-        """Launch a kernel by its name expression.
+        """Launch a kernel by its C++ name expression, such as ``fmoe::gather<float, float>``.
 
-        Integers and flags are passed as int64, reals as double, tensors as the addresses of their first elements, None
-        as null.
+        Integers and flags are passed as int64, reals as double, None as null. A tensor is passed as the address of its
+        first element.
         """
 
 
@@ -47,7 +48,11 @@ _arch_of_device: dict[torch.device, str] = {}
 
 
 def architecture(device: torch.device | int | str | None) -> str:
-    """Return e.g. ``"sm_90"`` for a CUDA device (None: the current one), ``"none"`` without one, ``"cpu"`` for CPUs."""
+    """Return the architecture of a device, such as ``"sm_90"``; ``"cpu"`` for CPUs, ``"none"`` without a GPU.
+
+    Args:
+        device: None for the current CUDA device.
+    """
     if device is not None and torch.device(device).type == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
@@ -71,7 +76,13 @@ SHARED = 48 * 1024  # bytes of shared memory that a block may use without opt-in
 
 @lru_cache(4096)
 def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Geometry:
-    """Return *rows(M, width, n)* of docs/kernels.md, with M = ``rows`` and n = ``at_once`` numbers per access."""
+    """Return the geometry of a kernel over rows, *rows(M, width, n)* in docs/kernels.md.
+
+    Args:
+        rows: M.
+        at_once: n, the number of elements that a thread moves at once (`at_once`).
+        shared_per_warp: bytes of shared memory per warp.
+    """
     vectors = -(-width // at_once)
     across = 32
     while across < 256 and 4 * across < vectors:
@@ -82,12 +93,17 @@ def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Ge
 
 @lru_cache(1024)
 def num_warps(shared_of_block: int, shared_per_warp: int) -> int:
-    """Return *warps* of docs/kernels.md, 1 to 8: as many as a block's shared memory allows; arguments in bytes."""
+    """Return the number of warps per block, 1 to 8, that shared memory allows (*W* in docs/kernels.md).
+
+    Args:
+        shared_of_block: bytes of shared memory per block, besides those of the warps.
+        shared_per_warp: bytes of shared memory per warp.
+    """
     return next((w for w in (8, 7, 6, 5, 4, 3, 2) if shared_of_block + w * shared_per_warp <= SHARED), 1)
 
 
 def at_once(*tensors: Tensor | None) -> int:
-    """Return the number of elements per access of a thread: 16 bytes divided by the smallest element size."""
+    """Return how many elements a thread accesses at once: 16 bytes divided by the smallest element size."""
     return 16 // min(tensor.element_size() for tensor in tensors if tensor is not None)
 
 
@@ -97,7 +113,10 @@ class _OfThread(threading.local):
 
 
 class DeviceLauncher:
-    """Launcher of the kernels that `fmoe.kernels.cuda.build.read` returns, for one architecture.
+    """Launcher of compiled kernels for one architecture.
+
+    Args:
+        codes: kernels from `fmoe.kernels.cuda.build.read`.
 
     Raises:
         BuildError: cuda.core is missing or too old, or the driver refuses the machine code.
@@ -165,7 +184,7 @@ class DeviceLauncher:
 
 
 def pack(argument: Argument) -> int | ctypes.c_double:
-    """Convert an argument for cuda.core: integers and addresses both have 8 bytes."""
+    """Convert a kernel argument for cuda.core: tensors to addresses, None to 0."""
     if argument is None:
         return 0
     if isinstance(argument, Tensor):

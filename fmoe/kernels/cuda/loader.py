@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels that NVRTC compiles for this GPU when the first layer is made (docs/cuda.md).
+"""Loading of the CUDA backend, kernels that NVRTC compiles once per architecture (docs/cuda.md).
 
 `load` compiles and loads them. Importing this module does not, and needs neither cuda.core nor a GPU.
 """
@@ -23,10 +23,15 @@ _warned = False
 
 
 def load(device: torch.device | int | str | None = None) -> bool:
-    """Compile the kernels for a GPU if the cache lacks them, and load them, once per architecture.
+    """Load the kernels for a GPU, once per architecture; first compile them if the cache lacks them.
 
-    On failure, `why` returns the reason; unless the backend is off or there is no GPU, the logger ``fmoe`` also logs it
-    in one line. Environment variables: FMOE_CUDA=0 turns the backend off; FMOE_CACHE is the folder of compiled kernels.
+    On failure, `why` returns the reason. The logger ``fmoe`` also logs it in one line, unless the backend is off or
+    there is no GPU.
+
+    It reads these environment variables:
+
+    * ``FMOE_CUDA=0`` turns the backend off.
+    * ``FMOE_CACHE`` is the folder of compiled kernels.
 
     Args:
         device: a CUDA device; None for the current one.
@@ -60,7 +65,7 @@ def is_off() -> bool:
 
 
 def describe() -> str:
-    """Return the state of the backend as a line of ``fmoe info``. Compiles nothing."""
+    """Return the state of the backend in one line, for ``fmoe info``. It compiles nothing."""
     from fmoe.kernels.cuda import build, nvrtc
 
     if is_off():
@@ -117,7 +122,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
 
 
 def _give_up(arch: str, reason: str) -> str:
-    """Return the reason and log it: as a warning if it is the first on local rank 0, else at level INFO."""
+    """Log the reason, as a warning only for the first failure on local rank 0, and return it."""
     global _warned
     is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
     _warned = True

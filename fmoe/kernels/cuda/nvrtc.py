@@ -1,4 +1,4 @@
-"""Compilation of CUDA C++ to machine code of one architecture, by NVRTC through cuda.core; needs no GPU.
+"""Compilation of CUDA C++ to machine code of one architecture, by NVRTC through cuda.core. It needs no GPU.
 
 cuda.core and NVRTC are optional packages, which are imported only to compile. The kernels include no CUDA headers.
 """
@@ -17,7 +17,7 @@ from fmoe.errors import BuildError
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The compiler.
+    """An installed NVRTC compiler.
 
     Attributes:
         version: e.g. ``"13.0"``.
@@ -39,7 +39,7 @@ class Code:
 
     Attributes:
         cubin: machine code.
-        symbols: symbol of each requested kernel.
+        symbols: symbol of each requested kernel, by name expression.
         log: output of the compiler: warnings; on request also registers, spills and shared memory.
     """
 
@@ -72,12 +72,12 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
     """Compile one file.
 
     Args:
-        arch: one of `Nvrtc.architectures`.
         kernels: name expressions of the kernels to keep, e.g. ``"gather<float>"``.
+        arch: one of `Nvrtc.architectures`.
         verbose: list registers, spills and shared memory in `Code.log`.
 
     Raises:
-        BuildError: a compile error; the message is the compiler's first error, followed by its whole output.
+        BuildError: compilation fails. The message is the compiler's first error, followed by its whole output.
     """
     from cuda.core import Program, ProgramOptions
 
@@ -119,7 +119,7 @@ def _major() -> int:
 
 
 def extra() -> str:
-    """Return the extra of fmoe that installs cuda.core and NVRTC for this torch."""
+    """Return the pip extra that installs cuda.core and NVRTC for this torch, such as ``fmoe[cuda]``."""
     return "fmoe[cuda12]" if _major() == 12 else "fmoe[cuda]"
 
 

@@ -1,10 +1,9 @@
-"""A softmax router as one operation forward and one backward: experts, weights, losses and statistics of tokens.
+"""A softmax router on a GPU: one operation for experts, weights, losses and statistics, one for the backward pass.
 
-Forward: jitter (if any); logits; one kernel for scores, choices and weights; one for losses and statistics; one for
-capacity (if any). The backward pass also adds the experts' gradient of the tokens to the router's. `fmoe.gates.router`
-computes the same in plain torch.
+The backward pass also adds the experts' gradient of the tokens to the router's. `fmoe.gates.router` computes the same
+in plain torch.
 
-Shape letters: T tokens, D width, E experts, K choices, G routing groups.
+Shape letters: T tokens, D width, E experts, K experts per token, G routing groups.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ class Jitter:
     """Multiplicative noise on the router's input, uniform in [1 - half_width, 1 + half_width).
 
     Attributes:
-        key, first_group: key of the noise, and index of the first routing group (`fmoe.routing.RoutingGroups`).
+        key: key of the noise (`fmoe.routing.RoutingGroups.key_on_host`).
+        first_group: index of the first routing group within the global batch.
     """
 
     half_width: float
@@ -42,8 +42,8 @@ class Result:
     Attributes:
         expert_TK: -1 for padding and for assignments over capacity.
         stats: [E + 5], `fmoe.routing.RoutingStats.sums` for the losses named in `LOSSES`.
-        tile_count: assignments by tile and expert (`calls.place`), empty without capacity.
-        tokens_TD: the tokens, to be passed to the experts: the router's backward pass adds the experts' gradient to its
+        tile_count: assignments by tile and expert, for `calls.place`; empty without capacity.
+        tokens_TD: the tokens, to pass to the experts. The router's backward pass then adds the experts' gradient to its
             own. None if the tokens need no gradient.
     """
 
@@ -57,7 +57,7 @@ class Result:
 
 
 def fits(num_experts: int, top_k: int, rule: Rule, has_capacity: bool) -> bool:
-    """Return whether the kernels' counters of assignments fit in shared memory."""
+    """Return whether the kernels support this router: their counters of assignments must fit in shared memory."""
     _, of_block, of_warp = calls.route_words(num_experts, top_k, rule.groups, True, has_capacity)
     return num_experts <= MAX_EXPERTS and 4 * (of_block + of_warp) <= launch.SHARED
 
@@ -72,12 +72,14 @@ def route(
     factor: float | None,
     jitter: Jitter | None,
 ) -> Result:
-    """Return the routing of tokens by the softmax of ``x @ weight.T``, computed in float32.
+    """Route tokens by the softmax of ``x @ weight.T``, computed in float32.
 
     Args:
         rule: a rule whose scores are a softmax.
+        tiles: tiles of the routing groups.
         mask_T: bool; False for tokens that are not routed.
         factor: capacity factor; None for no limit.
+        jitter: noise on the tokens; None for none.
     """
     assert not rule.is_sigmoid
     mask_T = None if mask_T is None else mask_T.contiguous()
@@ -108,11 +110,7 @@ def _router(
     key: int,
     first_group: int,
 ) -> List[Tensor]:  # noqa: UP006
-    """Return the routing, and tensors for the backward pass; absent ones are empty.
-
-    The routing consists of experts (before and after capacity), weights, balance, z, stats and counts by tile; the
-    other tensors are the logits, their logsumexp, fractions and the jittered input.
-    """
+    """Return the routing, and tensors for the backward pass; absent ones are empty."""
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     jittered, logits = x.new_empty(0), _product32(x, weight.t())
     if half_width:
@@ -179,11 +177,7 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of the tokens, with ``d_tokens`` added, and of the weight; empty if not needed.
-
-    Args:
-        x: the tokens, jittered if there is jitter.
-    """
+    """Return the gradients of the tokens, with ``d_tokens`` added, and of the weight. ``x`` has the jitter, if any."""
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
     # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.

@@ -1,6 +1,6 @@
-"""Routing from logits to experts and weights in one differentiable kernel (`fmoe.kernels.cuda.calls.route`).
+"""Routing from logits to experts and weights, as one differentiable kernel (`fmoe.kernels.cuda.calls.route`).
 
-Shape letters: T tokens, E experts, K choices.
+Shape letters: T tokens, E experts, K experts per token.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from fmoe.kernels.cuda import calls
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Routing rule that chooses the K experts with the largest keys and weights them by their scores.
+    """Routing rule: choose the K experts with the largest keys, and weight them by their scores.
 
     Args:
-        is_sigmoid: scores are sigmoids of the logits instead of their softmax.
-        by_logits: keys are the logits instead of the scores; ``bias_E`` of `route` is added to either.
+        is_sigmoid: scores are sigmoids of the logits; by default their softmax.
+        by_logits: keys are the logits; by default the scores. ``bias_E`` of `route` is added in both cases.
         normalize: divide the weights by their sum over the K chosen experts.
         scale: factor of the weights.
-        groups, kept_groups, best_of: choose only within the best ``kept_groups`` of ``groups`` groups of experts,
-            ranked by the sum of their ``best_of`` largest keys; ``groups=0`` for no limit.
+        groups: number of groups of experts, for choices limited to some groups; 0 for no limit.
+        kept_groups: number of groups to choose from, those with the largest sums of ``best_of`` keys.
+        best_of: number of a group's largest keys to sum.
     """
 
     is_sigmoid: bool = False
@@ -36,11 +37,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Routed:
-    """Result of `route`. All but ``expert_TK`` and ``entropy_T`` are differentiable.
+    """Result of `route`. ``weight_TK``, ``score_TE`` and ``logsumexp_T`` are differentiable.
 
     Attributes:
         expert_TK: -1 for tokens whose mask is False.
-        score_TE: softmax or sigmoid.
+        score_TE: softmax or sigmoid of the logits.
+        logsumexp_T: logsumexp of the logits.
         entropy_T: entropy of the softmax, or of the sigmoids divided by their sum.
     """
 
@@ -59,7 +61,7 @@ def route(
     bias_E: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> Routed:
-    """Return the experts and weights of each token by a rule.
+    """Choose the experts and the weights of each token by a rule.
 
     Args:
         bias_E: added to the keys, not to the weights.

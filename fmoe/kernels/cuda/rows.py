@@ -1,6 +1,6 @@
-"""The operations of `fmoe.kernels.rows` as differentiable CUDA kernels (`calls`), for eager mode and torch.compile.
+"""The operations of `fmoe.kernels.rows` as differentiable CUDA kernels, for eager mode and torch.compile.
 
-Shape letters: T tokens, D width, K choices, N = T * K assignments, M rows, E experts.
+Shape letters: T tokens, D width, K experts per token, N = T * K assignments, M rows, E experts.
 """
 
 from typing import List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
@@ -12,17 +12,20 @@ from fmoe.kernels.cuda import calls
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return the token's row for each of the first ``num_rows`` assignments of ``perm_N``: [M, D]."""
+    """Return the token of each of the first ``num_rows`` assignments of ``perm_N``: [T, D] -> [M, D]."""
     return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return ``sum_k weight_tk * row of (t, k)`` over assignments whose row is below M, summed in float32: [T, D]."""
+    """Return the sum of each token's rows times their weights, ``sum_k weight_tk * row of (t, k)``: [M, D] -> [T, D].
+
+    The sum is computed in float32. Assignments whose row is M or above are left out.
+    """
     return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` for a permutation, in ``dtype``; exchanges pack and unpack rows with it."""
+    """Return ``rows[index]`` in ``dtype``, for a permutation. ``inverse`` is its inverse, for the backward pass."""
     return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
 
 
@@ -127,7 +130,7 @@ def place(
     """Sort assignments by expert, stably, with dropped ones (-1) last.
 
     Args:
-        tile_count: number of assignments by tile and expert (`fmoe.kernels.cuda.calls.place`); None to count them.
+        tile_count: assignments by tile and expert (`fmoe.kernels.cuda.calls.place`); None to count them.
 
     Returns:
         (perm_N, inverse_TK, kept_TK, count_E, end_E in int32, number of kept rows [1]).
@@ -181,11 +184,13 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """Return ``expert_TK`` with -1 where the expert is full (`fmoe.gates.router.drop_over_capacity`).
+    """Return ``expert_TK`` with -1 where the expert is full, as `fmoe.gates.router.drop_over_capacity` does.
 
     Args:
-        sequences, sequence_length: number and length of the sequences if tokens are laid out as [length, sequences];
-            otherwise 1 and T.
+        mask_T: bool; False for tokens that are not routed.
+        group_size: number of tokens per routing group.
+        sequences, sequence_length: memory layout of the tokens, as in `fmoe.routing.RoutingGroups.layout`.
+        factor: capacity factor.
     """
     mask_T = None if mask_T is None else mask_T.contiguous()
     sizes = (num_experts, group_size, sequences, sequence_length, factor)

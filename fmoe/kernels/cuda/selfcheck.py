@@ -1,9 +1,9 @@
-"""Self-check: compare a small layer on a device with the reference before other layers use the kernels.
+"""Self-check of the kernels: compare a small layer on a device with the plain torch reference.
 
-Tests by emulation and on other GPUs do not cover this GPU, its driver and its compiler. If the check fails, layers use
-the torch path.
+It runs before any layer uses the kernels, because tests do not cover this GPU, its driver and its compiler. If it
+fails, layers run in plain torch.
 
-Shape letters: T tokens, K choices, E experts, D width, H hidden width.
+Shape letters: T tokens, K experts per token, E experts, D width, H hidden width.
 """
 
 import torch
@@ -21,13 +21,13 @@ _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to
 
 
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
-    """Return a description of the first wrong result on a device, or None. Synchronizes the device.
-
-    It does not use autograd on the device: a check during a backward pass would wait for that pass to end.
+    """Return a description of the first wrong result on a device; None if all are right. Synchronizes the device.
 
     Args:
-        gemm: "loop" (uses torch's GEMMs, to check only the other kernels), "grouped" or "triton".
+        gemm: GEMMs of the layer: "loop", "grouped" or "triton". "loop" uses torch's, to check only the other
+            kernels.
     """
+    # No autograd on the device: a check during a backward pass would wait for that pass to end.
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -81,10 +81,7 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
 
 
 def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, near: float) -> str | None:
-    """Return a description of the first wrong result of the router's operations, or None.
-
-    Jitter and capacity are on, but the noise is too small and the capacity too large to change results.
-    """
+    """Return a description of the router's first wrong result, or None. Jitter and capacity are too weak to matter."""
     factor, half_width, group = 100.0, 2.0**-20, (_T, 1, _T)
     x, weight = x_TD.to(device, copy=True), weight_ED.to(device, copy=True)
     flags = (False, False, 1.0, 0, 1, 1)  # weighted by the softmax over all experts

@@ -1,10 +1,10 @@
 """The experts' GEMMs by Triton (`fmoe.kernels.cuda.triton_kernels`), with fused gather and activation.
 
-Counts stay on the device. Triton comes with torch for CUDA, and is imported on first use; `why` returns the reason if
-it is unusable.
+The numbers of rows stay on the device. Triton comes with torch for CUDA, and is imported on first use. If it is
+unusable, `why` returns the reason.
 
-Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
-first map (2 H if gated, else H).
+Shape letters: T tokens, K experts per token, N = T * K assignments, M rows, L experts, D width, H hidden width, P
+output width of the first map (2 H if gated, else H).
 """
 
 import functools
@@ -76,7 +76,7 @@ def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth
 
     Args:
         kind: one of `KINDS`.
-        rows: rows per expert, on average; for "weights" the height of the matrix.
+        rows: rows per expert, on average; for "weights", rows of the output.
         columns: columns of the output.
         depth: size of the summed axis.
     """
@@ -92,7 +92,7 @@ def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth
 
 
 def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> list[Config]:
-    """Return the configurations to measure, the default first; all fit into 160 KiB of shared memory."""
+    """Return the configurations to measure, the default first. All fit into 160 KiB of shared memory."""
     first = default_config(kind, dtype, rows, columns, depth, gated)
     found = [first]
     size, products = dtype.itemsize, 2 if kind == "up" and gated else 1
@@ -117,7 +117,7 @@ _tuned = TuningCache("triton.json", lambda v: isinstance(v, list) and len(v) == 
 
 
 def is_tuning() -> bool:
-    """Return whether FMOE_TUNE=1 turns measuring on.
+    """Return whether FMOE_TUNE=1 turns on the measurement of configurations.
 
     Raises:
         UserError: FMOE_TUNE is neither 0 nor 1.
@@ -138,12 +138,12 @@ def _power(number: int) -> int:
 
 
 class TritonGemms:
-    """The products of stacked feed-forward experts for one batch of rows, whose counts stay on the device.
+    """The GEMMs of feed-forward experts in forward and backward passes, for one batch of rows.
 
     Args:
         end_L: int32, end of each expert's rows.
         rows: M. Rows past the last end are neither read nor written.
-        tuned: configurations by kind, instead of measured and default ones.
+        tuned: configurations by kind (`KINDS`), instead of measured and default ones.
     """
 
     def __init__(self, end_L: Tensor, rows: int, tuned: dict[str, Config] | None = None):
@@ -160,7 +160,14 @@ class TritonGemms:
         activation: int,
         gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return (hidden [M, P], active [M, H]) of the rows ``x[index // per]``, or of ``x`` if the index is None."""
+        """Apply the first map and the activation to the rows ``x[index // per]``.
+
+        Args:
+            index_M: None to use the rows of ``x`` themselves.
+
+        Returns:
+            (hidden [M, P], active [M, H]): the results before and after the activation.
+        """
         _experts, height, width = w_in_LPD.shape
         hidden = height // 2 if gated else height
         out = x.new_empty(self._rows, height), x.new_empty(self._rows, hidden)
@@ -176,11 +183,11 @@ class TritonGemms:
         return self._with_config(launch, x, "up", self._mean_rows, hidden, width, gated)
 
     def down(self, active_MH: Tensor, w_out_LDH: Tensor, b_out_LD: Tensor | None) -> Tensor:
-        """Return ``active @ w_out[e].T + b_out[e]``: [M, D]."""
+        """Return ``active @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, H] -> [M, D]."""
         return self._multiply(active_MH, w_out_LDH, b_out_LD, transposed=True)
 
     def up_backward(self, d_hidden_MP: Tensor, w_in_LPD: Tensor) -> Tensor:
-        """Return ``d_hidden @ w_in[e]``: [M, D]."""
+        """Return ``d_hidden @ w_in[e]`` for the rows of each expert e: [M, P] -> [M, D]."""
         return self._multiply(d_hidden_MP, w_in_LPD, None, transposed=False)
 
     def _multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
@@ -213,10 +220,11 @@ class TritonGemms:
         needs_hidden: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute gradients from the outputs' gradient ``grad[index // per]``.
+        """Compute gradients from the gradient of the outputs, which is ``grad[index // per]`` for the rows.
 
         Returns:
-            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each None if unneeded.
+            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each None if
+                unneeded.
         """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None
@@ -259,8 +267,9 @@ class TritonGemms:
         """Return ``left.T @ right`` of the rows of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            gathered: "left" or "right", the operand whose row ``index[i] // per`` is used as row i; "" for none.
-            total: float32 [L, O, I], to which the products are added, and which is returned.
+            gathered: "left" or "right", the operand that is gathered; "" for none. Its row i is row ``index[i] // per``
+                of the tensor.
+            total: float32 [L, O, I]. The products are added to it, and it is returned.
         """
         height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
         out = left.new_empty(experts, height, width) if total is None else total
@@ -346,7 +355,7 @@ class TritonGemms:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor or, if it is None, another one whose pointer the kernel does not use."""
+    """Return the tensor or, if it is None, another one that the kernel does not read."""
     return other if tensor is None else tensor
 
 

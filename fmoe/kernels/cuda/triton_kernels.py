@@ -1,8 +1,7 @@
 """Triton kernels of GEMMs over rows grouped by expert, with fused gather and activation.
 
-Only `fmoe.kernels.cuda.triton_gemm` imports this module, if triton is installed. Kernels read the tiles of each expert
-from the output of `schedule`, on the device. One program computes a tile: it sums in float32, in a fixed order, without
-atomics.
+Importing this module needs triton. `up`, `multiply` and `down_backward` read the tiles of each expert from the output
+of `schedule`, on the device. One program computes a tile. It sums in float32, in a fixed order, without atomics.
 
 Shape letters: M rows, L experts, D, N, O and I widths of a product, H hidden width, P = 2 H if gated, else H.
 """
@@ -13,9 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write expert and first row of each tile of BLOCK_M rows, int32 [tiles, 2]; expert -1 for unused tiles.
+    """Write the expert and the first row of each tile of BLOCK_M rows, int32 [tiles, 2]; expert -1 for unused tiles.
 
-    There is one program per expert, and one for unused tiles. EXPERTS is ``experts`` rounded up to a power of two.
+    Launch one program per expert, and one for unused tiles. EXPERTS is ``experts`` rounded up to a power of two.
     """
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
@@ -37,7 +36,7 @@ def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def _place(tiles, columns, GROUP: tl.constexpr):
-    """Return row and column of this program's tile; GROUP consecutive rows of tiles share weights in the cache."""
+    """Return row and column of this program's tile. GROUP consecutive rows of tiles share weights in the cache."""
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     height = tl.minimum(tiles - group * GROUP, GROUP)
@@ -142,10 +141,10 @@ def up(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], and active [M, H] from it.
+    """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], and its activation active [M, H].
 
-    ``active`` is act(hidden); if gated, act(first half) * second half. w: [L, P, D]. The activation uses ``hidden`` as
-    stored, as its derivative does.
+    If gated, active is act(first half) * second half. w is [L, P, D]. The activation uses ``hidden`` as stored, as its
+    derivative does.
     """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
@@ -221,7 +220,10 @@ def multiply(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute out [M, N] = x [M, D] @ w[e] + bias[e]; w[e] is [D, N] with the strides (stride_k, stride_n)."""
+    """Compute out [M, N] = x [M, D] @ w[e] + bias[e].
+
+    w[e] is [D, N] with the strides (stride_k, stride_n).
+    """
     tile, column = _place(tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
     if expert >= 0:
@@ -273,11 +275,13 @@ def down_backward(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute gradients from d_active = grad[index // per] @ w[e] (not stored; w: [L, D, H]).
+    """Compute gradients from d_active = grad[index // per] @ w[e], which is not stored. w is [L, D, H].
 
-    They are d_hidden [M, P] = weight * d_active * act'(hidden), with the weight of each row's assignment, and dot
-    [tiles of columns, assignments], the partial sums of <active, d_active>. The kernel also computes
-    scaled [M, H] = weight * active.
+    With the combine weight of each row, the kernel writes
+
+    * d_hidden [M, P] = weight * d_active * act'(hidden),
+    * scaled [M, H] = weight * active,
+    * dot [tiles of columns, assignments], partial sums of the dot products of active and d_active.
     """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
@@ -337,9 +341,9 @@ def weights(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute out [L, O, I] = left [M, O].T @ right [M, I] over the rows of each expert; with ADDS, add to out.
+    """Compute out [L, O, I] = left [M, O].T @ right [M, I] over the rows of each expert.
 
-    Row i of a gathered operand is row index[i] // per of the tensor that is passed.
+    With ADDS, add to out. Row i of a gathered operand is row index[i] // per of the given tensor.
     """
     o, i = _place(tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.program_id(1)

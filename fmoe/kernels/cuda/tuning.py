@@ -1,4 +1,4 @@
-"""Measurements of variants, stored per machine, and a function that runs the self-check."""
+"""Choice of the fastest variant by measurement, stored per machine; and a function that runs the self-check."""
 
 import functools
 import json
@@ -25,10 +25,13 @@ self_check: Callable[..., str | None] | None = None
 
 
 def failure(device: torch.device, **options) -> str | None:
-    """Return the first wrong result of `self_check` on a device, or its error; None if all results are right.
+    """Run `self_check` on a device; return its first wrong result, or its error, or None if all results are right.
 
-    The check runs in a separate thread, because a caller may be inside a custom operation (where autograd is off),
-    inference mode, fake tensors, ``with torch.device(...)`` or autocast, which are all settings of a thread.
+    A separate thread shields the check from the caller's custom operation, inference mode, fake tensors, autocast or
+    default device.
+
+    Args:
+        options: options of `self_check`.
     """
 
     def check() -> str | None:
@@ -43,11 +46,15 @@ def failure(device: torch.device, **options) -> str | None:
 
 
 def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tuple[T, bool]:
-    """Measure ``run`` with each candidate, except those with which it raises.
+    """Measure ``run`` with each candidate, and choose the fastest.
+
+    Candidates with which ``run`` raises are left out. If it raises with all of them, the first is chosen.
+
+    Args:
+        key: name of the measurement in the log.
 
     Returns:
-        The fastest candidate, or the first if all raise; and whether the result holds for later runs too: it does not
-        if a candidate ran out of memory.
+        The chosen candidate, and whether to store it for later runs: not if a candidate ran out of memory.
     """
     times: dict[T, float] = {}
     lasts = True
@@ -68,7 +75,7 @@ def _one_line(error: Exception) -> str:
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """Return the time of a step on the current CUDA stream, including waits: the best of three runs after a warmup."""
+    """Return the time of a step on the current CUDA stream: the best of three runs after a warmup."""
     times = []
     for _ in range(1 + _ROUNDS):
         begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -87,7 +94,7 @@ class TuningCache:
 
     Args:
         name: name of the file.
-        is_valid: returns whether a value is valid; invalid values of the file are ignored.
+        is_valid: function that returns whether a value is valid. Invalid values of the file are ignored.
     """
 
     def __init__(self, name: str, is_valid: Callable[[object], bool]):
@@ -99,7 +106,7 @@ class TuningCache:
         return self._values().get(key)
 
     def put(self, key: str, value: object, lasts: bool = True) -> None:
-        """Store a value, and keep the values that other processes have added to the file.
+        """Store a value. Values that other processes have added to the file are kept.
 
         Args:
             lasts: whether to store it in the file too, not only in this process.

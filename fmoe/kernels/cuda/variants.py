@@ -1,7 +1,7 @@
-"""Forward and backward passes of feed-forward experts, by any variant of `fmoe.kernels.cuda.gemm`.
+"""Forward and backward passes of feed-forward experts, by any of the GEMMs of `fmoe.kernels.cuda.gemm`.
 
-Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
-first map (2 H if gated, else H).
+Shape letters: T tokens, K experts per token, N = T * K assignments, M rows, L experts, D width, H hidden width, P
+output width of the first map (2 H if gated, else H).
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ class Batch:
     """Rows grouped by expert, and the parameters of the experts.
 
     Attributes:
-        x: rows [M, D], with a ``weight`` ([M] or None) that only the backward pass uses; or tokens [T, D], with
-            ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan.
+        x: rows [M, D]; with ``perm``, tokens [T, D].
+        perm, inverse, limit: indices and number of kept rows of a plan; None for rows.
+        weight: combine weights of the plan. For rows, weights [M] that only the backward pass uses, or None.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -45,30 +46,30 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """M, including dropped assignments of a plan."""
+        """M; with a plan N, because dropped assignments have rows too."""
         return (self.x if self.perm is None else self.perm).shape[0]
 
     @property
     def per(self) -> int:
-        """Number of assignments per token."""
+        """Number of assignments per token; 1 for rows."""
         return 1 if self.inverse is None else self.inverse.shape[1]
 
     @property
     def flat(self) -> Tensor | None:
-        """The weight of each assignment or row, flattened."""
+        """The weights as a vector, or None."""
         return None if self.weight is None else self.weight.view(-1)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Gather rows [M, .] from a tensor like ``x``."""
+        """Return rows [M, .] of a tensor like ``x``; with a plan, gather them."""
         if self.perm is None:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
     def mixed(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Combine rows [M, .] into a tensor like ``x``: with a plan their weighted sums, else the rows themselves.
+        """Return the weighted sums of each token's rows [M, .]; without a plan, return the rows themselves.
 
         Args:
-            bias: bias of each expert, added to its rows, in place if there is no plan.
+            bias: bias of each expert, added to its rows first; in place if there is no plan.
         """
         if self.inverse is not None:
             return calls.combine(rows, self.inverse, weight, self.limit, bias, None if bias is None else self.end)
@@ -78,7 +79,11 @@ class Batch:
 
 
 def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and the pre-activations [M, P]."""
+    """Return the outputs, and the pre-activations [M, P].
+
+    Args:
+        variant: "grouped", "loop" or "triton".
+    """
     if variant == "triton":
         fused = TritonGemms(batch.end, batch.num_rows)
         hidden, active = fused.up(
@@ -103,8 +108,8 @@ class Backward:
     Args:
         grad: gradient of the outputs.
         hidden: pre-activations that `forward` returned.
-        needs: flag for each of `NAMES`: whether to compute its gradient.
-        sum_in, sum_out: float32 sums to which gradients of the matrices are added instead of being returned.
+        needs: for each of `NAMES`, whether to compute its gradient.
+        sum_in, sum_out: float32 tensors to which gradients of the matrices are added instead of being returned.
     """
 
     def __init__(
@@ -123,11 +128,11 @@ class Backward:
         self._needs_inner = self._needs_hidden or self._needs["weight"] or self._needs["w_out"]
 
     def returned(self) -> list[bool]:
-        """Return a flag for each of `NAMES`: whether `run` returns its gradient."""
+        """Return for each of `NAMES` whether `run` returns its gradient."""
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def rehearse(self, variant: str) -> None:
-        """Run a variant to measure it; sums are replaced by temporary ones."""
+        """Run a variant to measure it. Gradients are added to temporary tensors instead of the sums."""
         self.run(
             variant, {name: None if total is None else torch.empty_like(total) for name, total in self._sums.items()}
         )
@@ -136,7 +141,8 @@ class Backward:
         """Return the gradients by name, without those that are added to a sum.
 
         Args:
-            sums: float32 sums by name; None for the sums of the constructor.
+            variant: "grouped", "loop" or "triton".
+            sums: sums by name; None for those of the constructor.
         """
         sums = self._sums if sums is None else sums
         found, d_hidden = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -151,7 +157,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return gradients of the biases and of a plan's tokens, and complete those of the combine weights in place."""
+        """Return gradients of the biases and of a plan's tokens. Complete those of the combine weights in place."""
         batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
         if inverse is None and d_weight is not None:
             inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)

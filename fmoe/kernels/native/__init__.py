@@ -1,1 +1,1 @@
-"""The native CPU backend (docs/native.md): `loader` builds and loads it, `ops` wraps its operations."""
+"""Native CPU backend (docs/native.md): `loader` builds and loads it, `ops` wraps its operations."""

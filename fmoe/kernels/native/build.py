@@ -1,7 +1,6 @@
-"""Build of the native backend: from C++ sources to a shared library in the cache.
+"""Build of the native CPU backend: from C++ sources to a shared library in the cache (`fmoe.kernels.cache`).
 
-It needs only a C++ compiler and torch's headers. If several processes need the library at once, one compiles it, and
-the others use its result or its error.
+It needs only a C++ compiler and torch's headers.
 """
 
 import hashlib
@@ -36,10 +35,9 @@ class Sources:
     """Source files of a library.
 
     Attributes:
-        folder: folder whose files, headers included, determine the key.
+        folder: folder of the files. A change of any file in it, headers included, leads to a new build.
         once: files that are compiled once.
-        by_isa: files that are compiled for each instruction set of `compiler.isas`, with its name as the macro
-            FMOE_ISA.
+        by_isa: files that are compiled for each instruction set of `compiler.isas`. The macro FMOE_ISA has its name.
         libraries: libraries of torch to link.
     """
 
@@ -54,8 +52,6 @@ SHIPPED = Sources(Path(__file__).parent / "src", once=("moe.cpp",), by_isa=("ker
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A requested library: the key of its inputs, and the compiler or the reason why it is missing."""
-
     sources: Sources
     sanitize: tuple[str, ...]
     base: str
@@ -63,10 +59,7 @@ class _Recipe:
 
     @property
     def key(self) -> str:
-        """Return the cache key.
-
-        Without a compiler, which containers may lack, it is the prefix that the keys of all compilers share.
-        """
+        """The cache key. Without a compiler, it is the prefix that the keys of all compilers share."""
         if isinstance(self.compiler, BuildError):
             return f"{self.base}-"
         return f"{self.base}-{_digest([self.compiler.command, self.compiler.version])[:8]}"
@@ -84,14 +77,14 @@ def library(
 
     Args:
         sources: sources to compile; None for `SHIPPED`.
-        sanitize: sanitizers to compile in, such as ``("address", "undefined")``; each choice has its own cache entry.
+        sanitize: sanitizers to compile in, such as ``("address", "undefined")``. Each set has its own cache entry.
         force: compile even if the cache has an entry.
-        instead_of: `cache.identity` of a library that did not load, which is not returned again.
+        instead_of: `cache.identity` of a library that did not load. It is not returned again.
         echo: called with each command before it runs.
 
     Raises:
-        BuildError: no compiler to build a missing entry, a compile error, no writable cache folder, or a system other
-            than Linux; the message has one line.
+        BuildError: the system is not Linux, a build is needed and there is no compiler, compilation fails, or no cache
+            folder is usable; the message has one line.
     """
     recipe = _recipe(sources, sanitize)
     cxx = recipe.compiler
@@ -106,7 +99,7 @@ def library(
 
 
 def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> Path | None:
-    """Return the result of `library` if it is in the cache, else None.
+    """Return the path of the library if it is in the cache, else None.
 
     Raises:
         BuildError: the system is not Linux.
@@ -115,7 +108,11 @@ def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> P
 
 
 def last_failure(sources: Sources | None = None) -> str | None:
-    """Return the error of the last build if it failed and its inputs have not changed since; else None."""
+    """Return the error of the last build of the same inputs if it failed, else None.
+
+    Raises:
+        BuildError: the system is not Linux.
+    """
     return cache.last_failure(_recipe(sources, ()).key)
 
 
@@ -141,7 +138,6 @@ def _digest(parts: list) -> str:
 
 
 def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: Callable[[str], None] | None) -> Path:
-    """Compile, link and publish a library; the caller holds the lock of its key, if the file system has locks."""
     begin = time.monotonic()
     logger.warning("compiling the native CPU backend with %s, once per machine; fmoe build precompiles it", cxx.name)
     place = cache.workplace(folder, recipe.key, is_locked)
@@ -195,7 +191,7 @@ class _CompilerError(Exception):
 
 
 def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str], None] | None) -> None:
-    """Run the commands, at most one per core at a time. The first failure kills the others and is raised."""
+    """Run the commands, at most one per core at a time. The first failure ends the others and is raised."""
     processes: list[subprocess.Popen] = []
     variables = compiler.environment(place)
 

@@ -43,7 +43,7 @@ class Compiler:
     """A C++ compiler.
 
     Attributes:
-        command: words of its command, the program as an absolute path.
+        command: words of its command, beginning with the path of the program.
         version: first line of its ``--version``.
         is_gnu: whether it is g++, not clang.
     """
@@ -60,10 +60,12 @@ class Compiler:
 
 
 def find() -> Compiler:
-    """Return the compiler named by the environment variable CXX, or the first of `CANDIDATES` that fits this torch.
+    """Return the C++ compiler of the environment variable CXX or, without it, the first suitable one of `CANDIDATES`.
+
+    A compiler is suitable if it fits torch's OpenMP library.
 
     Raises:
-        BuildError: no compiler is found, or none fits torch's OpenMP library.
+        BuildError: no compiler is found, or none is suitable.
     """
     named = os.environ.get("CXX", "").strip()
     if named:
@@ -90,9 +92,10 @@ def find() -> Compiler:
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:
-    """Return environment variables for a compiler: messages in English, temporary files in ``folder``, no LD_PRELOAD.
+    """Return the environment variables for a compiler.
 
-    A preloaded sanitizer runtime is for the program under test, not for the compiler.
+    They set English messages and the folder for temporary files. They omit LD_PRELOAD: a preloaded sanitizer is for the
+    program under test, not for the compiler.
     """
     variables = {**os.environ, "LC_ALL": "C"}
     variables.pop("LD_PRELOAD", None)
@@ -102,18 +105,18 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 
 
 def isas() -> dict[str, tuple[str, ...]]:
-    """Return the instruction sets of this architecture in ascending order, with their flags.
+    """Return the instruction sets of this architecture in ascending order, with their compiler flags.
 
-    Objects must be linked in this order. If several objects contain the same function that was not inlined, such as
-    one of the standard library, the linker keeps the first copy, which must run on every processor.
+    Objects must be linked in this order. Several objects may contain the same function, such as one of the standard
+    library. The linker keeps the first copy, which must run on every processor.
     """
     return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
 
 
 def current_isa() -> str:
-    """Return the instruction set of `isas` that is used: FMOE_NATIVE_ISA, or else the highest that torch detects.
+    """Return the instruction set that the native backend uses, one of `isas`.
 
-    The environment variable ATEN_CPU_CAPABILITY lowers what torch detects.
+    FMOE_NATIVE_ISA sets it. The default is the highest that torch detects, which ATEN_CPU_CAPABILITY can lower.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is invalid (`isa_limit`).
@@ -125,12 +128,13 @@ def current_isa() -> str:
 def isa_limit() -> str | None:
     """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    Every name of `isas` turns bf16 GEMMs off; "avx512_bf16" keeps them on. src/processor.h reads the variable too.
+    Valid values are the names of `isas`, which turn bf16 GEMMs off. On x86-64, "avx512_bf16" is valid too, and keeps
+    bf16 GEMMs on.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one above what torch detects.
     """
-    named = os.environ.get("FMOE_NATIVE_ISA", "")
+    named = os.environ.get("FMOE_NATIVE_ISA", "")  # src/processor.h reads it too
     if not named:
         return None
     levels = [*isas(), "avx512_bf16"] if len(isas()) > 1 else [*isas()]
@@ -149,7 +153,7 @@ def _processor_isa() -> str:
 
 
 def sanitizers(text: str) -> tuple[str, ...]:
-    """Split ``"address,undefined"`` into a tuple.
+    """Split ``"address,undefined"`` into a sorted tuple without duplicates.
 
     Raises:
         UserError: a name is not one of `SANITIZERS`.
@@ -174,11 +178,9 @@ def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
 
 
 def link_flags(sanitize: Sequence[str] = ()) -> list[str]:
-    """Return the linker flags.
-
-    -fopenmp is omitted: calls resolve to the OpenMP library that torch has loaded. If torch ships it under another
-    name, -fopenmp would also load the compiler's library, with a second set of threads.
-    """
+    """Return the linker flags."""
+    # Without -fopenmp, calls resolve to the OpenMP library that torch has loaded. If torch ships it under another name,
+    # -fopenmp would also load the compiler's library, with a second set of threads.
     return ["-shared", "-fvisibility=hidden", *_sanitize_flags(sanitize)]
 
 
@@ -189,7 +191,8 @@ def include_flags() -> list[str]:
 
 
 def library_flags(names: Sequence[str]) -> list[str]:
-    """Return the flags that link torch's libraries, without rpath, because torch has already loaded them."""
+    """Return the flags that link the named libraries of torch."""
+    # Without rpath, because torch has already loaded them.
     return ["-L", str(_torch_libraries()), *(f"-l{name}" for name in names)] if names else []
 
 
@@ -214,11 +217,8 @@ def _sanitize_flags(sanitize: Sequence[str]) -> list[str]:
 
 
 def _suits(compiler: Compiler) -> bool:
-    """Return whether the compiler fits torch's OpenMP library.
-
-    g++ uses GNU's entry points, which LLVM's and Intel's libraries also have; clang uses LLVM's entry points, which
-    GNU's library lacks.
-    """
+    """Return whether the compiler fits torch's OpenMP library."""
+    # g++ calls GNU's entry points, which LLVM's and Intel's libraries have too. clang calls LLVM's, which GNU's lacks.
     return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
 
 

@@ -1,6 +1,6 @@
-"""The native CPU backend: C++ that is compiled once per machine, when the first layer is made (docs/native.md).
+"""Loading of the native CPU backend, C++ that is compiled once per machine (docs/native.md).
 
-`load` compiles and loads it, and registers the operators ``torch.ops.fmoe_native``; importing this module does not.
+`load` compiles and loads it, and registers the operators ``torch.ops.fmoe_native``. Importing this module does not.
 """
 
 import logging
@@ -28,19 +28,25 @@ _outcome: _Outcome | None = None
 
 
 def load() -> bool:
-    """Build the backend if the cache lacks it, and load it; later calls return the result of the first.
+    """Load the backend; first build it if the cache lacks it. Later calls return the result of the first.
 
-    On failure, `why` returns the reason; unless the backend is off, the logger ``fmoe`` also logs it in one line.
-    Environment variables: FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 keeps memory on small pages;
-    FMOE_CACHE is the folder of built libraries; FMOE_SANITIZE=address,undefined loads the build with these sanitizers;
-    FMOE_NATIVE_ISA limits the instruction set; CXX names the compiler.
+    On failure, `why` returns the reason. The logger ``fmoe`` also logs it in one line, unless the backend is off.
+
+    It reads these environment variables:
+
+    * ``FMOE_NATIVE=0`` turns the backend off.
+    * ``FMOE_HUGE_PAGES=0`` keeps memory on small pages.
+    * ``FMOE_CACHE`` is the folder of built libraries.
+    * ``FMOE_SANITIZE=address,undefined`` loads the build with these sanitizers.
+    * ``FMOE_NATIVE_ISA`` limits the instruction set.
+    * ``CXX`` is the compiler.
 
     Returns:
         True if ``torch.ops.fmoe_native`` has the operations.
 
     Raises:
-        UserError: FMOE_NATIVE is invalid; or the backend is on, and FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA
-            is invalid.
+        UserError: FMOE_NATIVE is invalid. If the backend is on: FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA is
+            invalid.
     """
     global _outcome
     if _outcome is None:
@@ -56,7 +62,10 @@ def is_loaded() -> bool:
 
 
 def available() -> bool:
-    """Return whether `load` succeeded or, before it is called, whether the library is in the cache. Loads nothing."""
+    """Return whether `load` succeeded; before it is called, whether the library is in the cache.
+
+    This function loads nothing.
+    """
     if _outcome is not None:
         return _outcome.path is not None
     return not is_off() and _cached() is not None
@@ -77,10 +86,10 @@ def is_off() -> bool:
 
 
 def switch(name: str) -> bool:
-    """Return whether an environment variable, 0 or 1, is on; it is on by default.
+    """Return whether the environment variable ``name`` is on. It is on by default.
 
     Raises:
-        UserError: the value is neither 0 nor 1.
+        UserError: the value is neither 0 (off) nor 1 (on).
     """
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
@@ -89,7 +98,7 @@ def switch(name: str) -> bool:
 
 
 def describe() -> str:
-    """Return the state of the backend as a line of ``fmoe info``. Compiles nothing."""
+    """Return the state of the backend in one line, for ``fmoe info``. It compiles nothing."""
     from fmoe.kernels.native import build, compiler
 
     if is_off():
@@ -124,7 +133,6 @@ def _load() -> _Outcome:
 
 
 def _load_library(sanitize: tuple[str, ...]) -> Path:
-    """Load the library and return its path."""
     from fmoe.kernels import cache
     from fmoe.kernels.native import build
 
@@ -164,14 +172,13 @@ def _cached() -> Path | None:
 
 
 def _check_isa() -> None:
-    """Raise UserError if FMOE_NATIVE_ISA is invalid: the library, which reads it, does not check it."""
+    """Raise UserError if FMOE_NATIVE_ISA is invalid, because the library does not check it."""
     from fmoe.kernels.native import compiler
 
     compiler.isa_limit()
 
 
 def _sanitizers() -> tuple[str, ...]:
-    """Return the sanitizers of FMOE_SANITIZE."""
     value = os.environ.get("FMOE_SANITIZE", "")
     if not value:
         return ()

@@ -1,10 +1,10 @@
-"""Feed-forward experts by the native CPU backend (`fmoe.kernels.native`): one operation forward, one backward.
+"""Feed-forward experts by the native CPU backend: one operation forward, one backward.
 
-The operations are torch custom ops with fake kernels and a derivative, so that checkpointing and torch.compile
-support them. `fmoe.kernels.native.loader.load` must be called first.
+The operations are torch custom ops with fake kernels and derivatives, so that checkpointing and torch.compile support
+them. Call `fmoe.kernels.native.loader.load` first.
 
-Shape letters: T tokens, K choices, M rows (kept assignments, sorted by expert), L experts, D width, H hidden width, P
-height of the first map (2 H if gated, else H).
+Shape letters: T tokens, K experts per token, M rows (kept assignments, sorted by expert), L experts, D width, H hidden
+width, P output width of the first map (2 H if gated, else H).
 """
 
 import functools
@@ -36,17 +36,23 @@ def expert_ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
     into_main_grad: bool = False,
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` of rows. With ``perm_N``, gather tokens, compute and combine: [T, D] -> [T, D].
+    """Apply `fmoe.kernels.expert_ffn` to rows: [M, D] -> [M, D].
+
+    With ``perm_N``, gather the rows of tokens, apply it, and combine the results: [T, D] -> [T, D].
 
     Args:
+        rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
         counts: number of rows of each expert, on the CPU.
-        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
-        weight_TK: weights of the assignments of the plan; without ``perm_N``, weights [M] of the rows, which only the
-            backward pass uses, as in `fmoe.kernels.rows.weigh_gradient`.
-        offsets: offsets of the plan, which other backends read on the device; unused here.
-        into_main_grad: add the gradient of each matrix to its ``main_grad`` if that is usable (`main_grad`), and set
-            ``grad_added_to_main_grad`` as Megatron does. Gradients of the same weights from other operations are then
-            lost, so the weights must not be used elsewhere.
+        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`.
+        weight_TK: combine weights. Without ``perm_N``, weights [M] of the rows, which only the backward pass uses
+            (`fmoe.kernels.rows.weigh_gradient`).
+        offsets: unused; the CUDA backend has the same argument.
+        into_main_grad: add the gradient of each matrix to its ``main_grad`` if that is usable (`main_grad`). Set
+            ``grad_added_to_main_grad``, as Megatron does. No other operation may use the same weights: their gradients
+            from it would be lost.
+
+    Raises:
+        NotImplementedError: an input has a forward-mode tangent.
     """
     check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
     if weight_TK is not None:
@@ -61,7 +67,7 @@ def expert_ffn(
 def check_forward_mode(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError if a tensor has a forward-mode tangent.
 
-    Without this check, tangents would be lost silently if no tensor requires a gradient.
+    Without this check, the tangent would be lost silently if no tensor requires a gradient.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of any dual_level
         return
@@ -79,12 +85,17 @@ def differentiable_gradients(
     activation: int,
     gated: bool,
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again (create_graph), unlike the gradients from the kernels.
+    """Return the gradients of `expert_ffn`, computed in plain torch, so that they can be differentiated again.
 
     Args:
         inputs: x, weight, w_in, b_in, w_out, b_out of the operation.
         needs: whether the gradient of each input is needed.
+        grad: gradient of the output.
+        perm: ``perm_N`` of the operation.
         activation: index of the activation in `ACTIVATIONS`.
+
+    Returns:
+        The gradient of each input; None if it is not needed.
     """
     plain = functools.partial(
         reference.expert_ffn_of_tokens,
@@ -101,10 +112,10 @@ _is_wide = False
 
 
 def register(huge_pages: bool = True) -> None:
-    """Register derivatives, fake kernels and FLOP formulas; called once, after the library is loaded.
+    """Register derivatives, fake kernels and FLOP formulas of the operations. Call it once, after loading the library.
 
     Args:
-        huge_pages: whether weights and the memory of the operations use huge pages, if the system has them.
+        huge_pages: use huge pages for weights and for the memory of the operations, if the system has them.
     """
     global _is_wide
     torch.ops.fmoe_native.huge_pages(huge_pages)
@@ -157,7 +168,7 @@ def _fake_backward(
 
 
 def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
-    """Count the FLOPs of the two GEMMs as `torch.utils.flop_counter` does; the CUDA operation uses this formula too.
+    """Count the FLOPs of the two GEMMs, as `torch.utils.flop_counter` does.
 
     Args:
         w_in, w_out: shapes [L, P, D] and [L, D, H].
@@ -232,11 +243,11 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor | None:
-    """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient for autograd.
+    """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient to give to autograd.
 
-    Megatron's hooks need a ``grad`` that is not None, but do not read it. A missing ``grad`` becomes an expanded
-    scalar, which takes no memory, and autograd gets None. Post-accumulate hooks run only if autograd accumulates a
-    gradient: for a weight with such hooks, autograd gets an uninitialized gradient.
+    The result is None for most weights. Weights with post-accumulate hooks get an uninitialized tensor, because
+    autograd runs the hooks only for a gradient. Megatron needs a ``grad`` that is not None, but does not read it. A
+    missing ``grad`` becomes an expanded scalar, which takes no memory.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if weight._post_accumulate_grad_hooks:
@@ -249,7 +260,9 @@ def added_to_main_grad(weight: Tensor) -> Tensor | None:
 def main_grad(weight: Tensor) -> Tensor | None:
     """Return the ``main_grad`` in which Megatron accumulates a parameter's gradient; None if it is not usable.
 
-    Gradients added to it bypass tensor hooks, so a parameter with such hooks gets its gradient from autograd.
+    It is usable if it is contiguous, in float32, and has the parameter's shape and device. The parameter must have
+    Megatron's attribute ``grad_added_to_main_grad``. It must have no tensor hooks, because gradients added to
+    ``main_grad`` bypass them.
     """
     total = getattr(weight, "main_grad", None)
     usable = (

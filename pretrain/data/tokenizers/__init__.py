@@ -77,19 +77,18 @@ def train_tokenizer(
     Args:
         inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets; all are read to the
             end.
-        output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives a tokenizer of
-            Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
-            and ``character_coverage`` has no effect.
-        vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and, with
-            sentencepiece, 3 line characters; None for `DEFAULT_VOCAB_SIZE` or, with "bytes", the sum of these.
-        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs
-            an ``output`` that ends in ``.json``, but no text; it has 7 special pieces, the sentinels (none by default)
-            and 256 bytes.
+        output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives byte-level BPE of
+            Hugging Face ``tokenizers``; any other name gives a sentencepiece model. Both have the same special pieces.
+        vocab_size: total number of pieces, including 7 special ones, the sentinels, 256 bytes and, with sentencepiece,
+            3 line characters. None for `DEFAULT_VOCAB_SIZE` or, with "bytes", for the sum of these.
+        model_type: "bpe", "unigram" or "bytes". "unigram" is only for sentencepiece, and 10 to 20 times slower to
+            train. "bytes" has one token per byte; it needs an ``output`` that ends in ``.json``, but no text.
         max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, every 2nd, 4th, 8th, ... line is
             taken, so that the sample is spread evenly over the corpus.
         text_key: key or column with the text in JSON files and tables.
-        sentinels: number of pieces ``<extra_id_N>`` for T5; None for `default_sentinels`.
-        character_coverage: share of the text's characters with their own piece; the rarest are encoded in bytes.
+        sentinels: number of pieces ``<extra_id_N>`` for T5. None for `default_sentinels` or, with "bytes", for 0.
+        character_coverage: share of the text's characters with their own piece; the rarest are encoded in bytes. It
+            has no effect on byte-level BPE.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip unreadable documents, with a warning.
 
@@ -123,7 +122,7 @@ def train_tokenizer(
     if not 0.5 <= character_coverage <= 1:
         raise UserError(f"character_coverage={character_coverage} must be between 0.5 and 1")
     if format == "bytes":
-        raise UserError("format='bytes' is not text: a tokenizer of bytes is model_type='bytes', which needs no input")
+        raise UserError("format='bytes' is not text to train on: use model_type='bytes', which needs no input")
     sources = open_sources(inputs, text_key, format=format)
     refuse_inputs([output], [file for source in sources for file in source.files()])
     skips = Skips()
@@ -145,7 +144,7 @@ def _special(sentinels: int) -> list[str]:
 
 
 def _bytes(output: Path, vocab_size: int | None, sentinels: int) -> Tokenizer:
-    """Write the tokenizer of single bytes."""
+    """Write the tokenizer with one token per byte."""
     if sentinels < 0:
         raise UserError(f"sentinels={sentinels} must be at least 0")
     if output.suffix.lower() != ".json":
@@ -162,8 +161,8 @@ def _bytes(output: Path, vocab_size: int | None, sentinels: int) -> Tokenizer:
 def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
     """Return every s-th line of the text, with s the smallest power of two whose sample is within ``max_bytes``.
 
-    One pass in bounded memory: when the lines held exceed the limit, s doubles and every second line is dropped. Lines
-    have no newline; empty lines are skipped, long lines are split.
+    Lines have no newline at their end. Empty lines are skipped, and lines above `LONGEST_LINE` characters are split.
+    The pieces are read once, in bounded memory.
     """
     lines: list[str] = []
     seen, stride, size = 0, 1, 0

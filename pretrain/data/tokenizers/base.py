@@ -22,7 +22,7 @@ SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 
 
 def sentinel(number: int) -> str:
-    """Return the name of the piece that stands for T5's span ``number``."""
+    """Return the name of the piece that stands for span ``number`` in a text for T5."""
     return f"<extra_id_{number}>"
 
 
@@ -34,7 +34,7 @@ class Tokenizer(ABC):
         fingerprint: SHA-256 of the file, hexadecimal.
         vocab_size: number of pieces; ids are ``0 <= id < vocab_size``.
         end_of_document: id that ends a document (sentencepiece's eos).
-        pad: id of padding, or None in a foreign model without one.
+        pad: id of padding; None if the tokenizer has none.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
         special_ids: ids without text: end of document, padding, sentinels, begin, unknown, cls, sep, mask, ...
     """
@@ -51,14 +51,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. In foreign models, an unknown character or a user-defined symbol may get a
-        special id."""
+        """Return the ids of a text. A tokenizer that fmoe did not train may give a special id to an unknown character
+        or a user-defined symbol."""
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """Return the id of each byte, int64 [len(data)]; the bytes need not be UTF-8.
 
         Raises:
-            UserError: the tokenizer is not one of single bytes.
+            UserError: the tokenizer does not have one token per byte.
         """
         return self.byte_ids[np.frombuffer(data, np.uint8)]
 
@@ -68,7 +68,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids; ids of control pieces are dropped, bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ids. Ids of control pieces are dropped, and bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             UserError: an id is outside the vocabulary.
@@ -87,8 +87,9 @@ class Tokenizer(ABC):
     def byte_lengths(self) -> np.ndarray:
         """Number of UTF-8 bytes in the text of each id, 0 for special ids; int64 [vocab_size].
 
-        Their sum over the tokens of a text is the number of bytes that `decode` returns, if the tokenizer keeps every
-        text exactly; it is off by one if the tokenizer drops or adds a space at the beginning."""
+        Summed over the tokens of a text, they give the text's number of bytes if the tokenizer keeps every text
+        exactly. The sum is off by one if the tokenizer adds or drops a space at the beginning.
+        """
         return np.array([0 if i in self.special_ids else self._bytes_of(i) for i in range(self.vocab_size)], np.int64)
 
     @cached_property
@@ -96,11 +97,11 @@ class Tokenizer(ABC):
         """Ids of the bytes 0 to 255; int64 [256].
 
         Raises:
-            UserError: the tokenizer is not one of single bytes.
+            UserError: the tokenizer does not have one token per byte.
         """
         raise UserError(
-            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs and "
-            "fmoe data tokenizer --model-type bytes gives"
+            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs: train one "
+            "with fmoe data tokenizer --model-type bytes"
         )
 
     def special(self, piece: str) -> int:
@@ -114,7 +115,9 @@ class Tokenizer(ABC):
         return self._special[piece]
 
     def role(self, name: str) -> int:
-        """Return the id of the special piece with the role ``name``; `ROLES` lists the piece's possible names.
+        """Return the id of the special piece for a role: "pad", "cls", "sep" or "mask".
+
+        `ROLES` lists the names that the piece may have.
 
         Raises:
             UserError: the model has no such piece.

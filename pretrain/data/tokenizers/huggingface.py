@@ -22,10 +22,11 @@ _ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "
 class HuggingFaceTokenizer(Tokenizer):
     """A loaded ``tokenizer.json``.
 
-    A text is encoded without added tokens, truncation or padding, and a special piece spelled in it is encoded as text.
-    Decoding is exact for byte-level models that do not change the text first, e.g. to lower case. A document of more
-    than a megabyte is encoded in pieces. Tokens may differ at the borders of the pieces, unless the model keeps
-    newlines as separate tokens, as models trained here do.
+    A text is encoded without added tokens, truncation or padding. A special piece spelled in a text is encoded as text.
+    Decoding is exact for byte-level models that do not change the text first, e.g. to lower case.
+
+    `pretrain.data.prepare.prepare` encodes a document of more than a megabyte in pieces. Tokens may differ at the
+    borders of the pieces, unless the model keeps newlines as separate tokens, as models trained by fmoe do.
     """
 
     def __init__(self, data: bytes, path: Path):
@@ -71,7 +72,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def splits_digits_and_words(self) -> bool:
-        """True if the model splits a text before merges as models of `train_bytes` do, and does not normalize it."""
+        """True if the model splits text as models of `train_bytes` do, and does not normalize it."""
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
         splits = self._model.pre_tokenizer
         ours = _splits(tokenizers)
@@ -120,7 +121,7 @@ def _splits(tokenizers: Any) -> Any:
 
 
 def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
-    """Parse a tokenizer from the file's content; ``path`` names it in errors.
+    """Parse a tokenizer from the content of its file; ``path`` names the file in errors.
 
     Raises:
         UserError: see `pretrain.data.tokenizers.load_tokenizer`.
@@ -129,7 +130,7 @@ def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
 
 
 def train_bytes(lines: Iterable[str], output: Path, vocab_size: int, special: Sequence[str]) -> HuggingFaceTokenizer:
-    """Train byte-level BPE (every byte has a piece, digits and line ends are separate) and write its file.
+    """Train byte-level BPE and write its file. Every byte has a piece, and digits and newlines are separate tokens.
 
     Args:
         special: names of the special pieces, whose ids are 0, 1, ...
