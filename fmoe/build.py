@@ -24,9 +24,9 @@ _UNSET: Any = None  # default of required options, and of options that `Spec.__p
 class Spec:
     """Options of an MoE layer (`fmoe.MoE.build`).
 
-    With ``slice_group`` or ``sequence_group``, the gate routes the tokens of the whole group together, so that routing
-    groups (`fmoe.routing.RoutingGroups`) stay whole. The gradients of the gate and of the shared expert are then
-    partial sums. So are those of experts that several ranks of the group hold. Sum them over the group.
+    With ``slice_group`` or ``sequence_group``, the gate routes the tokens of all ranks of the group together, so that
+    routing groups (`fmoe.routing.RoutingGroups`) stay whole. The gradients of the gate and of the shared expert are
+    then partial sums. So are the gradients of experts that several of these ranks hold. Sum them over the ranks.
 
     Attributes:
         d_model: D, the width of tokens.
@@ -63,7 +63,7 @@ class Spec:
         group_size: tokens per routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
         backend: backend of `fmoe.experts.FFNExperts`: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
-            fastest available. With "sonicmoe", a shared FFN has "auto".
+            fastest available. With "sonicmoe", a shared FFN uses "auto".
         check: raise if a combine weight is not finite or an expert id is invalid; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise, equal on all ranks. For None, the first rank of ``moe_group`` draws

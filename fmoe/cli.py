@@ -47,7 +47,10 @@ def commands() -> dict[str, EntryPoint]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Return the packages that each extra of the installed fmoe requires, without those of extras inside it."""
+    """Return the packages that each extra of the installed fmoe lists, by extra.
+
+    If an extra includes another one, as ``test`` includes ``pretrain``, the other's packages are left out.
+    """
     found: dict[str, list[str]] = {}
     try:
         requirements = requires("fmoe") or []

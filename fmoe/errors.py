@@ -31,7 +31,7 @@ class BuildError(RuntimeError):
 def printable(text: str) -> str:
     """Return the text with control and format characters, line separators and lone surrogates as escape sequences.
 
-    Names in files may come from anyone, and a terminal must not execute control sequences in them.
+    Text read from files may come from anyone, and a terminal must not execute control sequences in it.
     """
     return "".join(
         character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -31,7 +31,7 @@ class Layout:
         d_model: D.
         group_size: tokens per routing group (`fmoe.routing.RoutingGroups`); None for one group per sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        slice_group: ranks that hold the same tokens and each route a slice of them; None without such ranks.
+        slice_group: ranks that hold the same tokens and each process one slice of them; None without such ranks.
         sequence_group: ranks that hold equal parts of the same sequences along the first dimension; None without such
             ranks.
     """
@@ -122,7 +122,7 @@ class LocalTokens:
     """This rank's T tokens of one input, and the A tokens that its gate routes.
 
     Without tensor and sequence parallelism, these are the same tokens. With a tensor or sequence parallel group, the A
-    tokens are those of all its ranks.
+    tokens are those of all ranks of the group.
 
     Attributes:
         inputs: tensors [T, ...] whose rows are sent to the experts; the first one is `x_TD`.
@@ -160,7 +160,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Return ``routing``. If the gate's input was `x_TD`, the tokens that the gate returned replace `x_TD`."""
+        """Return ``routing``. If the gate's input was `x_TD`, the tokens in `Routing.passed` replace `x_TD`."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -239,8 +239,8 @@ class TokenShards:
 
         Args:
             full: the result, if this rank already has it. The forward pass then communicates nothing.
-            alike: False sums the gradients of all ranks. True takes this rank's own gradient, without communication. It
-                requires that all ranks compute the same from the result. A value that depends only on one rank's
+            alike: False sums the gradients of all ranks. True takes this rank's own gradient, without communication.
+                True requires that all ranks compute the same from the result. A value that depends only on one rank's
                 entries may be computed on that rank alone.
         """
         return _Gather.apply(x, full, self, alike)

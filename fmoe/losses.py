@@ -268,9 +268,9 @@ class AuxLosses:
     ) -> list[Tensor]:
         """Return the outputs, whose backward pass counts the routing statistics of this forward pass once.
 
-        The backward pass counts, because activation checkpoints repeat the forward pass. If no output requires a
-        gradient, the forward pass counts. In evaluation, it counts only with ``counts_evaluation``. In training,
-        nothing is counted while gradients are disabled.
+        In training, the backward pass counts, because activation checkpoints repeat the forward pass. If no output
+        requires a gradient, the forward pass counts. While gradients are disabled, nothing counts. In evaluation, the
+        forward pass counts, but only with ``counts_evaluation``.
 
         Args:
             weight_TK: result of `attach`.
@@ -444,7 +444,7 @@ def _attach(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the weights and a ticket, the number of the forward pass."""
+    """Return a copy of ``weight``, and a ticket, the number of the forward pass."""
     return weight.clone(), torch.tensor(next(_tickets), dtype=torch.int64, device="cpu")
 
 

@@ -205,8 +205,8 @@ def counting(model: nn.Module) -> Iterator[None]:
 def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
     """Return the routing report of every MoE layer of ``model``, keyed by module name.
 
-    A report covers the tokens that this rank's gate routes. With ``slice_group`` or ``sequence_group``, these are the
-    tokens of all ranks of that group.
+    A report covers the tokens that this rank's gate routes. If a layer has a ``slice_group`` or a
+    ``sequence_group``, these are the tokens of all ranks of that group.
 
     Args:
         reset: reset the counts afterwards.

@@ -207,7 +207,7 @@ class MoE(nn.Module):
             parameter.allreduce = False
 
     def _mark_parameters(self) -> None:
-        """Mark the parameters again, because other tensors may have replaced them (`fmoe.runtime.ownership`)."""
+        """Mark the experts' parameters again, in case other tensors replaced them (`fmoe.runtime.ownership`)."""
         experts = self._modules.get("experts")
         if experts is None:
             return

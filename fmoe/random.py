@@ -91,8 +91,8 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 def branch(*parts: int | str) -> int:
     """Return a new seed for torch's default CPU generator, derived from its current seed and ``parts``.
 
-    The new seed identifies the same `position`. Use it in code that seeds the generator while a model runs, such as
-    Megatron's regions with separate noise per tensor parallel rank.
+    `position` returns the same value under the new seed. Use it in code that seeds the generator while a model
+    runs, such as Megatron's regions with separate noise per tensor parallel rank.
     """
     seed = key("branch", torch.initial_seed(), *parts)
     where = position()
@@ -119,7 +119,8 @@ def position() -> Position | None:
 def first_token() -> int | Tensor:
     """Return ``first_token`` of the current `position`; 0 if there is no position.
 
-    While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the value.
+    While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the
+    value as a constant.
     """
     if torch.compiler.is_compiling():
         return _first_token_op(device=torch.device("cpu"))
@@ -137,7 +138,8 @@ def noise_key(layer_seed: int) -> int | Tensor:
     Without a `position`, the key is drawn from torch's default generator. It is then reproducible under
     `torch.manual_seed`, different in each call, and equal under recomputation.
 
-    While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the value.
+    While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the
+    value as a constant.
     """
     if torch.compiler.is_compiling():
         return _noise_key_op(layer_seed, device=torch.device("cpu"))
@@ -221,8 +223,10 @@ def drop_rate(rate: float) -> float:
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
-    """Return int32 [G, stop - start]: counters hashed by MurmurHash3's finalizer (public domain), once with each half
-    of the key, in arithmetic that wraps around."""
+    """Return hashes of the integers from ``start`` to ``stop - 1``, int32 [G, stop - start].
+
+    MurmurHash3's finalizer (public domain) is applied once with each half of the key, in arithmetic that wraps around.
+    """
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
     counter = torch.arange(start, stop, dtype=torch.int32, device=keys_G.device)
@@ -258,9 +262,9 @@ _normal_ends: dict[torch.device, Tensor] = {}
 def normal_ends(device: torch.device) -> Tensor:
     """Return the ends of 2^16 intervals of equal standard normal probability, float32 [2^16 + 1].
 
-    The two outermost intervals are finite. They end where the numbers of `exact_normal` have variance 1. All ends are
-    rounded to multiples of 2^-20. They do not depend on how a machine computes logarithms, and their differences are
-    exact.
+    The two outermost intervals are finite, and just so wide that the numbers of `exact_normal` have variance 1. All
+    ends are rounded to multiples of 2^-20. Therefore they do not depend on how a machine computes logarithms, and their
+    differences are exact.
     """
     is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode reject tensors made outside them
     found = _normal_ends.get(device) if is_plain else None

@@ -82,8 +82,8 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
             T * K.
-        counted: (``expert_TK``, number of its assignments by tile and expert), from a CUDA kernel of fmoe that counts
-            them by `fmoe.kernels.cuda.calls.TokenTiles`; else None.
+        counted: (``expert_TK``, number of assignments to each expert in each tile of consecutive assignments), from a
+            CUDA kernel of fmoe, for `fmoe.kernels.cuda.calls.place`; else None.
         passed: (the gate's input, the same tokens as an output of the gate), from a CUDA kernel of fmoe; else None. The
             experts use this output. The gate's backward pass then adds both gradients of the tokens.
         is_fused: whether one CUDA operation computed weights and losses. The names of the losses are then in
@@ -203,14 +203,14 @@ class RoutingGroups:
         return random.key(int(self._key), purpose)
 
     def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """Return a noise key for each group, int64 [G], the same at every split of the job."""
+        """Return a noise key for each group, int64 [G], the same however the batch is split."""
         if self._key is None:
             self._key = self.noise_key()
         index_G = torch.arange(self.count, device=device, dtype=torch.int64) + self.first_group
         return random.fold(random.derive(self._key, purpose, device), index_G)
 
     def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return noise in [0, 1), float32 [T, width], the same for a token at every split of the job."""
+        """Return noise in [0, 1), float32 [T, width], the same for a token however the batch is split."""
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
@@ -256,11 +256,11 @@ class RoutingGroups:
         return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return standard normal noise, float32 [T, width], the same for a token at every split of the job."""
+        """Return standard normal noise, float32 [T, width], the same for a token however the batch is split."""
         noise_GN = random.normal(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def token_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """Return a noise key for each token, int64 [T], the same at every split of the job."""
+        """Return a noise key for each token, int64 [T], the same however the batch is split."""
         keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
         return self.join(random.fold(keys_G1, torch.arange(self.size, device=device, dtype=torch.int64)))

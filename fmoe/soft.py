@@ -52,9 +52,9 @@ class _DenseExperts(nn.Module):
 class SoftMoE(_DenseExperts):
     """Soft MoE (arXiv 2308.00951, algorithm 1).
 
-    The input of each slot is a weighted mean of all tokens of a sequence. Each token's output is a weighted mean of the
-    outputs of all slots. No token is dropped. Do not use this layer in autoregressive models, because a token's output
-    depends on later tokens.
+    Each expert has ``slots_per_expert`` slots. The input of a slot is a weighted mean of all tokens of a sequence. Each
+    token's output is a weighted mean of the outputs of all slots. No token is dropped. Do not use this layer in
+    autoregressive models, because a token's output depends on later tokens.
 
     Args:
         d_model: D.

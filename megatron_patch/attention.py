@@ -31,8 +31,8 @@ class SDPAttention(DotProductAttention):
 
     Arguments, shapes and results are the same, with these exceptions:
 
-    * A query whose keys are all masked returns zeros. Megatron-core returns the mean of the values. With `HeadDropout`
-      and no learned offsets, the result is NaN.
+    * A query whose keys are all masked returns zeros. Megatron-core returns the mean of the values. In training with
+      `HeadDropout` and without learned softmax offsets, this class returns NaN.
     * An attention bias is added to the scaled scores. Megatron-core refuses a bias.
     * A mask also applies in layers with a window, where Megatron-core ignores it.
     * Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
@@ -53,9 +53,9 @@ class SDPAttention(DotProductAttention):
     a part of its heads (`megatron_patch.context`). A mask is for whole sequences, [b, 1, s, s].
 
     Raises:
-        UserError: the context parallel size does not divide the heads of a tensor parallel rank. Under context
-            parallelism, a forward pass also raises it for the cases above, an attention bias, and dropout that is not
-            `HeadDropout`.
+        UserError: the context parallel size does not divide the number of heads of a tensor parallel rank. Under
+            context parallelism, a forward pass also raises it in the cases that Megatron-core's code computes, with an
+            attention bias, and with dropout that is not `HeadDropout`.
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -156,7 +156,9 @@ class SDPAttention(DotProductAttention):
         if self.context_group is not None and attention_bias is not None:
             self._refuse_context("an attention bias")
         if special or packed_seq_params is not None:
-            self._refuse_context("packed sequences, non-causal windows or offsets, layer-scaled scores or cached keys")
+            self._refuse_context(
+                "packed sequences, non-causal windows or softmax offsets, layer-scaled scores or cached keys"
+            )
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
@@ -213,7 +215,7 @@ class SDPAttention(DotProductAttention):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attend with dropout by `HeadDropout`: queries, keys, values and the result are [b, heads, s, head width].
-        ``mask`` is a bias, or True where a query must not see a key."""
+        ``mask`` is a float tensor, added to the scores, or a bool tensor, True where a query must not see a key."""
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = (query * self.softmax_scale) @ key.transpose(2, 3)

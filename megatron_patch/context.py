@@ -61,8 +61,10 @@ def slice_rotary_positions(model: Any) -> None:
 def spread_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange this rank's slice of the tokens for its slice of the heads; differentiable.
 
+    The group has P ranks. A slice has S tokens.
+
     Args:
-        query: [S, B, A, W]; P divides A.
+        query: [S, B, A, W] for A heads of width W; P divides A.
         key, value: [S, B, A', W], where A' divides A. If P does not divide A', several ranks receive the same head.
 
     Returns:
@@ -79,7 +81,7 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessG
 
 
 def sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Map [S, B, A, W], this rank's slice of the tokens, to [P * S, B, A / P, W], its slice of the heads."""
+    """Map this rank's slice of the tokens [S, B, A, W] to its slice of the heads, on P ranks [P * S, B, A / P, W]."""
     return _Exchange.apply(x, group, True)
 
 

@@ -108,13 +108,13 @@ _STREAM = _NullStream()
 
 
 def _constant(value: Any) -> Callable[[Any], Any]:
-    """Return the ``make`` of a patch whose new value is a function that always returns ``value``."""
+    """Return a ``make`` for `Patch` that replaces a function with one that always returns ``value``."""
     return lambda old: lambda *args, **kwargs: value
 
 
 def _cpu_rng_tracker(tracker_class: type) -> type:
     """Make the tracker use torch's CPU generator instead of the CUDA one. If a position in training is set
-    (`fmoe.random`), a fork's draws depend only on this position and the tracker's seed."""
+    (`fmoe.random.set_position`), the draws in a ``fork`` depend only on it and on the RNG state's name and seed."""
 
     class CpuRNGStatesTracker(tracker_class):
         def add(self, name, seed):

@@ -23,6 +23,8 @@ from fmoe import random
 class TokenDropout(nn.Dropout):
     """Dropout of hidden states [S, B, H]; under sequence and context parallelism, S is a slice of each sequence.
 
+    A hash of seed, step, module, token and feature decides whether an element is dropped.
+
     Args:
         rate: probability of dropping an element.
         site: hash of the run's seed and of this module's position in the model (`fmoe.random.key`).
@@ -44,7 +46,7 @@ class TokenDropout(nn.Dropout):
         return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
 
     def keys(self, x_SBH: Tensor) -> Tensor:
-        """Return the random key of each token, int64 [S, B]."""
+        """Return the hash of each token, int64 [S, B]; token and feature together decide what is dropped."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         slices, number = _context_parallel()
@@ -52,7 +54,7 @@ class TokenDropout(nn.Dropout):
         return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
 
     def token_keys(self, positions: range, length: int, batch: int, device: torch.device) -> Tensor:
-        """Return a random key for each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
+        """Return the hash of each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
 
         Returns:
             int64 [batch, len(positions)].
@@ -76,7 +78,7 @@ class HeadDropout(TokenDropout):
 
 
 class _BiasDropoutAdd:
-    """Megatron-core's `get_bias_dropout_add` with keyed dropout."""
+    """Megatron-core's `get_bias_dropout_add` with `TokenDropout`."""
 
     def __init__(self, dropout: TokenDropout):
         self.dropout = dropout
@@ -94,7 +96,9 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Replace the dropout of a Megatron-core language model (embedding, attention, residual branches) by keyed dropout.
+    """Replace the dropout of a Megatron-core language model (embedding, attention, residual branches).
+
+    The new dropout is `TokenDropout` and, in attention, `HeadDropout`.
 
     Args:
         model: the whole model, or a pipeline stage.

@@ -39,9 +39,10 @@ class MegatronMoE(MoE):
     groups come from ``pg_collection`` or, without it, from Megatron's parallel_state. The layer sets
     ``config.num_moe_experts``: otherwise Megatron's schedule would not pass on the scale of auxiliary losses.
 
-    Each tensor parallel rank routes one slice of the sequences. Under sequence parallelism, each rank holds only this
-    slice. Otherwise, the layer takes the slice from the whole sequences. Under context parallelism, each rank routes
-    the slice that it holds, which must be contiguous (`megatron_patch.context`). The gate decides over all slices.
+    Each tensor parallel rank sends one slice of the sequences to the experts. Under sequence parallelism, each rank
+    holds only this slice. Otherwise, the layer takes the slice from the whole sequences. Under context parallelism,
+    each rank sends the slice that it holds, which must be contiguous (`megatron_patch.context`). The gate routes the
+    tokens of all slices together, as without parallelism.
 
     With an expert tensor parallel size above 1, the experts' hidden units are split over that group. With
     ``config.recompute_granularity="selective"``, the layer is recomputed if ``config.recompute_modules`` lists "mlp" or
@@ -269,7 +270,7 @@ class MegatronAux(AuxLosses):
 
 
 def drop_tracked_losses() -> None:
-    """Empty Megatron's aux-loss tracker, which keeps the number of layers of the model. Call it before building another
+    """Empty Megatron's aux-loss tracker, whose size is the model's number of layers. Call it before building another
     model."""
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
         moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()

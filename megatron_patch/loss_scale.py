@@ -69,7 +69,7 @@ class SharedGradScaler(MegatronGradScaler):
 
 
 def grad_scaler(optimizer: MegatronOptimizer) -> SharedGradScaler | None:
-    """Return the scaler that all parts of an optimizer share; None if losses are not scaled."""
+    """Return the scaler that all inner optimizers share; None if losses are not scaled."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(scaler := getattr(part, "grad_scaler", None), SharedGradScaler):
             return scaler

@@ -154,8 +154,8 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Module:
     """Replace the MoELayers of a Megatron-core model with `MegatronMoE`; return the model, whose output is unchanged.
 
-    The new layers keep the weights of gate, experts and shared experts, and the weights of the losses. Load a
-    checkpoint before the conversion. Convert before Float16Module, DistributedDataParallel and the optimizer.
+    The new layers keep the weights of gate, experts and shared experts, and the coefficients of the auxiliary losses.
+    Load a checkpoint before the conversion. Convert before Float16Module, DistributedDataParallel and the optimizer.
 
     With expert parallelism, each rank converts its own experts. If the router has a bias that balances loads
     (``moe_router_enable_expert_bias``), `fmoe.end_step` updates it.

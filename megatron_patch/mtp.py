@@ -28,7 +28,7 @@ _LAYER = ("transformer_layer", "mtp_model_layer")  # up to megatron-core 0.16, a
 
 
 class MTPModel(GPTModel):
-    """`GPTModel` that runs its MTP modules only in training, with labels.
+    """`GPTModel` that runs its multi-token prediction (MTP) modules only in training, with labels.
 
     The state dict always has the weights of the modules. A pipeline stage with the modules has a copy of the embedding,
     which Megatron-core keeps equal to the first stage's.

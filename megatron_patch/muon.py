@@ -20,11 +20,12 @@ _GROUPED: Any = getattr(experts, "GroupedMLP", ())  # megatron-core 0.17 removed
 def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
     """Map the weights of a model's transformer layers to the matrices in them that Muon orthogonalizes.
 
-    Gates are left out, as `fmoe.optim.hidden_matrices` does, and so is everything outside transformer layers:
-    embeddings, position embeddings, output layers, the heads of a BERT.
+    Gates are left out, as in `fmoe.optim.hidden_matrices`. So is everything outside transformer layers: embeddings,
+    position embeddings, output layers, the heads of a BERT.
 
     Fused matrices count separately: query, key and value of ``linear_qkv``, key and value of ``linear_kv``, and the
-    halves of a gated ``linear_fc1``. Each has the rows of all heads or hidden units, over all tensor parallel ranks.
+    halves of a gated ``linear_fc1``. Each of these matrices has the rows of all heads or hidden units, over all tensor
+    parallel ranks.
 
     Raises:
         UserError: the model has Megatron-core's GroupedMLP, whose weights are experts side by side.
@@ -67,8 +68,8 @@ def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
 
 
 def _fused(module: nn.Module) -> Iterable[tuple[nn.Module, tuple[int, ...]]]:
-    """Yield each fused linear layer of a module, and the number of rows of each of its matrices. In self attention and
-    cross attention, rows are counted per group of heads."""
+    """Yield each fused linear layer of a module, and the number of rows of each of its matrices. In self attention,
+    these are the rows of one query group, in cross attention of one head."""
     if isinstance(module, SelfAttention):
         head = module.hidden_size_per_attention_head
         queries = module.num_attention_heads_per_partition // module.num_query_groups_per_partition

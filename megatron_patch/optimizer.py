@@ -119,7 +119,8 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
 def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
     """Return the model's parameters that an inner optimizer (from `optimizers`) updates.
 
-    For the distributed optimizer, these are the parameters of all data parallel ranks, in the same order on each.
+    For the distributed optimizer, these are the parameters that any data parallel rank updates, in the same order on
+    each.
     """
     if isinstance(part, DistributedOptimizer):
         # All parameters in the order of the buffers, which is equal on all data parallel ranks.

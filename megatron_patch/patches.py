@@ -122,7 +122,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Make the constructor first refresh the marks of the layers' parameters, because it reads them."""
+    """Make the constructor first set the attributes of fmoe's parameters that it reads, such as ``allreduce``."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
@@ -133,7 +133,7 @@ def _with_marks(init: Callable) -> Callable:
 
 
 def _count_experts_by_their_group(init: Callable) -> Callable:
-    """Make the gradient norm detect replicas of experts by their tensor parallel group, as megatron-core 0.19 does."""
+    """Make the gradient norm find replicas of experts by the expert tensor parallel group, as in megatron-core 0.19."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):

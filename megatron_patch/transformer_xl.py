@@ -39,13 +39,14 @@ def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """Shift scores from columns indexed by distance to columns indexed by key (appendix B).
+    """Shift scores from columns indexed by distance to columns indexed by key (appendix B of the paper).
 
     Args:
         scores: [..., S, K]; column c belongs to the distance K - 1 - c.
 
     Returns:
-        [..., S, K]; column j of row i belongs to key j, at the distance i + M - j. Columns of later keys are undefined.
+        [..., S, K]; column j of row i belongs to key j, at the distance i + K - S - j. Columns of later keys are
+        undefined.
     """
     queries, keys = scores.shape[-2:]
     padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # read with K columns, each row shifts by one more
@@ -53,15 +54,15 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 
 class PositionBiases(nn.Module):
-    """The vectors u and v of each head, which replace the position of the query.
+    """The vectors u and v of each head, by which Transformer-XL replaces the position of the query.
 
     Args:
         config: config of the model.
         width: elements of a head.
 
     Attributes:
-        content: u, added to queries for their products with keys; [A * W].
-        position: v, added to queries for their products with distances; [A * W].
+        content: u, added to queries for their products with keys; [heads on this rank * width].
+        position: v, added to queries for their products with distances; [heads on this rank * width].
     """
 
     content: nn.Parameter
@@ -105,7 +106,7 @@ class RelativeAttention(SelfAttention):
     """Causal self attention with Transformer-XL's scores, over a memory and a segment.
 
     The score of query q, content key k and projected distance encoding r is (q + u) k + (q + v) r, scaled. These are
-    the terms (a) + (c) and (b) + (d) of section 3.3. Each layer has its own u, v and projection.
+    the terms (a) + (c) and (b) + (d) of the paper's section 3.3. Each layer has its own u, v and projection.
 
     The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
 

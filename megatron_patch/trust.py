@@ -19,8 +19,8 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
 
     Returns:
         Two float32 vectors on the device of the parameters: one ratio per dense matrix, and one ratio per expert of
-        each stacked weight. Values are equal on every rank and at every split, but their order depends on the split.
-        Both are empty before the first step, and for other optimizers.
+        each stacked weight. Both vectors are the same on every rank. Their order depends on the parallelism, their
+        values do not. Both are empty before the first step, and for other optimizers.
     """
     mine: dict[bool, list[Tensor]] = {False: [], True: []}
     for of_experts, ratios in _held(optimizer):

@@ -21,7 +21,7 @@ from megatron_patch.layer import MegatronMoE
 
 
 def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
-    """Return the MLP of a transformer layer as a block, from which experts are copied.
+    """Return the MLP of a transformer layer as a `Block`, from which experts are copied.
 
     Args:
         granularity: number of experts into which the MLP is split.

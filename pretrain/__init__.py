@@ -11,7 +11,7 @@ def leave_working_folder() -> None:
     """Remove the working folder from the module search path, for this process and its child processes.
 
     ``python -m`` puts the working folder on this path. A ``random.py`` there would be imported instead of the standard
-    module. The folder stays on the path if it contains this package, as a clone does.
+    module. The folder stays on the path if it contains this package, as a git clone does.
 
     Exits with code 2 if ``fmoe`` or ``megatron_patch`` is not installed beside this package.
     """
@@ -35,7 +35,7 @@ def leave_working_folder() -> None:
 def safe_environment() -> dict[str, str]:
     """Return environment variables that keep the working folder off the module search path of child processes.
 
-    The folder stays on the path if it contains this package, as a clone does.
+    The folder stays on the path if it contains this package, as a git clone does.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if os.path.realpath(os.getcwd()) == _ROOT:

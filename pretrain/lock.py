@@ -53,7 +53,8 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
     seems dead, waits for it at most `WAIT` seconds.
 
     Args:
-        is_launcher: hold only ``launch.lock``. Rank 0, which gets the token, then holds ``run.lock``.
+        is_launcher: True in the launcher, which holds only ``launch.lock``. False on rank 0, which holds ``run.lock``
+            and, if no launcher passed it a token, also ``launch.lock``.
 
     Yields:
         The lock's token. The launcher passes it to the ranks in the environment variable `TOKEN`.

@@ -218,8 +218,8 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
 
 def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
-    """Return the checkpoint to resume from, after verifying the SHA-256 of all its files. Collective: the ranks share
-    the files.
+    """Return the checkpoint to resume from, after verifying the SHA-256 of all its files. Collective: each rank
+    verifies some of the files.
 
     With ``fallback``, damaged checkpoints are skipped with a warning. Those in the run's own folder are renamed
     ``step-N.damaged``, because the run will save their steps again.
@@ -254,7 +254,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
 
 
 def verify_together(path: Path) -> Checkpoint:
-    """Open a checkpoint and verify the SHA-256 of all its files. Collective: the ranks share the files.
+    """Open a checkpoint and verify the SHA-256 of all its files. Collective: each rank verifies some.
 
     Raises:
         UserError: on every rank, if any rank finds damage.

@@ -66,12 +66,12 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
     This is the code that a rank passed to `report` or, if there is none, torchrun's. If the run fails without such a
     code, prints the rank that failed first, and the cause.
 
-    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps; the code is then `EXIT_REQUEUE`. While no rank
-    handles signals, it ends torchrun instead. A later SIGINT ends all ranks at once.
+    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps; the code is then `EXIT_REQUEUE`. Until a rank
+    handles signals, the first signal ends torchrun instead. A later SIGINT ends all ranks at once.
 
     Args:
         command: command line from `command`, or a substitute.
-        log: file to append to if torchrun fails: its own messages, and the tracebacks of all failed ranks but the
+        log: file to which a failed torchrun's messages are appended, and the tracebacks of all failed ranks but the
             first.
 
     Raises:
@@ -210,7 +210,7 @@ def ready() -> None:
 def report(code: int) -> int:
     """Report the run's exit code to the launcher, and return the exit code of this process.
 
-    This process exits with 0 if torchrun must not see a failure, after which it would restart the ranks.
+    The latter is 0 for a run that a signal stopped or that diverged: torchrun would restart the ranks otherwise.
     """
     if FOLDER not in os.environ or code == 0:
         return code

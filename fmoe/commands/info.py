@@ -14,7 +14,7 @@ _REPORTED = ("pretrain", "tensorboard")  # extras whose packages the report list
 
 
 def lines() -> list[str]:
-    """Return the lines of the report."""
+    """Return the lines that ``fmoe info`` prints."""
     report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report."""
+    """Print the installed and missing packages, devices and backends."""
     Parser(
         prog="fmoe info",
         description="List installed and missing packages, devices and backends; paste the output into bug reports.",

@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         Exit code, the same on all ranks: 0 if everything agrees, else 1.
 
     Raises:
-        UserError: ``--timeout`` is not positive and finite, or ``--ep`` or ``--device`` does not suit these ranks.
+        UserError: ``--timeout`` is not positive and finite, ``--ep`` is negative or does not divide the number of
+            ranks, or torchrun's environment is incomplete.
     """
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="number of expert-parallel ranks, default all ranks")

@@ -53,7 +53,7 @@ def fmoefy(
 ) -> nn.Module:
     """Convert the feed-forward blocks of ``model`` to Mixture-of-Experts layers, in place; return the model.
 
-    Call it before you wrap the model in DDP, FSDP or a 16-bit wrapper, or create an optimizer. Each block keeps its
+    Call it before you wrap the model in DDP, FSDP or another wrapper, or create an optimizer. Each block keeps its
     dtype, device, mode (training or evaluation), biases and dropout. An error leaves the model unchanged.
 
     Args:
@@ -66,9 +66,9 @@ def fmoefy(
             output. False accepts a changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
-        granularity: m divides the block's hidden units among m small experts. ``num_experts`` and ``top_k`` count these
-            small experts. With ``upcycle``, m must divide both numbers, because m small experts form a copy of the
-            block (`fmoe.convert.upcycle`).
+        granularity: number m of small experts among which the hidden units of one block are split. ``num_experts`` and
+            ``top_k`` count small experts. With ``upcycle``, both must be multiples of m, because m small experts form a
+            copy of the block (`fmoe.convert.upcycle`).
         seed: seed of new weights and noise; None draws one from torch's default generator. All ranks of ``moe_group``
             must use the same.
         options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,
@@ -111,7 +111,7 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return the function by which the first fitting converter converts the model, or None; and all names tried."""
+    """Return the function of the first converter that supports the model, or None; and the names of the converters."""
     names = []
     for entry in entry_points(group="fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds
@@ -130,7 +130,7 @@ def check_model(model: nn.Module) -> None:
             raise UserError(f"the model is wrapped in {wrapper}: convert it before you wrap it")
     present = sum(isinstance(module, MoE) for module in model.modules())
     if present:
-        raise UserError(f"the model has {present} MoE layers already: convert all `layers` in one call")
+        raise UserError(f"the model already has MoE layers ({present}): convert all `layers` in one call")
 
 
 def _listed(refused: dict[str, str]) -> str:
@@ -156,7 +156,7 @@ def _nothing_found(model: nn.Module, converters: list[str], refused: dict[str, s
 
 
 def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
-    there = f"feed-forward blocks of the model: {count}, counted from 0"
+    there = f"number of feed-forward blocks: {count}; indices start at 0"
     if isinstance(layers, str):
         if layers != "all":
             raise UserError(f"layers={layers!r} is neither 'all', nor indices, nor n for every n-th block; {there}")
@@ -249,7 +249,7 @@ NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
 def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> MoE:
-    """Return an MoE layer of the block's sizes, dtype, device and mode. If ``how`` is None, draw new experts."""
+    """Return an MoE layer of the block's sizes, dtype, device and mode; without a plan ``how``, its experts are new."""
     options = {"sequence_first": block.sequence_first, **options}
     granularity = options.pop("granularity")
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))

@@ -150,8 +150,8 @@ class Block:
             maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(self.maps_in)}
             none = ", ".join(f"{name}=None" for name, found in sorted(maps.items()) if found is None)
             raise UserError(
-                f"{none} is not a linear map: if linear_map(layer) returned it, fmoe.convert.blocks.obstacle(layer) "
-                "says why"
+                f"{none}: a feed-forward block needs all its maps; if linear_map(layer) returned None, "
+                "fmoe.convert.blocks.obstacle(layer) says why"
             )
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
@@ -208,7 +208,8 @@ def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.d
     """Return whether each value of ``actual`` differs from ``expected`` by no more than rounding.
 
     Args:
-        size: bound on intermediate values that cancel, as on GELU's far negative side.
+        size: bound on intermediate values, whose rounding errors count where the values cancel, as in GELU far below
+            zero.
         dtype: dtype of the model. The tolerance for a 16-bit dtype is that of float32, in which activations are
             evaluated, unless ``actual`` has 16 bits itself.
     """

@@ -37,7 +37,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
-    """Find the block that ``module`` computes by ``num_linear`` linear maps, and nothing else.
+    """Find the block of ``num_linear`` linear maps that is all that ``module`` computes.
 
     All other modules inside ``module`` must have neither parameters nor buffers.
     """
@@ -63,9 +63,9 @@ def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
 def inline(module: nn.Module) -> list[Block | Refusal]:
     """Find blocks inside larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
 
-    They are two linear maps of ``module``, or of its children, with a removable activation between them. The MoE layer
-    replaces the first map; activation, dropout and second map become `nn.Identity`. The rest of the module stays, and
-    so does a dropout that is also applied after the block.
+    They are two linear maps of ``module``, or of its children, with an activation between them that is a module or an
+    attribute. The MoE layer replaces the first map; activation, dropout and second map become `nn.Identity`. The rest
+    of the module stays, and so does a dropout that is also applied after the block.
     """
     if isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return []
@@ -321,7 +321,7 @@ def find_blocks(model: nn.Module) -> list[Found]:
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return the result of `find_blocks`, and by module name the reasons why lookalikes of blocks are refused."""
+    """Return the result of `find_blocks`; and, by name, the reasons why modules that look like blocks are refused."""
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}

@@ -211,7 +211,7 @@ class Injection:
         """Return whether ``hidden`` equals the formula of a block: ``act(gate) * value``, or ``act(gate)`` if ungated.
 
         Args:
-            order: indices of gate and value in the injected values ``parts``.
+            order: indices of gate and value in ``self.parts``, the injected values.
             hidden: input of the output map.
         """
         try:
@@ -226,7 +226,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the output map's input has the formula's derivatives (`follows`), and uses no parameter."""
+        """Return whether the output map's input has the derivatives of `follows`' formula, and uses no parameter."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:

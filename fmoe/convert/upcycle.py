@@ -101,13 +101,13 @@ def plan_upcycling(
     Args:
         build: returns an MoE for a block, with all options of the final layers.
         block: one of the model's blocks.
-        exact: False accepts a changed output (dropped tokens, weights with different sums), and corrects the median
-            token.
+        exact: False accepts a changed output (dropped tokens, weights with different sums). The experts are then scaled
+            so that the median token gets the block's output.
         gate: name of the gate in messages; None for its class.
 
     Raises:
         UserError: the output would change although ``exact`` is True; no token would get a multiple of the block's
-            output; ``noise`` is negative; the gate does not support ``granularity``.
+            output, or most would get zero; ``noise`` is negative; the gate does not support ``granularity``.
     """
     if noise < 0:
         raise UserError(f"noise={noise} must be at least 0")
@@ -191,7 +191,7 @@ def _trial_block(block: Block, granularity: int) -> Block:
 
 @torch.no_grad()
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
-    """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if there is none."""
+    """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t``, in training, then in evaluation; nan if there is none."""
     # Half of the tokens are equal, so that they crowd the same experts. The others are random, and every second of them
     # has nearly equal router logits for two copies of the block.
     upcycle_(layer, block, how)

@@ -34,7 +34,7 @@ def register_exchange(name: str, factory: Callable[..., GroupExchange]) -> None:
     The name is then valid for the option ``exchange`` of a layer, and for ``parallel.exchange`` of a recipe.
 
     Args:
-        factory: function or class, called as the values of `EXCHANGES` are.
+        factory: function or class, called as ``factory(group, num_experts, **exchange_options)``.
 
     Raises:
         UserError: the name is empty or belongs to another exchange.
@@ -55,8 +55,8 @@ def build_exchange(
         options: options of the exchange.
 
     Raises:
-        UserError: the name or an option is unknown. With several ranks: the value of an option is invalid, or the
-            number of ranks does not divide ``num_experts``.
+        UserError: the name or an option is unknown, or an option has a wrong type. In a group of several ranks also if
+            an option's value is invalid, or the number of ranks does not divide ``num_experts``.
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")

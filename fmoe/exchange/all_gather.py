@@ -22,10 +22,10 @@ from fmoe.routing import Routing
 
 
 class AllGatherExchange(GroupExchange):
-    """Exchange that gathers all tokens on every rank, for small groups and large K.
+    """Exchange that gathers all tokens on every rank, for small groups and large ``top_k``.
 
-    Each rank computes its experts' share of every output. The shares are summed in float32 or wider, for every wire
-    dtype.
+    Each rank computes its experts' share of every output. The shares are summed in float32 or wider, even if
+    ``wire_dtype`` is narrower.
 
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
@@ -105,7 +105,7 @@ def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.d
 
 
 class _Gather(torch.autograd.Function):
-    """Pad each rank's tensor [T, ...] to T' with zeros, and gather all of them on every rank: [W * T', ...]."""
+    """Pad each rank's tensor [T, ...] with zeros to T', the largest T, and gather all on every rank: [W * T', ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """Sum over ranks and return this rank's tokens; the adjoint of `_Gather`."""
+    """Sum the ranks' tensors [W * T', ...], and return the rows of this rank's tokens; the adjoint of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:

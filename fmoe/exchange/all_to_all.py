@@ -28,7 +28,7 @@ _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
 
 class _Agreed(NamedTuple):
-    """Result of an exchange of counts. ``shadowed`` holds experts with the number of this rank's rows for each."""
+    """Result of an exchange of counts. ``shadowed``: (id, number of this rank's rows) of each shadowed expert."""
 
     tensors: list[Tensor]
     on_host: list[Counts]
@@ -42,12 +42,12 @@ class AllToAllExchange(base.GroupExchange):
 
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.
-        chunks: number of parts in which rows are sent, computed and returned, so that parts overlap; 1 for no overlap.
-        max_rows: maximum number of rows that a rank receives at a time, at least 2 * E; None for no maximum. If any
-            rank would receive more, all ranks exchange the rows in more chunks, one after the other. The backward pass
-            then recomputes the experts' activations: a hot expert costs time, not memory.
-        shadow: maximum number of experts per forward pass whose weights are sent to all ranks; 0 for none. This is done
-            only where it is faster than sending their rows (`fmoe.exchange.shadow`).
+        chunks: number of chunks of rows. One chunk is sent while the experts compute another one. 1 for no overlap.
+        max_rows: maximum number of rows that a rank receives at a time, at least ``2 * num_experts``; None for no
+            maximum. If any rank would receive more, all ranks exchange the rows in more chunks, one after the other.
+            The backward pass then recomputes the experts' activations: a hot expert costs time, not memory.
+        shadow: maximum number of shadowed experts per forward pass; 0 for none. The weights of a shadowed expert are
+            sent to all ranks, where this is faster than sending its rows (`fmoe.exchange.shadow`).
         cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
 
     Raises:
@@ -151,12 +151,12 @@ class AllToAllExchange(base.GroupExchange):
         return ChunkedDispatch(plan, chunks, at_home, is_bounded=agreed.needed > 1)
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
-        """Return the number of rows of each local expert. Rows of kind x are for local expert ``x % L``."""
+        """Return the number of rows of each local expert. Column x of the counts is for local expert ``x % L``."""
         num_local = self.num_local_experts
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
     def _choose_shadows(self, count_E: Tensor, cost: Cost) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return the experts to shadow, with this rank's number of rows for each; and the counts without them."""
+        """Return (id, number of this rank's rows) of each expert to shadow; and ``count_E`` with zeros for them."""
         gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
         loads_WE = gathered.view(self.ep_size, -1).tolist()
         chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
@@ -171,9 +171,12 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Exchange counts and flags. Return the counts of each hop, sent and received [P, X + 1], then only received.
+        """Exchange counts and flags.
 
-        The last column of the last sent or received tensor holds flags, among them the largest of all ranks.
+        Returns:
+            Counts [P, X + 1]: sent in the first hop, then received in each hop. The last column of the last tensor
+                holds flags, among them the largest of all ranks.
+            The received counts of each hop, without the last column.
         """
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
@@ -183,13 +186,13 @@ class AllToAllExchange(base.GroupExchange):
     def _hops(
         self, tensors: list[Tensor], on_host: list[Counts]
     ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """Return the hops, the last hop's counts [P][X], and the order of experts in sent rows (None: by id)."""
+        """Return each hop's counts, those received in the last, and the order of experts in sent rows (None: by id)."""
         send, receive = ([row[:-1] for row in rows] for rows in on_host)
         return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
-    """Return the counts of a hop that ends at the experts' ranks, where rows are needed sorted by local expert.
+    """Return the counts of the all-to-all (hop) to the experts' ranks, which need rows sorted by local expert.
 
     Args:
         send_WL, receive_WL: numbers of rows to and from each rank, by the receiver's local expert.
@@ -212,9 +215,9 @@ class RowDispatch:
     come back (`fmoe.kernels.rows.weigh_gradient`).
 
     Attributes:
-        plan: plan of all rows.
-        num_rows: M.
-        depth: agreed backward depth (`base.GroupExchange.open`).
+        plan: order of this rank's rows.
+        num_rows: M, the number of this rank's rows; in a dispatch of one chunk, of the chunk's rows.
+        depth: how far the backward pass reaches (`base.GroupExchange.open`).
     """
 
     plan: DispatchPlan | PaddedPlan
@@ -243,7 +246,7 @@ class Dispatch(RowDispatch):
 
     Args:
         plan, depth: see `RowDispatch`; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
-        hops: one hop, or two for the hierarchical exchange.
+        hops: the all-to-alls to the experts' ranks, one after the other: two in the hierarchical exchange, else one.
         counts: number of rows of each local expert.
     """
 

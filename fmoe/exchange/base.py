@@ -30,7 +30,7 @@ TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # backward depths of a rank (`GroupExchange.
 
 
 class Dispatch(Protocol):
-    """The differentiable part of a forward pass, which begins when all ranks know the numbers of rows."""
+    """The second, differentiable part of a forward pass: after the ranks have exchanged the numbers of rows."""
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Return the weighted sum of each token's expert outputs, [T, ...] for each tensor that the experts return.
@@ -55,12 +55,12 @@ class Session(Protocol):
 
 
 class Exchange(Protocol):
-    """Moves rows between the ranks of an expert parallel group.
+    """Moves rows, one per token and chosen expert, between the ranks of an expert parallel group.
 
     Attributes:
         ep_rank, ep_size: this rank's index in the group, and the group's size.
         group: the group; None for a single rank. Read-only.
-        num_experts, num_local_experts: E and L.
+        num_experts, num_local_experts: number of experts of all ranks, and of this rank.
         traffic: bytes that this rank has sent to other ranks, in forward and backward passes.
     """
 
@@ -84,8 +84,8 @@ class Exchange(Protocol):
                 first session.
             experts: the experts of this rank.
             x: the layer's input.
-            gate_runs_collectives: whether the gate itself communicates. Other ranks may then wait for this one in the
-                gate.
+            gate_runs_collectives: whether the gate itself runs collectives. An error of this rank then also reaches the
+                ranks that wait in them.
 
         Raises:
             UserError: the settings differ. It is raised on all ranks, with the setting, the ranks and the values.
@@ -151,7 +151,7 @@ class GroupExchange:
         return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
 
     def plan(self, routing: Routing) -> Any:
-        """Return this rank's plan of a routing, the input of `open`."""
+        """Prepare a routing for `open`. By default, sort its assignments by expert (`DispatchPlan`)."""
         return DispatchPlan.from_routing(routing, self.num_experts)
 
     def open(self, plan: Any, depth: int) -> Dispatch:
@@ -331,8 +331,8 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
         if len(values) > 1:
             ranks = [dist.get_global_rank(group, rank) for rank, value in enumerate(column) if value != values[0]]
             raise UserError(
-                f"{rows[0].get('name')}: rank {', '.join(map(str, ranks))} has {name}={', '.join(values[1:])}, "
-                f"the other ranks of moe_group have {values[0]}"
+                f"{rows[0].get('name')}: {name}={' or '.join(values[1:])} on rank {', '.join(map(str, ranks))}, "
+                f"but {values[0]} on the other ranks of moe_group"
             )
 
 
@@ -346,7 +346,7 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
         name: the layer's name in errors.
 
     Raises:
-        UserError: a wrapper replicates or shards the experts of several ranks.
+        UserError: such a wrapper wraps the experts.
     """
     if torch.compiler.is_compiling():
         return

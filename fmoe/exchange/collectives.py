@@ -185,7 +185,8 @@ class GroupMonitor:
         """Return the error for a broken connection or the backend's timeout; it names the ranks that have not reported.
 
         Args:
-            begin: ``time.monotonic()`` at the start of the wait. Ranks that wait since then report after `PATIENCE`.
+            begin: ``time.monotonic()`` at the start of the wait. Other ranks report after `PATIENCE`
+                seconds of waiting.
         """
         seconds = self._timeout()
         is_late = time.monotonic() - begin >= _BEFORE_WATCHDOG * seconds > 0  # the backend's timeout came before ours
@@ -228,8 +229,8 @@ class GroupMonitor:
         absent = self._absent(number)
         if absent is None:
             return (
-                "an unknown rank did not answer (the store that would name it did not either; without torchrun, it is "
-                "in rank 0)"
+                "an unknown rank did not answer, and neither did the store that would name it (without torchrun, the "
+                "store runs in rank 0)"
             )
         if not absent:
             return "every rank answered, but the collective did not complete"

@@ -37,7 +37,7 @@ MOST_CHOICES = 32  # maximum number of choices per token: one for each lane of a
 
 
 class DeepEPExchange(GroupExchange):
-    """Exchange by DeepEP, in bfloat16. A rank gets a token at most once, and returns one sum of its experts' outputs.
+    """Exchange by DeepEP, in bfloat16. A rank gets a token at most once, and returns the sum of its experts' outputs.
 
     Second derivatives and expert dropout are not supported.
 
@@ -99,10 +99,10 @@ class DeepEPExchange(GroupExchange):
         """Return the chosen expert ids [T, K].
 
         Raises:
-            UserError: K exceeds `MOST_CHOICES`.
+            UserError: K, the number of experts per token, exceeds `MOST_CHOICES`.
         """
         if (top_k := routing.expert_TK.shape[1]) > MOST_CHOICES:
-            raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}, its limit")
+            raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}, the maximum")
         return routing.expert_TK
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class DeepEPExchange(GroupExchange):
 
 
 class _Sent:
-    """A forward pass whose layout is known. ``sent`` and ``received`` are numbers of tokens to and from other ranks."""
+    """A forward pass after the exchange of counts. ``sent`` and ``received`` count tokens to and from other ranks."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Sent:
 
     @contextlib.contextmanager
     def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
-        """Count the bytes of ``num_sent`` rows of each tensor. Make a timeout an error that names missing ranks."""
+        """Count the bytes of ``num_sent`` rows per tensor. Make a timeout a `PeerError` that names missing ranks."""
         monitor, begin = monitor_of(self._group), time.monotonic()
         monitor.traffic.sent += num_sent * sum(r.shape[1] * r.element_size() for r in rows)
         try:

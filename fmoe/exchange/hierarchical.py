@@ -51,13 +51,13 @@ class HierarchicalExchange(AllToAllExchange):
 
     Args:
         group, num_experts, options: see `AllToAllExchange`.
-        node_size: I, number of ranks of ``group`` on a node. None for torchrun's LOCAL_WORLD_SIZE, or for the group's
+        node_size: number of ranks of ``group`` on a node. None for torchrun's LOCAL_WORLD_SIZE, or for the group's
             size if the variable is unset or larger.
-        groups: existing groups, as `node_groups` returns them, which then set I; None to make them.
+        groups: existing groups, as `node_groups` returns them, which then determine ``node_size``; None to make them.
 
     Raises:
-        UserError: I does not divide the number of ranks, ``groups`` has the wrong ranks, or another option is
-            invalid.
+        UserError: ``node_size`` does not divide the number of ranks, ``groups`` has the wrong ranks, or another option
+            is invalid.
     """
 
     def __init__(

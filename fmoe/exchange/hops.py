@@ -25,7 +25,7 @@ Counts = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """One all-to-all: `forward` sends rows to the peers of ``group``, `back` returns one row for each of them.
+    """One all-to-all: `forward` sends rows to the peers of ``group``, `back` returns one row for each row sent.
 
     `start` runs one of the two asynchronously, so that experts can compute meanwhile. The gradients are exchanged
     asynchronously too.
@@ -78,13 +78,13 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class HopCounts:
-    """Number of rows of each kind that a hop moves.
+    """Numbers of rows that a `Hop` moves, by peer and by kind of row, such as the rows of one expert.
 
     Attributes:
         send_PX, receive_PX: numbers of rows to and from each peer, on the host.
         receive: ``receive_PX`` on the device.
-        key_PX: sort key of each segment of received rows. Rows are needed in ascending order of keys. Rows with equal
-            keys keep the order of arrival.
+        key_PX: sort key of the received rows of each peer and kind. Rows are needed in ascending order of keys. Rows
+            with equal keys keep the order of arrival.
     """
 
     group: dist.ProcessGroup
@@ -116,7 +116,7 @@ def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
 
 
 def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation of received rows that sorts their segments by key, and its inverse."""
+    """Return the permutation that sorts received segments (rows of one peer and kind) by key, and its inverse."""
     receive_S, order_S = receive_PX.reshape(-1), key_PX.reshape(-1).argsort(stable=True)
     if backends.cuda_takes_segments(receive_S):
         return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
@@ -128,9 +128,9 @@ def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Te
 
 
 def join_graph(x: Tensor, is_needed: bool) -> Tensor:
-    """Return ``x``, which requires gradients if ``is_needed``, unless it holds integers.
+    """Return ``x``. If ``is_needed``, it requires gradients, unless it holds integers.
 
-    It is needed if another rank's backward pass waits for this rank's collectives.
+    Gradients are needed if another rank's backward pass waits for this rank's collectives.
     """
     if is_needed and not x.requires_grad and x.is_floating_point():
         return x.detach().requires_grad_()
@@ -138,7 +138,7 @@ def join_graph(x: Tensor, is_needed: bool) -> Tensor:
 
 
 def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Return an output of experts that depends on ``rows`` in the autograd graph.
+    """Return ``out``, an output of experts, made to depend on ``rows`` in the autograd graph.
 
     All ranks then run the same collectives in the backward pass and when a checkpoint recomputes. This holds even if no
     expert of this rank uses its rows or saves a tensor.

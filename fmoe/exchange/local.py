@@ -45,7 +45,7 @@ class LocalSession:
         pass
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Permute, compute and combine, in one operation if the experts have one."""
+        """Permute, compute and combine, in one fused operation if the experts have one."""
         plan = DispatchPlan.from_routing(routing, self._num_experts)
         if outputs := experts.fused(inputs, plan.count_E, **plan.fused_arguments(weight_TK)):
             return outputs

@@ -27,11 +27,11 @@ class PaddedExchange(GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
-        slots: S, upper bound on the rows of one rank for one expert. None for the largest `Routing.max_load` of any
-            rank in the first batch. Later batches must not exceed S.
+        slots: upper bound on the rows of one rank for one expert. None for the largest `Routing.max_load` of any rank
+            in the first batch, which later batches must not exceed.
 
     Raises:
-        UserError: an option is invalid; in a forward pass, if ``Routing.max_load`` exceeds S.
+        UserError: an option is invalid; in a forward pass, if ``Routing.max_load`` exceeds ``slots``.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class PaddedExchange(GroupExchange):
         if max_load > self.slots:
             raise UserError(
                 f"an expert may get {max_load} rows of this batch, more than slots={self.slots} of the padded "
-                f"exchange (by default from the first batch): set exchange_options={{'slots': {max_load}}} or more, or "
-                "a smaller capacity_factor if the gate has one"
+                "exchange (by default, the maximum of the first batch): set "
+                f"exchange_options={{'slots': {max_load}}} or more, or a smaller capacity_factor if the gate has one"
             )
         slots = -(-self.slots // self.chunks) * self.chunks
         return PaddedPlan(super().plan(routing), slots, self.chunks)

@@ -39,15 +39,15 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Estimate the seconds of a forward and backward pass in which the experts ``shadows`` are shadowed.
+        """Estimate the seconds of a forward and backward pass in which all ranks get the weights of ``shadows``.
 
-        The estimate is the sum of three terms. The first is the GEMMs of the largest number of rows that a rank
-        computes. The second is 4 transfers of the largest number of rows that a rank sends or receives: rows and
+        The estimate is the sum of three terms. The first is the time of the GEMMs of the rank that computes the most
+        rows. The second is 4 transfers of the largest number of rows that a rank sends or receives: rows and
         gradients, there and back. The third is 2 transfers of each shadowed expert: parameters and gradients.
 
         Args:
-            num_local: L.
-            shadows: ids of the shadowed experts.
+            num_local: number of experts per rank.
+            shadows: ids of experts.
         """
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
@@ -61,10 +61,10 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Return the experts to shadow: the n hottest, with the n that makes the pass fastest.
+    """Return the experts whose weights to send to all ranks: the n hottest, with the n that makes the pass fastest.
 
     Args:
-        num_local: L.
+        num_local: number of experts per rank.
         most: upper bound on n.
     """
     load_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
@@ -117,11 +117,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 class Shadowed:
-    """The shadowed experts of one forward pass.
+    """The shadowed experts of one forward pass: their weights are sent to all ranks.
 
     Args:
         group: the expert parallel group.
-        num_local: L.
+        num_local: number of experts per rank.
         rows: global id of each shadowed expert, and the number of this rank's rows for it.
         is_trained: whether the backward pass of any rank reaches the experts.
     """

@@ -68,7 +68,7 @@ class SymmetricExchange(AllToAllExchange):
 
 @dataclass(frozen=True, eq=False)
 class _Counts(HopCounts):
-    """Counts of a hop, sent rows also on the device. ``capacity`` is the most rows that any rank sends or receives."""
+    """`HopCounts` with ``send_PX`` on the device too (``send``). No rank sends or receives over ``capacity`` rows."""
 
     send: Tensor
     capacity: int

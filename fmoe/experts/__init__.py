@@ -105,7 +105,7 @@ def build_experts(
         num_experts: number of experts on all ranks.
         local: global ids of this rank's experts.
         tensor_group: ranks over which the hidden units of each expert are spread; None if they are not.
-        backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
+        backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for experts that are not `FFNExperts`.
 
     Raises:
         UserError: an unknown name; a sequence whose length is not ``num_experts``; an invalid option; options for

@@ -117,11 +117,11 @@ def ffn(
     With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, the rows are tokens [T, D] instead: gather them, run the
     experts, and return the combined outputs [T, D]. With only ``weight_TK``, apply `weigh_gradient` to the outputs.
 
-    If the counts are on the device, the host waits for them. With "sonicmoe", it does not wait if the rows are tokens
-    and K < L.
+    If the counts are on the device, the host waits for them. With "sonicmoe", it does not wait if the rows are
+    tokens, ``perm_N`` has all T * K assignments, and K < L.
 
     Raises:
-        UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.
+        UserError: the rows are not 16-bit or not on a GPU; or, in the backward pass, second derivatives are requested.
     """
     _check_rows(backend, rows_MD)
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
@@ -158,7 +158,7 @@ def _of_rows(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Run the experts on rows sorted by expert. Torch computes an empty batch, so that gradients are not None."""
+    """Run the experts on rows sorted by expert. PyTorch computes an empty batch, so that gradients are not None."""
     if not sum(counts):
         return expert_ffn(rows_MD, *stacks, counts, activation, gated)
     if backend == "te":
@@ -220,7 +220,7 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
 
 
 def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
-    """Run the experts on tokens by SonicMoE, which needs no copy of the weights and no wait of the host."""
+    """Run the experts on tokens by SonicMoE, which neither copies the weights nor makes the host wait."""
     w_in, b_in, w_out, b_out = stacks
     out, _frequency = _module("sonicmoe").moe_general_routing_inputs(
         x.contiguous(),
@@ -245,8 +245,8 @@ def candidates(
 ) -> tuple[str, ...]:
     """Return the installed backends that ``backend="auto"`` measures for these experts.
 
-    These are "te" on GPUs, and "sonicmoe" for swiglu of supported sizes on sm_90. Rows that are not in 16 bits have
-    none. Neither has torch.compile, which cannot trace them.
+    These are "te" on GPUs, and "sonicmoe" for swiglu of supported sizes on sm_90. There are none for rows that are
+    not 16-bit, and none under torch.compile, which cannot trace these backends.
     """
     if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
         return ()
@@ -281,10 +281,12 @@ def fastest_ffn(
 ) -> Tensor:
     """Compute `ffn` with the fastest of ``ours`` and ``others``, which are measured at the first step of each size.
 
+    ``plan`` holds further keyword arguments of `ffn`.
+
     With ``is_training``, the measurement includes the backward pass, even where gradients are disabled. A recomputation
     thus uses the same operation as its forward pass. A candidate whose results are wrong on this device is left out,
-    with a warning. So is "te" if the counts are on the device, because the host would wait for them in each step. While
-    a CUDA graph is captured, nothing is measured, and ``ours`` computes sizes that are not measured yet.
+    with a warning. "te" is also left out if the counts are on the device, because the host would wait for them in each
+    step. While a CUDA graph is captured, nothing is measured, and ``ours`` computes sizes that are not measured yet.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -351,7 +353,7 @@ def _apart(value: Any) -> Any:
 
 
 def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
-    """Return a key of device, versions, dtype, sizes (rows rounded up to a power of two) and kind of step."""
+    """Return a key of device, package versions, dtype, sizes (rows rounded up to a power of 2) and ``is_training``."""
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])

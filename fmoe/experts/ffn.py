@@ -50,8 +50,8 @@ BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 class Stacked(nn.Module):
     """A module whose own parameters stack experts along the first axis.
 
-    These parameters have the mark ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a separate
-    tensor.
+    These parameters have the attribute ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a
+    separate tensor.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -214,11 +214,11 @@ class FFNExperts(Stacked):
                 target.copy_(self.own_part(name, value))
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Return the shape of one expert's parameter over all ranks, from this rank's shape."""
+        """Return the unsharded shape of one expert's parameter, given this rank's shape."""
         return shape
 
     def own_part(self, name: str, value: Tensor) -> Tensor:
-        """Return this rank's part of one expert's parameter."""
+        """Return this rank's shard of one expert's parameter, given the unsharded ``value``."""
         return value
 
     @property
@@ -282,13 +282,14 @@ class FFNExperts(Stacked):
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
-        """Compute the experts by one operation of the backend; return None if it has none for this input.
+        """Compute the experts by one operation of the backend; return None if no operation supports this input.
 
         Args:
             x_TD: tokens, which the operation permutes before and combines after the experts; or rows sorted by expert.
             counts_L: number of rows of each expert.
-            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan whose experts are all on this rank. For
-                rows, only ``weight_TK``, by which the backward pass multiplies the gradients of the outputs.
+            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan (order of assignments by expert) whose
+                experts are all on this rank. For rows, only ``weight_TK``, by which the backward pass multiplies the
+                gradients of the outputs.
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
         operation = self._backend_ffn(x_TD, parameters)
@@ -309,7 +310,7 @@ class FFNExperts(Stacked):
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return the operation of fmoe's kernels, or a function that also measures installed libraries."""
+        """Return the operation of fmoe's kernels, or `fastest_ffn` of it and of installed libraries."""
         ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
             weights = (parameters[0], parameters[2])
@@ -355,7 +356,8 @@ class ExpertCall:
         training: whether dropout drops hidden units.
 
     Attributes:
-        needs_keys: whether the last tensor of rows must be dropout keys, int64 [R, 1] (`FFNExperts.wants_row_keys`).
+        needs_keys: whether the last tensor of rows must be keys from which dropout is drawn, int64 [R, 1]
+            (`FFNExperts.wants_row_keys`).
 
     Raises:
         UserError: tokens and experts have different dtypes, and autocast is off.
@@ -396,7 +398,7 @@ class ExpertCall:
         """Permute tokens to the order of experts, run the experts, and return the combined outputs.
 
         Args:
-            plan: plan for this rank's tokens. It drops assignments to experts of other ranks.
+            plan: order of the assignments by expert, without those to experts of other ranks.
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)

@@ -20,7 +20,7 @@ _AT_ONCE_ON_GPU = 1 << 24
 
 
 def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is_normal: bool) -> Tensor:
-    """Return numbers of mean 0, float32 [L, count]; row l is a pure function of ``keys[l]``.
+    """Return random numbers of mean 0, float32 [L, count]; row l is a pure function of ``keys[l]``.
 
     Args:
         scale: bound of the uniform numbers, or standard deviation of the normal ones.

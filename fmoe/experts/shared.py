@@ -14,7 +14,7 @@ from fmoe.experts.ffn import FFNExperts
 class SharedExpert(nn.Module):
     """An expert in parallel with the routed ones, which processes every token (DeepSeekMoE, arXiv 2401.06066).
 
-    Section 3.2 of the paper describes it. Every rank has a replica, as of the rest of the model.
+    Section 3.2 of the paper describes it. Every rank has a replica.
 
     Args:
         d_model: width of tokens.

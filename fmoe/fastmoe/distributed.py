@@ -91,7 +91,7 @@ class DistributedGroupedDataParallel(nn.Module):
             copy_back(flat, parameters)
 
     def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-        """Yield each group with its parameters of one dtype, in the same order on all ranks."""
+        """Yield (group, parameters) for each group and dtype, in the same order on all ranks."""
         ownership.refresh()
         for module in self.module.modules():
             if (name := getattr(module, "_dp_comm", None)) is not None:

@@ -19,10 +19,10 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 class FasterGate(NaiveGate):
     """Top-2 gate that keeps most choices within the node if too many tokens have their best expert on another node.
 
-    The limit is ``int(ogn_ratio * T)`` of a rank's T tokens. Up to the limit, every token gets its two best experts of
-    all nodes. Above it, the first choice of every token is the best expert within its node. Of the tokens whose best
-    expert is on another node, ``limit`` tokens, those with the largest logits, have that expert as second choice. All
-    other tokens have the second best expert within their node, or -1 if the node has only one expert.
+    The limit is ``int(ogn_ratio * T)`` such tokens of a rank's T. Up to the limit, every token gets its two best
+    experts of all nodes. Above it, the first choice of every token is the best expert within its node. Of the tokens
+    whose best expert is on another node, those with the largest logits, up to the limit, have that expert as second
+    choice. All other tokens have the second best expert within their node, or -1 if the node has only one expert.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.

@@ -41,12 +41,12 @@ Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
 
 
 def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
-    """Return False for every expert of all ranks, bool [E], so that none is shadowed."""
+    """Return False for every expert of all ranks, bool [E], so that none is shadowed (`get_shadow_policy`)."""
     return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:
-    """Return a function that decides which experts are shadowed.
+    """Return a function that decides which experts are shadowed: computed by every rank for its own tokens.
 
     Without FMOE_FASTER_SHADOW_ENABLE=ON it is `no_shadow_policy`. With it, the function calls
     `fmoe.exchange.shadow.choose`, with costs for two-layer experts. The costs depend on environment variables:
@@ -93,8 +93,8 @@ def _fmoe_general_global_forward(
         inp: [T, D].
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
         expert_fn: called with an expert's rows [R, D], a tensor [1] that holds R, and the expert's index on its rank.
-            It is called once per expert of this rank, and once per shadowed expert, whose parameters
-            ``experts[index]`` then has.
+            It is called once per expert of this rank, and once per shadowed expert (`get_shadow_policy`), whose
+            parameters ``experts[index]`` then has.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
         stored_models: bool [W * L], True for experts to shadow; None for the policy of `get_shadow_policy`. A single
             rank ignores it.

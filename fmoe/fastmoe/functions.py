@@ -86,7 +86,7 @@ def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Ten
 
     Returns:
         ``pos``; ``local_expert_count`` and ``global_expert_count``, on the host; the number of rows of each of this
-        rank's experts [L]; R.
+        rank's experts [L]; the sum of these numbers.
     """
     pos: Any
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)

@@ -23,7 +23,7 @@ from fmoe.losses import importance_loss, load_balancing_loss, load_loss
 class BaseGate(nn.Module):
     """Base class of gates for ``num_expert`` experts on each of ``world_size`` ranks.
 
-    ``forward(x)`` returns (index, score).
+    ``forward(x)`` maps tokens [T, D] to (index [T, K], score [T, K]): ids of the chosen experts, and their weights.
 
     Attributes:
         tot_expert: E, the number of experts on all ranks.
@@ -175,7 +175,7 @@ class GShardGate(NaiveGate):
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices, with -1 in place of those over the capacity for the factor."""
+        """Return the choices, with -1 in place of those over the capacity, given its factor."""
         capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
         return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
 
@@ -293,7 +293,7 @@ class DCGate(GShardGate):
     runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices, with -1 in place of those over the capacity for the factor."""
+        """Return the choices, with -1 in place of those over the capacity, given its factor."""
         capacity = math.ceil(factor * index_TK.shape[0])
         return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
 
@@ -336,7 +336,10 @@ def limit_by_capacity(
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
     """Return how many choices of each rank are accepted, [W, X]: up to capacity, in order of ranks.
 
-    X is the number of experts or ranks that accept choices. Both tensors count choices by these.
+    The capacity is that of each of X receivers, which are experts or ranks.
+
+    Args:
+        offered_WX: number of choices of each rank for each receiver.
     """
     before_WX = offered_WX.cumsum(0) - offered_WX
     capacity_X = torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64)

@@ -164,8 +164,8 @@ class FMoE(MoE):
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
         mask: FastMoE's signature only; one integer per token. Only tokens with 0 are routed. Ignored without
             ``mask_dict``.
-        mask_dict: FastMoE's signature only; the output of tokens by their integer in ``mask``. It is multiplied by the
-            sum of the token's gate weights.
+        mask_dict: FastMoE's signature only; maps an integer in ``mask`` to the output of its tokens, which is
+            multiplied by the sum of the token's gate weights.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`.
 
     Raises:
@@ -273,7 +273,8 @@ class FMoE(MoE):
 
         Args:
             x: as in `MoE.forward`, or a pytree of tensors that agree in every dimension but the last. Experts get
-                all tensors. So do gates of one argument in FastMoE's signature; other gates get the first tensor.
+                all tensors. In FastMoE's signature, so do gates whose ``forward`` has one required argument. Other
+                gates get the first tensor.
 
         Returns:
             A tensor of the shape of ``x``; for pytrees, a pytree with the structure of the experts' outputs.

@@ -143,10 +143,10 @@ class MegatronMLP(FMoETransformerMLP):
             ``data_parallel_size`` (number of processes; ignored if Megatron has process groups), ``init_method_std``
             (0.02), ``num_layers`` (1).
         layer_idx: index of the layer, from 0.
-        gate: gate to use instead of the strategy's.
+        gate: gate to use instead of that of ``balance_strategy``.
 
     Raises:
-        UserError: the strategy is unknown, or Megatron's tensor parallel size is above 1, which is not supported.
+        UserError: ``balance_strategy`` is unknown, or Megatron's tensor parallel size is above 1.
     """
 
     def __init__(self, args: Any, layer_idx: int, gate: Any = None):
@@ -183,8 +183,8 @@ class MegatronMLP(FMoETransformerMLP):
     def reset_parameters(self) -> None:
         """Draw experts as Megatron draws an MLP.
 
-        The standard deviation is sigma for the first matrix, and sigma / sqrt(2 * layers) for the second. Biases are
-        zero.
+        The standard deviation is ``init_method_std`` for the first matrix, and that divided by sqrt(2 * num_layers) for
+        the second. Biases are zero.
         """
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):

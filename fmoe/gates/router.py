@@ -299,7 +299,7 @@ class TopKRouter(Router):
         return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
 
     def _takes_16_bits(self) -> bool:
-        """Return whether only `TopKRouter.logits` reads the tokens, which computes in float32 from 16-bit tokens."""
+        """Return whether 16-bit tokens need no cast: only `TopKRouter.logits` reads them, and computes in float32."""
         kind, base = type(self), TopKRouter
         is_plain = kind.logits is base.logits and kind.router_input is base.router_input
         return is_plain and routes_by_logits(self)

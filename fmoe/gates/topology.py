@@ -23,8 +23,8 @@ class TopologyRouter(TopKRouter):
     times the even share of the group's assignments, or the largest load without a bonus if that is more.
 
     Weights are the softmax over the logits of the chosen experts, without the bonus. The gate has the balance and z
-    losses of the gate "naive", and equals it on a single node. Choices depend on the node of a token, and so on how the
-    job is split. Do not compare runs on different clusters with this gate.
+    losses of the gate "naive", and equals it on a single node. Choices depend on the node of a token, and therefore on
+    how the job is split over nodes. Do not compare runs on different clusters with this gate.
 
     Args:
         d_model, num_experts, top_k, options: see `TopKRouter`.

@@ -36,9 +36,9 @@ def causal_attention(
     Args:
         scale: factor of the scores.
         window: number of keys that a query sees, up to and including its own; None for all of them.
-        sinks_H: sink of each head; None for no sinks.
-        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see. It must also hide all later
-            keys. None shows each query all keys up to its own position. The window applies in both cases.
+        sinks_H: logit of each head's attention sink; None for no sinks.
+        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see. It must also hide all keys
+            after the query. None shows each query all keys up to its own position. The window applies in both cases.
         dropout: dropout rate of the attention probabilities.
     """
     queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
@@ -65,7 +65,10 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend with as many keys as queries. Each block of queries sees its own keys and those of the previous block."""
+    """Attend within a window, given as many keys as queries.
+
+    Each block of queries sees the keys of its own block and of the previous one.
+    """
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []

@@ -71,7 +71,7 @@ def cuda_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parame
 
 
 def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether `fmoe.kernels.cuda.rows` can move these rows.
+    """Return whether `fmoe.kernels.cuda.rows` can permute, combine and reorder these rows.
 
     Args:
         dtype: dtype of the result; None for the dtype of the rows.
@@ -91,5 +91,8 @@ def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_segments(receive_S: Tensor) -> bool:
-    """Return whether `fmoe.kernels.cuda.calls.segment_order` takes this many segments."""
+    """Return whether `fmoe.kernels.cuda.calls.segment_order` takes ``receive_S``.
+
+    It must be on a device with CUDA kernels, and have at most `MAX_SEGMENTS` elements.
+    """
     return cuda_takes(receive_S) and len(receive_S) <= MAX_SEGMENTS

@@ -33,9 +33,9 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # erro
 
 
 def folders() -> list[Path]:
-    """Return the folders of entries in search order.
+    """Return the cache folders in search order.
 
-    If FMOE_CACHE is set, it is the only one. Otherwise the user's cache folder comes first. The second is in the
+    If FMOE_CACHE is set, it names the only one. Otherwise the user's cache folder comes first. The second is in the
     directory for temporary files, for users whose home directory is not writable.
     """
     named = os.environ.get("FMOE_CACHE")
@@ -61,10 +61,10 @@ def get(
     force: bool = False,
     instead_of: tuple[int, int] | None = None,
 ) -> Path:
-    """Return the entry of ``key``; build it if it is missing.
+    """Return the path of the cache entry of ``key``; build the entry if it is missing.
 
-    If several processes need the entry at once, one builds it under the lock of the key. The others use its result or
-    its error. Without locks (`locked`), several processes may build the entry.
+    If several processes need the entry at once, one builds it while it holds the key's lock (`locked`). The others use
+    its result or its error. On a file system without locks, several processes may build the entry.
 
     Args:
         make: function that builds the entry, called with the folder and whether the lock is held. It builds in a
@@ -97,7 +97,7 @@ def get(
             return make(folder, is_locked)
     except OSError as error:
         reason = error.strerror or error
-        raise BuildError(f"building {what} in {folder} failed: {reason}; FMOE_CACHE sets another folder") from error
+        raise BuildError(f"building {what} in {folder} failed: {reason}; set FMOE_CACHE to another folder") from error
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
@@ -170,7 +170,7 @@ def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
 def workplace(folder: Path, key: str, is_locked: bool) -> Path:
     """Create and return a temporary folder for a build.
 
-    If the lock is held, also remove the folders that killed builds of this key left.
+    If the lock is held, also remove the folders that killed builds of this key left behind.
     """
     if is_locked:
         _remove_workplaces(folder, key)

@@ -17,9 +17,9 @@ from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """Plan with the same number of rows (slots) for every expert, sorted by (chunk, expert, slot).
+    """Assignments in slots: S rows for every expert, some of them empty, in the order (chunk, expert, slot).
 
-    It has the methods of `DispatchPlan` that move rows.
+    Each expert's slots are split into C equal chunks. `permute`, `combine` and `weights` work as in `DispatchPlan`.
 
     Args:
         plan: plan sorted by expert, with at most ``slots`` rows per expert.

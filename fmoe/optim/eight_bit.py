@@ -91,7 +91,7 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Set scale and codes of each block that some scale represents exactly; leave the others."""
+    """Set scale and codes of each block whose values they can reproduce exactly; leave the others."""
     # The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to the map's lowest value
     # q < 0. The scale is this magnitude divided by abs(q), up to two units in the last place.
     largest_B = values_BS.abs().amax(1)

@@ -41,11 +41,11 @@ def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class _Table:
-    """The tensors of one dtype and gradient dtype.
+    """The pieces of tensors (`Slot`) with one dtype and gradient dtype, as the kernels read them.
 
     Attributes:
-        slots: slots in the order of their blocks, those without blocks last.
-        chunks: int64 [C, 6].
+        slots: pieces in the order of their blocks, those without blocks last.
+        chunks: int64 [C, 6], a ``struct Chunk`` of ``cuda/lamb.cu`` per row.
         first: int64 [O + 1], offsets of the chunks of each block.
     """
 
@@ -57,7 +57,7 @@ class _Table:
 
 
 class FusedLamb:
-    """The fused steps of one optimizer."""
+    """Steps of one LAMB optimizer by fused kernels."""
 
     def __init__(self):
         self._key: tuple = ()
@@ -74,8 +74,8 @@ class FusedLamb:
         """Update the tensors and their moments.
 
         Args:
-            slots: slots whose tensors have gradients.
-            squares: float64 [2, O] for O blocks; output for the squares of norms.
+            slots: pieces of tensors that have gradients.
+            squares: float64 [2, O] for O blocks; output for the squared norms of weights and of updates.
             ratios: float32 [O], output for the trust ratios of stepped blocks.
             reduce: function that sums ``squares`` over ranks, in place.
 
@@ -132,7 +132,7 @@ def _addresses(slot: Slot, state: dict[str, Any]) -> list[int]:
 
 
 def _chunks(slot: Slot, number: int, pointers_4: Tensor, sizes_4: Tensor) -> Tensor:
-    """Return the chunks of a slot, block by block: int64 [n, 6]."""
+    """Return the rows of `_Table.chunks` for a slot, block by block: int64 [n, 6]."""
     count = max(slot.part.count, 1)
     length = slot.part.of(slot.tensor).numel() // count
     begin_n = torch.arange(0, length, CHUNK, dtype=torch.int64, device="cpu")

@@ -14,7 +14,7 @@ from fmoe.optim.trust import Plan, Slot, TrustOptimizer, write_back
 class Lamb(TrustOptimizer):
     """Adam's direction with decoupled weight decay, scaled for each tensor to the norm of its weights.
 
-    Algorithm 2::
+    This is algorithm 2 of arXiv 1904.00962::
 
         r = m_hat / (sqrt(v_hat) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r                     the ratio is 1 if either norm is 0

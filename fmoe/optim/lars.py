@@ -12,7 +12,7 @@ from fmoe.optim.trust import Slot, TrustOptimizer, write_back
 class Lars(TrustOptimizer):
     """SGD with momentum, and with a separate learning rate for each tensor.
 
-    Algorithm 1::
+    This is algorithm 1 of arXiv 1708.03888::
 
         ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)       1 if |w| or |g| is 0
         v = momentum * v + lr * ratio * (g + weight_decay * w)

@@ -61,12 +61,12 @@ class Matrices:
 
     @property
     def block_size(self) -> int:
-        """Elements of one block of this rank."""
+        """Elements of one block [M, N] on this rank."""
         return self.rows * self.columns
 
     @property
     def whole_size(self) -> int:
-        """Elements of one block over all ranks of the group."""
+        """Elements of one block over all ranks of ``group``."""
         return self.block_size * (1 if self.group is None else self.group.size())
 
     @property

@@ -273,7 +273,7 @@ class Muon(Optimizer):
         return (tensor, 0) if self._shards is None else self._shards.parts[tensor]
 
     def _plan(self) -> _Plan:
-        """Return the plan of a step. All ranks of the shards' group must make this call."""
+        """Return the pieces to step, and their order. All ranks of the shards' group must make this call."""
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         if any(hasattr(tensor, "placements") for tensor in tensors):
             raise UserError("Muon does not support DTensors, whose shards it would orthogonalize: use AdamW with FSDP")

@@ -79,8 +79,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, so their gradients are not "
-                    "reduced: it raised an error, or the loss depends on no tensor in the forward pass's output (a "
-                    "tensor, or lists, tuples, dicts and dataclasses of tensors)"
+                    "reduced: it raised an error, or the loss depends on no tensor that the forward pass returned "
+                    "(alone or in lists, tuples, dicts and dataclasses)"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()
@@ -173,7 +173,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the buffers that differ between ranks, by name. Only buffers of experts have their value, others None."""
+    """Yield (name, buffer) of each buffer that differs between ranks; (name, None) if it does not belong to experts."""
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""
         for module_name, module in layer.named_modules():

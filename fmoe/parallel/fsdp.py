@@ -100,7 +100,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a function that shards the second dimension if ``ranks`` divides its size, but not the first one's."""
+    """Return a function that shards the second dimension if ``ranks`` divides its size, but not that of the first."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

@@ -30,7 +30,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return `is_expert` without refreshing marks. Call `fmoe.runtime.ownership.refresh` once before."""
+    """Return `is_expert` by the attribute ``allreduce``, which may need `fmoe.runtime.ownership.refresh` first."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -44,12 +44,12 @@ def average_gradients(
     """Replace each gradient by its mean over the data parallel ranks.
 
     Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
-    gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros if other ranks
-    hold the expert too.
+    gradient is skipped, and must have no gradient on any rank. A missing gradient of an expert becomes zeros if other
+    ranks hold the expert too.
 
     Args:
         group: the data parallel group.
-        expert_data_group: ranks that hold the same experts; None if every expert is on one rank.
+        expert_data_group: ranks that hold the same experts; None if every expert is on one rank only.
         groups: groups of `fmoe.parallel.init`, instead of the other two arguments.
 
     Raises:

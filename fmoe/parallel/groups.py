@@ -48,7 +48,7 @@ class ParallelGroups:
             dp: name of the other dimension, along which ranks hold the same experts.
 
         Raises:
-            UserError: the mesh has no dimension of that name; both names are equal.
+            UserError: the mesh has no dimension ``ep`` or ``dp``; both names are equal.
         """
         names = mesh.mesh_dim_names or ()
         for key, name in (("ep", ep), ("dp", dp)):

@@ -20,6 +20,6 @@ def enrol(module: nn.Module) -> None:
 
 
 def refresh() -> None:
-    """Mark the present parameters of all registered modules."""
+    """Set the marks, such as ``allreduce``, on the present parameters of all registered modules."""
     for module in list(_owners):
         module._mark_parameters()

@@ -14,12 +14,12 @@ Work = Callable[[dist.ProcessGroup | None], object]
 
 
 class BackgroundWriter:
-    """Thread that runs one task at a time, the same task on every rank.
+    """Runner of one function at a time in a thread, the same function (the work) on every rank.
 
-    The threads may end at different training steps on different ranks. `poll` reports the end only when all have ended.
-    An error is therefore raised, and the next task begins, at the same step on every rank.
+    The work may end at different training steps on different ranks. `poll` reports the end only when it has ended on
+    all ranks. An error is therefore raised, and the next work begins, at the same step on every rank.
 
-    The constructor, `start`, `poll` and `wait` are collective. With one rank, a task gets None instead of a process
+    The constructor, `start`, `poll` and `wait` are collective. With one rank, the work gets None instead of a process
     group.
     """
 
@@ -44,7 +44,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def poll(self) -> None:
-        """If the work has ended on every rank, clear it and raise its error, if any. Cheap when there is no work."""
+        """If the work has ended on every rank, do as `wait` does. Cheap when there is no work."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 

@@ -23,7 +23,8 @@ def main(argv: list[str]) -> int:
         Exit code: 0, or 1 when ``ls`` found a damaged checkpoint.
 
     Raises:
-        UserError: the path has no checkpoint, or a damaged one; a folder cannot be imported; an output is in use.
+        UserError: the path has no checkpoint, or a damaged one; a folder cannot be imported; the output is not
+            a new or empty folder.
     """
     parser = Parser(prog="fmoe checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -16,11 +16,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a global tensor, whose elements are contiguous in the data of the region that contains it."""
+    """A rectangle of a global tensor that is contiguous in the flat data of a `Region`.
+
+    ``position`` is the index of its first element in that data.
+    """
 
     offset: Shape  # in the global tensor
     shape: Shape
-    position: int  # index of its first element in the region's flat data
+    position: int
 
     @property
     def size(self) -> int:
@@ -42,8 +45,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` has defaults for the
-    range."""
+    """The flat range [start, stop) of a block of a global tensor, row-major. In ``Region.of``, the default is the whole
+    block."""
 
     offset: Shape  # of the block in the tensor
     block: Shape  # shape of the block
@@ -87,11 +90,7 @@ class Region:
 
 
 def merged(regions: Iterable[Region]) -> list[Region]:
-    """Merge adjacent ranges of a block. Each element stays covered as often as before.
-
-    The shards of a distributed optimizer become the blocks that they were cut from. Far fewer boxes are left to
-    compare.
-    """
+    """Merge regions that are adjacent ranges of the same block. Each element stays covered as often as before."""
     result: list[Region] = []
     for region in sorted(regions, key=lambda r: (r.offset, r.block, r.start)):
         last = result[-1] if result else None
@@ -105,7 +104,7 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
     """Return the labels of two boxes that share elements, and the offset of the first shared element; else None.
 
-    The time for n pieces of a tensor is about n log n.
+    The time for n boxes is about n log n.
     """
     labelled = list(boxes)
     if len(labelled) < 2:

@@ -81,7 +81,7 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
 
 
 def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return the value of ``tensors`` in the manifest."""
+    """Return tensors as the JSON value of the manifest's key ``tensors``."""
     return {
         name: {
             "dtype": name_of(tensor.dtype),
@@ -118,7 +118,7 @@ def _piece_from_json(fields: Mapping[str, Any]) -> StoredPiece:
 
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
-    """Return the value of ``files`` in the manifest: sizes in bytes and checksums."""
+    """Return files, with sizes in bytes and checksums, as the JSON value of the manifest's key ``files``."""
     return {name: {"size": record.size, "sha256": record.sha256} for name, record in files.items()}
 
 

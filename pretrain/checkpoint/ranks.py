@@ -18,7 +18,7 @@ class Ranks:
     """A process group, or this single process if torch.distributed is not initialized.
 
     Attributes:
-        rank: this process in the group, from 0.
+        rank: rank of this process in the group.
         size: number of processes in the group.
     """
 
@@ -31,11 +31,12 @@ class Ranks:
 
     @contextmanager
     def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """Let every rank leave a ``with`` block at once. If any rank raises in the block, every rank raises.
+        """Make the ranks wait for each other at the end of a ``with`` block.
 
-        A failing rank raises its own exception. The other ranks raise a copy of the exception of the lowest failing
-        rank. The copy of a `UserError` or `SaveError` has the same type, any other is a RuntimeError. An OSError
-        becomes a `SaveError` on all ranks. The block must not call collectives.
+        If any rank raises in the block, every rank raises. A failing rank raises its own exception. The other ranks
+        raise a copy of the exception of the lowest failing rank. The copy of a `UserError` or `SaveError` has the same
+        type, any other is a RuntimeError. An OSError becomes a `SaveError` on all ranks. The block must not call
+        collectives.
 
         Args:
             undo: function to call on rank 0 if a rank has failed, after every rank has left the block. All ranks wait

@@ -99,7 +99,7 @@ class Piece:
 class Snapshot:
     """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
 
-    ``rank_state`` is None for a part that has no state of a rank (`save_parts`).
+    ``rank_state`` is None for a part in `save_parts` without a rank's state.
     """
 
     pieces: tuple[Piece, ...]
@@ -195,8 +195,8 @@ def save_parts(
         folder, step, state: as for `save`.
         pieces: consumed one by one. Together they hold each element of each tensor exactly once.
         nbytes: bytes of all pieces, to detect a full disk before anything is written.
-        part_bytes: maximum bytes of pieces in memory, which are written as one part. A larger piece is a part by
-            itself.
+        part_bytes: maximum bytes of pieces held in memory. They are written as one part, a file like that of one rank.
+            A larger piece is a part by itself.
         rank_states: states of the ranks of the run that the checkpoint comes from; None for one empty state per part.
 
     Returns, raises: as for `save`.

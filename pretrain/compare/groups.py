@@ -145,7 +145,7 @@ def reach(curve: Sequence[Point], loss: float) -> Reach | None:
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the recipe keys in which groups differ. Corpora are compared by content."""
+    """Return the recipe keys in which groups differ. Files are compared by content if known, as in `Run.keys`."""
     keys = [group.runs[0].keys() for group in groups]
     return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
 

@@ -23,7 +23,7 @@ OF_NO_EFFECT = (
     "train.micro_batch",
 )
 
-_BY = "by SHA-256 or, if one is unknown, by path"
+_BY = "compared by SHA-256, or by path if one is unknown"
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 )
         if not first.tokenizer.is_same(run.tokenizer):
             paths = f"{first.tokenizer.path} and {run.tokenizer.path}"
-            raise _incomparable(first, run, f"their tokenizers differ, {_BY} (data.tokenizer is {paths})")
+            raise _incomparable(first, run, f"their tokenizers differ ({_BY}): data.tokenizer is {paths}")
         pairs = list(zip(first.validation, run.validation, strict=False))
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
             paths = f"{list(first.recipe.data.validation)} and {list(run.recipe.data.validation)}"
-            raise _incomparable(first, run, f"their validation texts differ, {_BY} (data.validation is {paths})")
+            raise _incomparable(first, run, f"their validation texts differ ({_BY}): data.validation is {paths}")
 
 
 def _meaning(recipe: Recipe) -> list[str]:

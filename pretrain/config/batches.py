@@ -7,10 +7,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batch of every step, in sequences.
+    """The global batch of every step, in sequences. A sample is one sequence.
 
-    It grows from ``start`` to ``size`` by ``increment`` at a time, at equal intervals over the first ``ramp_samples``
-    samples. Step n continues after the last sample of step n - 1.
+    The batch grows from ``start`` to ``size`` by ``increment`` at a time, at equal intervals over the first
+    ``ramp_samples`` samples. Step n continues after the last sample of step n - 1.
     """
 
     size: int
@@ -20,7 +20,7 @@ class Batches:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
-        """Return (first step, first sample of that step, sequences per step) for each batch size that a step has."""
+        """Return (first step, first sample of that step, sequences per step) for each batch size."""
         levels, step, sample = [], 0, 0
         count = (self.size - self.start) // self.increment
         for level in range(count):

@@ -166,7 +166,8 @@ def check_values(recipe: Any) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, item) for each item and table key in a list or table ``value``, at any depth; else (key, value)."""
+    """Yield each item of a list or table ``value``, at any depth, with its recipe key. The names in a table are items
+    too. Any other ``value`` is yielded itself, with ``key``."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield key, name
@@ -188,8 +189,8 @@ def check_text(key: str, text: str) -> None:
     """Check the text of a recipe key.
 
     Raises:
-        UserError: control characters (except tab and line feed), line separators or invalid UTF-8; an invalid path; or
-            an empty text, for a key in `NOT_EMPTY`.
+        UserError: the text has control characters (except tab and line feed), line separators or invalid UTF-8; it is
+            an invalid path; or it is empty and the key is in `NOT_EMPTY`.
     """
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"

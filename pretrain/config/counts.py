@@ -15,7 +15,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 
     Args:
         experts: number of routed experts before the split by ``model.granularity``.
-        decoder_length: tokens in a T5's decoder. Learned positions cover the longer of the two sequences.
+        decoder_length: tokens in a T5's decoder. Learned positions cover the longer of encoder and decoder.
     """
     width = model.hidden_size
     total = model.vocab_size * width
@@ -41,10 +41,10 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     """Return the floating point operations per token of a training step, forward and backward.
 
-    Counts 6 operations for each active parameter of a matrix, output layer included. Adds operations between tokens in
-    attention, without halving them for causal masks (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms, biases,
-    embeddings and Transformer-XL's projection of distances are not counted. For a T5, returns the mean over the tokens
-    of both stacks.
+    Counts 6 operations for each active parameter of a matrix, output layer included. Adds attention's scores and
+    weighted sums of values, not halved for causal masks (PaLM, arXiv 2204.02311 appendix B). Recomputation, norms,
+    biases, embeddings and Transformer-XL's projection of relative positions are not counted. For a T5, returns the mean
+    over the tokens of both stacks.
     """
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
@@ -64,8 +64,8 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 
 def _relative_flops(model: ModelConfig) -> float:
-    """Return the operations per token that Transformer-XL adds: scores by distance, and attention to the memory. The
-    memory is projected to keys and values again for each sequence, without gradient."""
+    """Return the operations per token that Transformer-XL adds: scores by relative position, and attention to the
+    memory. The memory is projected to keys and values again for each sequence, without gradient."""
     memory, length, width = model.memory_length, model.sequence_length, model.head_width
     by_distance = 6.0 * model.num_heads * width * (length + memory)
     by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
@@ -118,7 +118,7 @@ def _biases(model: ModelConfig) -> int:
 
 
 def _attention(model: ModelConfig, number: int) -> int:
-    """Return the number of matrix parameters of attention. A T5's decoder also attends to the encoder's output."""
+    """Return the number of matrix parameters of a layer's attention, with cross-attention in a T5's decoder."""
     width, head = model.hidden_size, model.head_width
     if model.kv_lora_rank is not None:
         return _latent_attention(model, model.kv_lora_rank)
@@ -127,7 +127,7 @@ def _attention(model: ModelConfig, number: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, rank: int) -> int:
-    """Return the number of matrix parameters of multi-latent attention."""
+    """Return the number of matrix parameters of multi-latent attention with ``model.kv_lora_rank=rank``."""
     width, queries = model.hidden_size, model.num_heads * model.head_width
     rotary = model.qk_rope_head_dim or 0
     values = model.num_heads * model.value_width

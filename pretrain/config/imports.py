@@ -23,7 +23,7 @@ _FILES: dict[Path, ModuleType] = {}  # files imported by this process
 
 
 def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """Import the plugins of a recipe, once per process, and return the recipe with files as absolute paths.
+    """Import the plugins of a recipe, once per process. Return the recipe with absolute paths of plugin files.
 
     An entry of ``run.imports`` is a file ``path/to/name.py``, or the name of a module. A relative path is looked up in
     the current folder, then in ``folder``. A module that is not installed may be a file or package in these folders.
@@ -57,7 +57,8 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
         path = Path(entry) if _is_file(entry) else _origin(entry)
         if path is not None and (not path.is_absolute() or path.resolve().is_relative_to(folder)):
             raise UserError(
-                f"run.imports={entry} of {folder} is relative or inside that folder, whose code is not trusted"
+                f"{folder}: run.imports={entry} must be an installed module or an absolute path, outside this folder, "
+                "whose code is not trusted"
             )
         _import(entry, [])
 
@@ -92,7 +93,7 @@ def _is_file(entry: str) -> bool:
 
 
 def _origin(module: str) -> Path | None:
-    """Return the file of a module that Python finds; None if it finds none. Raise UserError if importing a parent
+    """Return the file that Python finds for a module; None if it finds none. Raise UserError if importing a parent
     package fails."""
     try:
         spec = importlib.util.find_spec(module)

@@ -83,10 +83,10 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def expert_options(model: ModelConfig) -> dict[str, Any]:
-    """Return ``model.expert_options`` after a check of the names.
+    """Return ``model.expert_options`` after a check of the option names.
 
     Raises:
-        UserError: the experts are unknown or lack an option, or an option has its own key.
+        UserError: the experts are unknown or lack an option, or the table sets an option that has its own key.
     """
     if model.expert not in EXPERTS:
         raise UserError(f"model.expert={model.expert} is not known; {known_names(model.expert, sorted(EXPERTS))}")
@@ -99,7 +99,8 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     """Return the weights of the auxiliary losses that the recipe sets.
 
     Raises:
-        UserError: a loss is unknown or has its own key, or a weight is negative or not a number.
+        UserError: ``model.loss_weights`` has an unknown loss, a loss with a key of its own, or a weight that is
+            negative or not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
@@ -111,7 +112,10 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's options: the table ``parallel.exchange_options``, and changed keys of ``[parallel]``.
+    """Return the options of the exchange, which brings tokens to their experts.
+
+    They are the table ``parallel.exchange_options``, and the exchange's keys in ``[parallel]`` that differ from their
+    defaults.
 
     Raises:
         UserError: the exchange is unknown or lacks an option, or the table sets an option that has its own key.
@@ -142,8 +146,10 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
 def _from_table(
     part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None
 ) -> dict[str, Any]:
-    """Return a table of options after a check of their names against ``known``, or no check if that is None. ``owner``
-    names the gate, experts or exchange in the message."""
+    """Return a table of options after a check that their names are in ``known`` (None allows any name).
+
+    ``owner`` names the gate, experts or exchange in errors.
+    """
     homes = HOMES[part]
     for name, value in options.items():
         if known is not None and name not in known:
@@ -204,7 +210,7 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the gate's parameters.
 
-    The result for a gate that is not imported, or that refuses its options, is one matrix [experts, hidden_size].
+    For a gate that is not imported or rejects its options, return the shape of one matrix, [experts, hidden_size].
     """
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
@@ -217,7 +223,7 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters of one routed expert.
 
-    The result for experts that are not imported is that of ``ffn``.
+    For experts that are not imported, return the shapes of ``ffn`` experts.
     """
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}

@@ -87,7 +87,7 @@ def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from nested mappings, such as ``asdict`` of a recipe in a checkpoint's state.
+    """Build a recipe from nested mappings, such as the recipe in a checkpoint's state.
 
     Missing keys take their defaults. Keys and types are checked, but `Recipe.check` is not called.
 

@@ -103,7 +103,8 @@ class ModelConfig:
     """YaRN multiplies by rope_factor the wavelength of a pair of elements that makes at most this many turns in
     rope_original_length tokens. Between rope_beta_slow and rope_beta_fast turns, the factor is smaller."""
     rope_truncate: bool = True
-    """Round the bounds at rope_beta_fast and rope_beta_slow turns outward to whole pairs; false in GPT-OSS."""
+    """Round down the pair index at which rope_beta_fast applies, and round up that of rope_beta_slow; false in
+    GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
@@ -194,7 +195,7 @@ class ModelConfig:
     jitter: float = 0.01
     """Half width of the multiplicative noise that the switch gate applies to its input in training."""
     group_size: int | None = None
-    """Tokens per routing group; None for one sequence."""
+    """Tokens per routing group, within which capacity and balance loss are computed; None for one sequence."""
     balance_loss: float = 0.01
     """Factor of the load balancing loss."""
     balance_scope: Literal["routing_group", "data_parallel"] = "routing_group"
@@ -207,7 +208,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """Prediction task, named after a kind of model: gpt (also for registered kinds), t5 or bert."""
+        """Prediction task, named after a kind of model: t5, bert, or gpt (also for kinds that plugins register)."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property
@@ -239,7 +240,7 @@ class ModelConfig:
 
     @property
     def chosen_experts(self) -> int:
-        """Number of routed experts of a token, after the split by `granularity`."""
+        """Number of routed experts per token, after the split by `granularity`."""
         return self.top_k * self.granularity
 
     @property
@@ -267,7 +268,7 @@ class ModelConfig:
 
     @property
     def mtp_numbers(self) -> range:
-        """Numbers of the layers of multi-token prediction, which only training runs."""
+        """Numbers of the layers of multi-token prediction, which are used only in training."""
         first = self.num_layers + self.decoder_layers + 1
         return range(first, first + self.mtp_layers)
 
@@ -414,7 +415,7 @@ class ModelConfig:
         if self.mtp_layers:
             raise UserError(
                 f"model.sliding_window={self.sliding_window} is not supported with model.mtp_layers={self.mtp_layers}: "
-                "use none, or model.mtp_layers=0"
+                "use model.sliding_window=none or model.mtp_layers=0"
             )
         for number in self.sliding_layers:
             if self.sliding_layers.count(number) > 1:
@@ -466,7 +467,7 @@ class ModelConfig:
         if self.kind != "gpt":
             raise UserError(f"model.mtp_layers={self.mtp_layers} needs model.kind=gpt, not {self.kind}")
         if not self.mtp_loss > 0:
-            raise UserError(f"model.mtp_loss={self.mtp_loss} is not positive; use model.mtp_layers=0 for none")
+            raise UserError(f"model.mtp_loss={self.mtp_loss} is not positive; use model.mtp_layers=0 to omit this loss")
         if self.mtp_layers >= self.sequence_length:
             raise UserError(
                 f"model.mtp_layers={self.mtp_layers} must be less than model.sequence_length={self.sequence_length}: "
@@ -489,11 +490,16 @@ class ModelConfig:
                 raise UserError(f"{key} needs model.{name}={value}, not {getattr(self, name)}")
         for name in ("num_query_groups", "head_dim"):
             if getattr(self, name) is not None:
-                raise UserError(f"model.{name}={getattr(self, name)} is not supported with {key}: use none")
+                raise UserError(
+                    f"model.{name}={getattr(self, name)} is not supported with {key}: use model.{name}=none"
+                )
         if self.qk_norm:
             raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
         if self.attention_scale is not None:
-            raise UserError(f"model.attention_scale={self.attention_scale} is not supported with {key}: use none")
+            raise UserError(
+                f"model.attention_scale={self.attention_scale} is not supported with {key}: use "
+                "model.attention_scale=none"
+            )
         for name in ("qkv_bias", "attention_output_bias"):
             if getattr(self, name):
                 raise UserError(f"model.{name}=true is not supported with {key}: its projections have no bias")

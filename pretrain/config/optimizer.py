@@ -167,5 +167,5 @@ class OptimizerConfig:
         if self.distributed and self.name in _WANTS_WHOLE:
             raise UserError(
                 f"optimizer.name={self.name} needs optimizer.distributed=false: it {_WANTS_WHOLE[self.name]}, which "
-                "flat shards cut"
+                "the distributed optimizer's shards would cut"
             )

@@ -75,7 +75,7 @@ class ParallelConfig:
 
     @property
     def model_chunks(self) -> int:
-        """Model chunks per stage."""
+        """Model chunks per pipeline stage."""
         return self.virtual_pipeline or 1
 
     @property
@@ -98,7 +98,7 @@ class ParallelConfig:
 
     @property
     def dense_data_name(self) -> str:
-        """`dense_data` as a formula of keys."""
+        """Formula of `dense_data` in recipe keys, for errors."""
         if self._experts <= self._dense:
             return "parallel.data"
         tensor = f"parallel.expert_tensor={self.expert_tensor} x " if self.expert_tensor > 1 else ""
@@ -107,7 +107,7 @@ class ParallelConfig:
 
     @property
     def world_size_name(self) -> str:
-        """`world_size` as a formula of keys with their values."""
+        """Formula of `world_size` in recipe keys and their values, for errors."""
 
         def product(*names: str) -> str:
             shown = [name for name in names if getattr(self, name) > 1]

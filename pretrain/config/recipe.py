@@ -30,7 +30,7 @@ from pretrain.data.spans import Spans
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A pretraining run."""
+    """The settings of a pretraining run, by section."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def spans(self) -> Spans:
-        """Span lengths of a t5's samples."""
+        """Lengths of a t5's samples, in tokens."""
         return Spans.of(self.model.sequence_length, self.data.noise_density, self.data.mean_span)
 
     @property
@@ -175,7 +175,9 @@ class Recipe:
         if data.weights:
             raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use []")
         if train.ramp_batch is not None:
-            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: use none")
+            raise UserError(
+                f"train.ramp_batch={train.ramp_batch} is not supported with {key}: use train.ramp_batch=none"
+            )
         if data.validation:
             of = f"train.validation_sequences={train.validation_sequences}"
             if train.validation_sequences % train.global_batch:

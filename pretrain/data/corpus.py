@@ -60,10 +60,11 @@ class _Document:
 
 
 def write_python_library(out: Path, library: Path | None = None) -> dict[str, CorpusSplit]:
-    """Write ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``; return the splits by name.
+    """Write a library's Python sources as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
 
     Each source file in UTF-8 becomes one line with the keys ``text`` and ``path``. A file's split depends only on a
     hash of its path below ``library`` (90 / 5 / 5 percent). Existing outputs are replaced once all three are complete.
+    The splits are returned by name.
 
     Args:
         out: folder for the three files; created if missing.
@@ -85,14 +86,15 @@ def write_documentation(
     """Write English documentation of this machine as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
 
     A line has the keys ``text``, ``path`` and ``license``. As in `write_python_library`, a hash of ``path`` decides the
-    split, and the splits are returned by name. The documents are
+    split, and the splits are returned by name. The sources of documents are
 
     * the descriptions of installed Python packages,
     * the topics of Python's language reference,
     * the docstrings of each file of the standard library, without tests,
-    * the texts in ``common-licenses`` and ``doc`` below ``share``.
+    * the texts in ``common-licenses`` below ``share``,
+    * the texts in ``doc`` below ``share``.
 
-    A kind without documents is skipped with a warning. Files in ``doc`` above 1 MiB, files that are not UTF-8,
+    A source without documents is skipped with a warning. Files in ``doc`` above 1 MiB, files that are not UTF-8,
     duplicates, and documents below 200 bytes or with less than 70% letters and white space are left out. The only
     module imported is Python's own ``pydoc_data.topics``.
 
@@ -102,7 +104,7 @@ def write_documentation(
         library: folder of the standard library; by default, the running Python's.
 
     Raises:
-        UserError: no kind has documents, or ``out`` is not writable.
+        UserError: no source has documents, or ``out`` is not writable.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     sources = {

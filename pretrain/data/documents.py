@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 def open_sources(
     inputs: Iterable[str | Path] | Mixture, text_key: str = "text", *, format: str = "auto"
 ) -> Sequence[Source | Stream]:
-    """Find the files of paths with `find_sources`, or open a mixture of datasets with `open_mixture`."""
+    """Open ``inputs``: files and folders with `find_sources`, a `Mixture` with `open_mixture`."""
     if isinstance(inputs, Mixture):
         return [open_mixture(inputs)]
     return find_sources(inputs, text_key, format=format)
@@ -81,8 +81,8 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
 
     Raises:
         UserError: ``format`` is unknown; there is no path; or a path is missing or unreadable, is neither a file nor a
-            folder, has an unknown suffix, is a compressed Parquet file, a folder without documents, or the folder of a
-            dataset with splits.
+            folder, has an unknown suffix, is a compressed Parquet file, a folder without documents, or a folder written
+            by ``DatasetDict.save_to_disk``.
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")

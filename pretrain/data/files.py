@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Yield a temporary binary file for each path. When the block ends, sync the files and rename them to the paths.
+    """Yield a temporary binary file for each path. At the end of the ``with`` block, sync and rename each to its path.
 
     Of several paths, the last is the commit record: its old file is removed before the first rename, and its new file
     is renamed last. While the last path exists, all files are complete and from the same block.
@@ -63,7 +63,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise a `UserError` for a path that is in ``inputs``, exists but is not a file, or must not be replaced."""
+    """Raise a `UserError` for a path that is in ``inputs``, or exists and is not a file or may not be overwritten."""
     paths = list(paths)
     refuse_inputs(paths, inputs)
     for path in paths:

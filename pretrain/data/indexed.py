@@ -43,7 +43,7 @@ def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
 
 
 def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """Return ``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``, in the order in which a writer renames them."""
+    """Return ``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``, in the order in which `IndexedWriter` replaces them."""
     prefix = Path(prefix)
     return with_ending(prefix, ".bin"), with_ending(prefix, ".json"), with_ending(prefix, ".idx")
 
@@ -184,8 +184,7 @@ class IndexedCorpus:
         document_boundaries: int64 [num_documents + 1]; document i has the sequences boundaries[i] to
             boundaries[i + 1] - 1.
         description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
-        counts: occurrences of each token id. None, until a caller sets it, if they are not stored or older than the
-            tokens.
+        counts: stored token counts; None if there are none, or if they are older than the tokens. Callers may set it.
         tokenizer_fingerprint: SHA-256 of the tokenizer's file from the description, or None.
 
     Raises:
@@ -277,7 +276,7 @@ class IndexedCorpus:
         return int(start), int(stop)
 
     def _starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the offset in tokens of each of these sequences; past the last one, the number of tokens."""
+        """Return the offset in tokens of each of these sequences; `num_tokens` for the index after the last one."""
         starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
         inside = sequences < len(self._pointers)
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize

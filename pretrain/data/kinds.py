@@ -43,8 +43,8 @@ def build_samples(
 
 
 def block_length(recipe: Recipe) -> int:
-    """Return the number of tokens from the start of one block to the next. A block has one more token, with
-    which the next block begins."""
+    """Return the number of tokens from the start of one block to the next. A block has one more token, which
+    is also the first token of the next block."""
     if recipe.model.kind == "t5":
         return recipe.spans.block
     return recipe.model.sequence_length - (2 if recipe.model.kind == "bert" else 0)
@@ -53,7 +53,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the average share of its epoch that a sample of the blend uses, for each corpus; empty without weights."""
+    """Return, for each corpus, the share of an epoch that a sample of the blend uses on average; () without weights."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)

@@ -3,8 +3,8 @@
 A sequence is CLS, text, SEP. As in RoBERTa's FULL-SENTENCES (arXiv 1907.11692), the text may span several documents,
 and there is no second segment and no next sentence prediction.
 
-A fixed number of the text's tokens is chosen. On average, 80% of the chosen tokens become MASK, 10% become a random
-token of text, and 10% stay. The choice differs each time that a block of text is used.
+A fixed number of the text's tokens is chosen for prediction. On average, 80% of the chosen tokens become MASK, 10%
+become a random token of text, and 10% stay. The choice differs each time that a block of text is used.
 """
 
 import numpy as np
@@ -17,15 +17,15 @@ class Masking:
     """Samples of a BERT model.
 
     For sequence length s, a sample has int64 arrays [s]: ``tokens``; ``labels``, the tokens before masking; and
-    ``loss_mask``, 1 at the chosen tokens.
+    ``loss_mask``, 1 at the tokens chosen for prediction.
 
     Args:
         blocks: source of blocks of at least s - 2 tokens; further tokens are not used.
         sequence_length: s.
-        density: share of the s - 2 tokens of text that is chosen, rounded to a number of tokens, at least one. Ends of
-            documents are never chosen, so a text with few other tokens may have fewer chosen ones.
+        density: share of the s - 2 tokens of text that is chosen, rounded to a number of tokens, at least one.
+            End-of-document tokens are never chosen, so a text with few other tokens may have fewer chosen ones.
         cls, sep, mask: ids of these special pieces.
-        end: id of the end of a document.
+        end: id of the end-of-document token.
         text: ids to draw random tokens from, int64.
         seed: seed of the choice; sample n uses (seed, n).
     """

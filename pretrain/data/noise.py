@@ -13,14 +13,14 @@ _CORRUPTION = 1 << 63  # set in the second word of a key; the keys of sample ord
 
 
 def words(seed: int, n: int, count: int) -> np.ndarray:
-    """Return random words of sample ``n``, uint64 [count]."""
+    """Return random 64-bit integers for sample ``n``, uint64 [count]."""
     key = np.array([seed, _CORRUPTION | n], dtype=np.uint64)
     return np.random.Philox(key=key).random_raw(count)
 
 
 def choose(random_words: np.ndarray, count: int) -> np.ndarray:
-    """Return ``count`` indices into the random words, drawn uniformly without repetition: ascending, int64. With fewer
-    words, return all indices."""
+    """Return ``count`` indices into ``random_words``, drawn uniformly without replacement: ascending, int64. With
+    fewer words, return all indices."""
     return np.sort(np.argsort(random_words, kind="stable")[:count])
 
 

@@ -87,7 +87,7 @@ def prepare(
     files are replaced once the new ones are complete. Memory grows only by 12 bytes per document.
 
     Args:
-        inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets.
+        inputs: files and folders, as for `pretrain.data.documents.find_sources`, or a `pretrain.data.streams.Mixture`.
         tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
         text_key: key or column with the text in JSON files and tables.

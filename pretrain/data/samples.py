@@ -154,13 +154,13 @@ class GPTSamples:
 
 
 class Segments:
-    """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams in turn.
+    """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams of `GPTSamples` in turn.
 
     A sample has int64 arrays: ``tokens`` and ``labels`` [L], for segments of L tokens, and ``starts`` [1], which is 1
     if the segment is the first of its stream, else 0.
 
     Args:
-        blocks: samples with ``streams`` above 0; their blocks are the segments.
+        blocks: `GPTSamples` with ``streams`` above 0; their blocks are the segments.
     """
 
     def __init__(self, blocks: GPTSamples):

@@ -72,7 +72,7 @@ OnError = Callable[[UserError], None]
 
 
 def stop(error: UserError) -> None:
-    """The `OnError` that skips nothing."""
+    """The `OnError` that raises the error, so that nothing is skipped."""
     raise error
 
 
@@ -112,7 +112,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
     """Yield (block, offset) for each block that ``read`` takes from a file, until the file ends.
 
     Raises:
-        UserError: the file is damaged, or begins with the mark of UTF-16 or UTF-32.
+        UserError: the file is damaged, or begins with the byte order mark of UTF-16 or UTF-32.
     """
     try:
         file, offset = _open(source)

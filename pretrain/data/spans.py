@@ -27,7 +27,7 @@ class Spans:
     Attributes:
         block: tokens of text.
         noise: tokens removed from the text.
-        count: number of spans.
+        count: number of removed spans.
         inputs: tokens of the encoder: kept tokens, one sentinel per span, and the end token.
         targets: tokens of the decoder: removed tokens, one sentinel per span, and the end token.
     """

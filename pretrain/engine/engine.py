@@ -88,7 +88,7 @@ def stop_parallel() -> None:
 
 
 class Engine:
-    """The model, its optimizer and its learning rate, split as in the recipe.
+    """The model, its optimizer and its learning rate schedule, split over ranks as in the recipe.
 
     Args:
         recipe: a recipe that passed `Recipe.check`.
@@ -98,7 +98,7 @@ class Engine:
     Attributes:
         chunks: this rank's parts of the model, unwrapped; several with ``parallel.virtual_pipeline``.
         gpt: the only chunk, or a ModuleList of several.
-        model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
+        model: the chunks as the pipeline schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
         last_loss: this rank's loss in the last training step, zero on all pipeline stages but the last. Summed over
@@ -205,8 +205,8 @@ class Engine:
         Args:
             step: number of the step, from 0.
             samples: the endless sequence of samples, or the step's batches from `collate_step`.
-            check: function of mean loss and gradient norm, called before anything changes. Both are non-finite if they
-                are so on any rank. It returns the reason to skip the step, or None. If it raises, the model is
+            check: function of mean loss and gradient norm, called before the update. Each is non-finite if it is so on
+                any rank. The function returns the reason to skip the step, or None. If it raises, the model is
                 unchanged. It is not called for an fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
@@ -294,7 +294,10 @@ class Engine:
 
     @torch.no_grad()
     def _update(self, grad_norm: float) -> None:
-        """Run the second half of Megatron's ``ChainedOptimizer.step``, which allows no decision between its halves."""
+        """Clip the gradients and apply them: the second half of Megatron's ``ChainedOptimizer.step``.
+
+        Between the halves, `train_step` decides whether to skip the step.
+        """
         for part in self.optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_gradients(parameters, part.config.clip_grad, grad_norm)
@@ -316,7 +319,7 @@ class Engine:
         return ranks // self.context_group.size()
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
-        """Run the schedule over samples ``first ... first + count - 1``.
+        """Run the pipeline schedule over samples ``first ... first + count - 1``.
 
         With a ``step``, also run backward passes. Their gradients are added to the present ones and reduced over ranks,
         unless `backward` disabled the reduction.
@@ -381,7 +384,7 @@ class Engine:
         memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
         """Return one iterator per chunk of the model over this rank's share of ``count`` samples from ``first`` on.
-        With a ``step``, each batch sets the position of the noise."""
+        With a ``step``, taking a batch sets the position in training, on which random numbers depend."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self.begins(count)

@@ -27,7 +27,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
         RuntimeError: this process is in a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed is initialized already: fake process groups need a process without any")
+        raise RuntimeError("torch.distributed is initialized already: use a process without process groups")
     size = recipe.parallel.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:

@@ -14,8 +14,8 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
 
     If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
     reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks
-    on which the step is non-finite again. The first non-finite gradient of a rank is the first one from the last layer
-    on. If the step is finite this time, the report suspects the machine.
+    on which the step is non-finite again. Each rank searches its gradients from the last layer to the first. If the
+    step is finite this time, the report suspects the machine.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     found = _gather(None if is_finite else "loss")

@@ -25,8 +25,8 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
     """Register an optimizer under a new name, for ``optimizer.name`` of a recipe.
 
     The optimizer needs a tuple ``state_names`` with the names of a parameter's state tensors, each of the parameter's
-    shape. A count of steps, if there is one, is the state ``step``. ``optimizer.distributed`` needs ``is_elementwise =
-    True``: no element's update may depend on another element.
+    shape. An optimizer that counts steps keeps the count as the state ``step``. ``optimizer.distributed`` needs
+    ``is_elementwise = True``: no element's update may depend on another element.
 
     Args:
         factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``; returns the
@@ -65,10 +65,10 @@ def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """Return a function from parameter groups to the optimizer; None if Megatron-core builds a better AdamW.
+    """Return a function from parameter groups to the optimizer; None to let Megatron-core build its AdamW.
 
-    Megatron-core does so with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is
-    installed. Elsewhere its AdamW is torch's unfused one, which is slower than the fused one returned here.
+    It is None for AdamW with ``cpu_offload``, and for AdamW on a GPU if Transformer Engine's or apex's fused AdamW is
+    installed. Otherwise, Megatron-core has only torch's unfused AdamW, slower than the fused one returned here.
     """
     own = recipe.optimizer
     if own.name in OPTIMIZERS:
@@ -147,7 +147,7 @@ def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tens
 
     Args:
         step: number of steps that the optimizer has made.
-        read: returns a tensor of `saved_state`, in any shape.
+        read: function that returns the saved values of a `StateTensor`, in any shape.
     """
     optimizer: Any = shard.optimizer
     main, state = shard.main, {}

@@ -10,9 +10,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 
 def seed(value: int) -> None:
-    """Seed all generators, including those that libraries draw from.
+    """Seed all random number generators, including those that libraries draw from.
 
-    Megatron's tracker gets a different seed on each pipeline stage.
+    Megatron's CUDA RNG tracker gets a different seed on each pipeline stage.
     """
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - libraries draw from the global one

@@ -17,8 +17,8 @@ class StepReport(LayerReport):
     """Routing report of one layer.
 
     Attributes:
-        exchange_bytes: bytes that a rank sent in the layer's exchange, averaged over data parallel ranks: rows and
-            counts, in the forward and backward passes and in recomputation.
+        exchange_bytes: bytes that a rank sent in the layer's token exchange, averaged over data parallel ranks: token
+            rows and their counts, in the forward and backward passes and in recomputation.
     """
 
     exchange_bytes: float

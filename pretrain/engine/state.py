@@ -2,7 +2,7 @@
 
 Megatron's ``sharded_state_dict`` serves as the index: it has each parameter's global name, shape and offset. Optimizer
 state is stored under its parameter's name and the flat range of the parameter that this rank updates. It therefore
-loads at any split, sharded over data parallel ranks or not.
+loads at any parallel split, sharded over data parallel ranks or not.
 """
 
 import math
@@ -221,7 +221,7 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
 
 
 def schedule_state(engine: Engine) -> dict[str, Any]:
-    """Return the state of the learning rate schedule: its step and its rule."""
+    """Return the state of the learning rate schedule: its step and its settings."""
     return engine.scheduler.state_dict()
 
 
@@ -231,7 +231,9 @@ def rank_state() -> dict[str, Any]:
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load model, optimizer, progress of the schedule, Transformer-XL's memory and random generators, at any split.
+    """Load model, optimizer, progress of the learning rate schedule, Transformer-XL's memory and random generators.
+
+    The checkpoint may come from a run with another parallel split.
 
     Raises:
         UserError: the checkpoint lacks a tensor, or one differs in shape.
@@ -265,7 +267,9 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load only weights and buffers into the model, at any split. The optimizer stays new.
+    """Load only weights and buffers into the model. The optimizer starts anew.
+
+    The checkpoint may come from a run with another parallel split.
 
     Raises:
         UserError: a tensor of the model is missing or differs in shape, or the checkpoint has one that the model lacks.

@@ -119,9 +119,7 @@ def evaluate(argv: list[str]) -> int:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError(
-            f"--stride {arguments.stride} needs --data: the sequences of a run's own validation have no stride"
-        )
+        raise UserError(f"--stride {arguments.stride} needs --data: it does not apply to the run's own validation data")
     return _evaluate(arguments)
 
 
@@ -356,7 +354,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
-    """Return the number of UTF-8 bytes of every token's text; None for a model that does not predict whole texts."""
+    """Return the number of UTF-8 bytes of every token's text; None for a T5 or a BERT."""
     if trained.recipe.model.objective != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths
@@ -365,7 +363,7 @@ def _byte_lengths(trained: Trained) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int | None) -> Iterator:
-    """Show a bar on a terminal, nothing elsewhere; yield its update function, which takes the number of sequences."""
+    """Show a progress bar if stderr is a terminal. Yield its update function, which takes the number of sequences."""
     if not sys.stderr.isatty():
         yield lambda sequences: None
         return

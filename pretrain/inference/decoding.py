@@ -94,8 +94,8 @@ class MemoryDecoder:
 
 
 def window(count: int, length: int) -> int:
-    """Return the start of the window, of at most ``length`` tokens, whose next token is token ``count`` of the
-    sequence."""
+    """Return the index of the first token of the window from which `GPTDecoder` predicts token ``count``. The window
+    has at most ``length`` tokens."""
     by = max(length // 8, 1)
     return -(-max(count - length, 0) // by) * by
 
@@ -137,7 +137,7 @@ def generate(
 
     Args:
         prompt: ids that all samples begin with, at least one.
-        max_tokens: maximum number of new tokens per sample, including its end.
+        max_tokens: maximum number of new tokens per sample, including ``end``.
         end: the id that ends a sample; it is yielded as the sample's last token.
         vocab_size: size of the tokenizer's vocabulary; the model's may be larger.
 

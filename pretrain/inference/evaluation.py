@@ -131,7 +131,7 @@ def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
 def _add(
     result: Evaluation, logits_SV: Tensor, labels_S: Tensor, mask_S: Tensor | None, byte_lengths: np.ndarray | None
 ) -> None:
-    """Add one sequence to ``result``: only its logits are copied to float32 at a time, which bounds the memory."""
+    """Add one sequence to ``result``. One sequence at a time has float32 logits, which bounds the memory."""
     logits_SV, on_device_S = logits_SV.float(), labels_S.to(logits_SV.device)
     nats_S = F.cross_entropy(logits_SV, on_device_S, reduction="none").cpu()
     is_correct_S = (logits_SV.argmax(-1) == on_device_S).cpu()

@@ -28,7 +28,7 @@ class Trained:
         name: the path as the user spelled it.
         recipe: the checkpoint's recipe, with all parallel sizes set to 1.
         tokenizer: the run's tokenizer, verified by its SHA-256 if that is recorded.
-        run_data: ``data`` of the run's ``run.json``; empty if the file is missing.
+        run_data: the record ``data`` in the run's ``run.json``; empty if the file is missing.
     """
 
     name: str
@@ -144,8 +144,8 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
 
     Args:
-        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit. A GPT's output for a
-            token then depends on no later token and no other sequence, unless experts choose their tokens.
+        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit, so that a GPT's output
+            for a token depends on no later token and no other sequence, unless experts choose their tokens.
 
     Raises:
         UserError: the checkpoint is damaged, or its tensors do not fit its recipe.

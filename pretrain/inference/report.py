@@ -45,11 +45,11 @@ def open_source(
     """Open the data on which a run's model is evaluated.
 
     Args:
-        data: text files, folders or prefixes of corpora; None for the run's own validation data.
+        data: text files, folders, or prefixes of .bin/.idx pairs; None for the run's own validation data.
         text_key: key or column with the text in JSON files and tables.
         stride: tokens from one window of a GPT to the next; None for the window's length.
-        max_sequences: maximum number of sequences. None for all of ``data``, or for as many validation sequences as the
-            run uses.
+        max_sequences: maximum number of sequences. None for all of ``data`` or, for the run's own validation data, for
+            as many as the run uses.
         format: format of text files, as for `pretrain.data.documents.find_sources`.
 
     Raises:

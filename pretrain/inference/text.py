@@ -52,7 +52,7 @@ def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
     """
     kept, numbers = _cut(text)
     if not numbers:
-        raise UserError(f"the prompt has no {sentinel(0)}: a T5 fills in spans spelled {sentinel(0)}, ...")
+        raise UserError(f"the prompt has no {sentinel(0)}: a T5 fills in spans marked by {sentinel(0)}, ...")
     if numbers != list(range(len(numbers))):
         found = ", ".join(map(sentinel, numbers))
         raise UserError(f"the prompt has {found}: sentinels must be numbered from 0 in order")

@@ -28,15 +28,15 @@ Sample = dict[str, np.ndarray]
 
 
 class Text:
-    """Tokens of text files and corpora, read as one stream.
+    """Tokens of text files and corpora (.bin/.idx pairs of token ids), read as one stream.
 
     Args:
-        paths: prefixes of .bin/.idx pairs, or inputs of `pretrain.data.documents.find_sources`.
+        paths: prefixes of corpora, or text files and folders, as for `pretrain.data.documents.find_sources`.
         text_key: key or column with the text in JSON files and tables.
         format: format of the text files, as for `find_sources`.
 
     Attributes:
-        num_tokens: total number of tokens; None if there is text, which is tokenized only while it is read.
+        num_tokens: total number of tokens; None if ``paths`` include text, which is tokenized only while it is read.
 
     Raises:
         UserError: data are missing, or a corpus was prepared with another tokenizer. `tokens` raises it if text is
@@ -125,8 +125,8 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
-    """Yield samples of a T5 or a BERT. A last block of a single token is dropped for a T5, which must remove one token
-    and keep one."""
+    """Yield samples of a T5 or a BERT. For a T5, a last block of one token is dropped, because span corruption needs at
+    least two."""
     model, data = recipe.model, recipe.data
     if model.kind == "bert":
         for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):

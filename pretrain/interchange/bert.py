@@ -80,7 +80,9 @@ MEGATRON_BERT = Family(
         *DENSE_ONLY,
         Demand("segment_types", lambda m: m.segment_types > 0, "at least 1"),
         Demand(
-            "head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none, which is hidden_size / num_heads"
+            "head_dim",
+            lambda m: m.head_width * m.num_heads == m.hidden_size,
+            "model.head_dim=none, which stands for hidden_size / num_heads",
         ),
     ),
     constants={"hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False, "add_cross_attention": False},

@@ -88,7 +88,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """A plan of slices that are read from a checkpoint when torch's writer asks for them."""
+    """Save planner that reads slices from a checkpoint when torch's writer asks for them."""
 
     def __init__(self, checkpoint: Checkpoint, slices: Mapping[str, Sequence[tuple[Shape, Shape]]]):
         super().__init__()
@@ -198,7 +198,7 @@ class DcpFolder:
 
 
 def _tensors_of(document: Any) -> dict[str, Chunked]:
-    """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is malformed."""
+    """Return the tensors of a parsed ``.metadata``; raise an exception in `DAMAGE` if it is malformed."""
     if not _is(document, "Metadata"):
         raise ValueError("its pickle has no Metadata object")
     stored: dict[tuple[str, Shape], Any] = {}
@@ -244,7 +244,9 @@ def _size(value: Any) -> Shape:
     if not isinstance(numbers, tuple | list) or any(
         type(number) is not int or not 0 <= number < 2**63 for number in numbers
     ):
-        raise ValueError(f"a {type(numbers).__name__} is not a size of integers from 0 to 2^63 - 1")
+        raise ValueError(
+            f"a shape, offset or stride (a {type(numbers).__name__}) must have integers from 0 to 2^63 - 1"
+        )
     return tuple(numbers)
 
 
@@ -262,7 +264,8 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
 
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a file of ``torch.save``; raise one of `DAMAGE` if it has no tensor of ``dtype``."""
+    """Return the tensor in a file of ``torch.save``. Raise an exception in `DAMAGE` if the file has no tensor of
+    ``dtype``."""
     made = pickle_in(archive)
     if _is(made, "_rebuild_parameter"):
         made = made.args[0]
@@ -291,7 +294,8 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
 
 
 def pickle_in(archive: zipfile.ZipFile) -> Any:
-    """Return the parsed pickle in a file of ``torch.save``; raise one of `DAMAGE` if it is missing or malformed."""
+    """Return the parsed pickle in a file of ``torch.save``. Raise an exception in `DAMAGE` if it is missing or
+    malformed."""
     return parse(bytes(member(archive, "data.pkl")))
 
 

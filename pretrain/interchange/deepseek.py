@@ -111,7 +111,7 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     """Return ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
 
     Args:
-        default: value of a missing ``first_k_dense_replace``.
+        default: value assumed if ``first_k_dense_replace`` is missing.
 
     Raises:
         UserError: a value is invalid, or no layer has experts.
@@ -137,7 +137,7 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
     """Return the gate's options for groups of experts; {} for one group.
 
     Args:
-        groups, kept: values of a missing ``n_group`` and a missing ``topk_group``.
+        groups, kept: values assumed if ``n_group`` or ``topk_group`` is missing.
 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
@@ -269,7 +269,7 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     """Return the keys of ``[model]`` for the sigmoid gate and multi-token prediction.
 
     Args:
-        groups, kept: values of a missing ``n_group`` and a missing ``topk_group``.
+        groups, kept: values assumed if ``n_group`` or ``topk_group`` is missing.
 
     Raises:
         UserError: a value is invalid or not supported.
@@ -291,9 +291,9 @@ def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json with ``num_nextn_predict_layers`` set to 0 if the folder has no such layers.
+    """Return config.json with ``num_nextn_predict_layers`` set to 0 if the folder lacks the layers that it counts.
 
-    transformers keeps the number of layers of multi-token prediction in config.json, but does not save the layers.
+    These are the layers of multi-token prediction. transformers keeps their number, but does not save them.
     """
     first = f"model.layers.{config.get('num_hidden_layers')}."
     has_mtp = any(name.startswith(first) for name in folder.tensors)

@@ -31,7 +31,7 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
 
     Raises:
         UserError: ``name`` is unknown, or the family does not support the model. The message names a key and its
-            allowed values. With "auto", it does so for the nearest family or, for a GPT, for `FMOE`.
+            allowed values. With "auto", they are those of the nearest family or, for a GPT, of `FMOE`.
     """
     if name == "auto":
         family = _nearest(model)
@@ -53,7 +53,8 @@ def why_own(model: ModelConfig) -> str:
 
 
 def _nearest(model: ModelConfig) -> Family:
-    """Return the first family of transformers that fits a model, or the nearest one."""
+    """Return the first family of transformers that fits a model. If none fits, return the nearest one, which has the
+    fewest unsupported keys; ``kind`` and ``num_experts`` count most."""
 
     def distance(family: Family) -> tuple[bool, bool, int]:
         keys = [key for key, _ in family.misfits(model)]

@@ -77,7 +77,7 @@ class Family:
     Attributes:
         name: the value of ``--format``. It is also the ``model_type``, unless `constants` has another.
         architecture: name of the model's class in transformers.
-        tables: one table for each layout of the tensors that import reads. Export writes the first layout.
+        tables: one table of entries for each layout of the tensors that import reads. Export writes the first layout.
         keys: keys of config.json that correspond to a key of ``[model]``.
         fixed: keys of ``[model]`` with a single supported value, which export requires and import sets.
         demands: other conditions of export.
@@ -86,12 +86,12 @@ class Family:
         only: keys of config.json and their supported values, which import requires.
         read: function from config.json to the keys of ``[model]`` that no `Key` converts; may raise UserError.
         write: function from a model to the keys of config.json that no `Key` converts.
-        ignored: endings of tensor names. Import skips such tensors of a folder.
+        ignored: suffixes of tensor names. Import skips such tensors of a folder.
         places: function that returns the tensors of a model, for a family without `tables`.
         files: function that returns further files of an export, by name.
         notes: function that returns lines for the user about the export of a model.
-        left_out: beginning of tensor names. Export skips such tensors of a checkpoint. Empty for none.
-        copies: names of tensors that a folder may have as copies of others, each with the original's name.
+        left_out: prefix of tensor names. Export skips such tensors of a checkpoint. Empty to skip no tensor.
+        copies: the original tensor's name, by the name of a copy that a folder may have.
         adapt: function that returns a folder's config.json in the form that the other attributes expect.
     """
 
@@ -130,7 +130,7 @@ class Family:
         for key, default in dataclasses.asdict(ModelConfig()).items():
             wanted = self.fixed.get(key, default)
             if (key in self.fixed or key not in mentioned) and getattr(model, key) != wanted:
-                found[key] = toml(wanted)
+                found[key] = f"model.{key}={toml(wanted)}"
         for demand in self.demands:
             if not demand.holds(model):
                 found.setdefault(demand.ours, demand.why)
@@ -163,13 +163,14 @@ def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def toml(value: Any) -> str:
     """Format a value for a message, in at most 80 characters. None is ``none``, and a bool is ``true`` or ``false``."""
+    value = list(value) if isinstance(value, tuple) else value
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _dense_only(key: str) -> Demand:
     default = getattr(ModelConfig(), key)
-    return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, toml(default))
+    return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, f"model.{key}={toml(default)}")
 
 
 # These keys have no effect in a model without experts, so families of such models allow any value.

@@ -44,9 +44,9 @@ class Transposed:
 
 
 class InTurn:
-    """Rows of gates and values [E, 2 * H, ...], exported as columns [E, ..., 2 * H].
+    """Rows of the experts' gate and value matrices [E, 2 * H, ...], exported as columns [E, ..., 2 * H].
 
-    In fmoe, all gates come before all values. In GPT-OSS, the two alternate.
+    In fmoe, all rows of the gate come before those of the value. In GPT-OSS, the two alternate.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -88,7 +88,7 @@ def _packed(ours: str, name: str, rows: str, blocks: str, of_rows: Transform) ->
 
 
 class _RowsInTurn(InTurn):
-    """`InTurn` for tensors whose gates and values alternate along axis 1."""
+    """`InTurn` for tensors in which gate and value alternate along axis 1."""
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return super().join([theirs[0].movedim(1, -1)], sizes)
@@ -128,7 +128,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Add the rotary positions that a config.json without any implies, and drop the mark of MXFP4 weights."""
+    """Add the default YaRN settings if config.json has none for rotary positions. Drop ``quantization_config`` if it is
+    MXFP4's."""
     config = dict(config)
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE

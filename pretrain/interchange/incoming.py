@@ -101,7 +101,11 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """Return the family's tensors, in the layout that fits the folder best; raise UserError if the folder's differ."""
+    """Return the family's tensors, in the layout that fits the folder best.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of another shape, or differs from a tensor that it should equal.
+    """
     forms = family.forms(model)
     names = set(folder.tensors)
     found = max(forms, key=lambda form: sum(name in names for place in form for name in place.theirs))

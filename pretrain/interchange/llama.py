@@ -73,8 +73,8 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of the shared experts, which ``block`` holds as one block. ``output`` converts the output
-    matrix."""
+    """Return the entries of the shared experts, which module ``block`` has as one wide expert. ``output`` converts the
+    output matrix."""
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
@@ -128,7 +128,8 @@ SOFTMAX = (
     Demand(
         "eval_capacity_factor",
         lambda m: not drops_in_evaluation(m),
-        "none, or at least model.num_experts / model.top_k, which drop no token; or pass --no-drops",
+        "at least model.num_experts / model.top_k, or model.eval_capacity_factor=none, so that no token is dropped; "
+        "or pass --no-drops",
     ),
 )
 ONLY = (
@@ -209,7 +210,7 @@ MIXTRAL = Family(
         Demand(
             "sliding_layers",
             lambda m: len(m.layers_with_window) in (0, m.num_layers),
-            "none, so that all layers have a window",
+            "[], so that all layers have a window",
         ),
     ),
     varies=("head_dim", "sliding_window", *YARN),

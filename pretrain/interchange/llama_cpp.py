@@ -42,22 +42,22 @@ _SUM_TO_ONE = (
 _AS_THEY_ARE = Demand(
     "normalize", lambda m: not weights_sum_to_one(m), "false: weights of the softmax over all experts"
 )
-_PLAIN_HEADS = Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none")
+_PLAIN_HEADS = Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "model.head_dim=none")
 _UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "false")
-_UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "none")
+_UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "model.rope_scaling=none")
 _NO_MTP = Demand("mtp_layers", lambda m: not m.mtp_layers, "0")  # conversions with such layers were not compared
-_NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "none")
+_NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "model.sliding_window=none")
 
 
 def _is_lite(model: ModelConfig) -> bool:
-    """Return whether llama.cpp assumes queries that are not compressed, which it infers from published sizes."""
+    """Return whether llama.cpp expects uncompressed queries, which it infers from the model's sizes."""
     return model.num_layers in (26, 27) or (model.num_layers == 48 and model.vocab_size == 128256)
 
 
 _LITE = Demand(
     "q_lora_rank",
     lambda m: (m.q_lora_rank is None) == _is_lite(m),
-    "none if and only if model.num_layers is 26 or 27, or 48 with model.vocab_size=128256",
+    "model.q_lora_rank=none with model.num_layers=26 or 27, or 48 and model.vocab_size=128256; otherwise, a number",
 )
 FAMILIES: Mapping[str, tuple[Demand, ...]] = {
     "mixtral": (*_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
@@ -69,7 +69,7 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
         _PLAIN_HEADS,
         _UNTIED,
         Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "1e-5"),
-        Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "none"),
+        Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "model.num_query_groups=none"),
     ),
     "granitemoe": (*_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
     "deepseek_moe": (*DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
@@ -114,7 +114,7 @@ def check_convertible(
         files: the export's files by name, including the tokenizer's.
 
     Returns:
-        llama.cpp's name of the pre-tokenizer; empty if its converter has to find it.
+        llama.cpp's name of the pre-tokenizer; empty if its converter finds it out.
 
     Raises:
         UserError: the folder has no converter; llama.cpp does not support the model or the tokenizer.

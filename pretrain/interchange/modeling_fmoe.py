@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return two initializers: the second for the output matrix of a block, the first for all other matrices."""
+    """Return two initializers: for all matrices except the output matrices of blocks, and for those."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -329,7 +329,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
     token would depend on later tokens.
 
     In training mode, the loss includes the recipe's balance loss and z-loss. Noise and dropout have the recipe's
-    strength, but are not keyed by step and token as in ``fmoe train``.
+    strength. Unlike in ``fmoe train``, their random numbers are not derived from step and token.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types

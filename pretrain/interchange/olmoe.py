@@ -57,7 +57,9 @@ OLMOE = Family(
         *SOFTMAX,
         *EVERY_LAYER,
         Demand(
-            "head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none, which is hidden_size / num_heads"
+            "head_dim",
+            lambda m: m.head_width * m.num_heads == m.hidden_size,
+            "model.head_dim=none, which stands for hidden_size / num_heads",
         ),
     ),
     varies=YARN,

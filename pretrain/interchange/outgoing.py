@@ -137,7 +137,8 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
         The tokenizer; None for "none", and if neither ``given`` nor the recipe has one.
 
     Raises:
-        UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has too many pieces.
+        UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has more
+            tokens than the model's vocabulary.
     """
     if given == NO_TOKENIZER or (given is None and not recipe.data.tokenizer):
         return None

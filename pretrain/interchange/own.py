@@ -150,7 +150,7 @@ def _notes(model: ModelConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-_PLUGIN = "one of fmoe's own: modules of run.imports are not exported"
+_PLUGIN = "a name from fmoe itself: plugins (modules of run.imports) are not exported"
 FMOE = Family(
     name="fmoe",
     architecture="FMoEForCausalLM",
@@ -159,7 +159,7 @@ FMOE = Family(
     fixed={"kind": "gpt"},
     demands=(
         Demand("gate", lambda m: m.gate in GATES and is_shipped(GATES[m.gate]), _PLUGIN),
-        Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate whose choice depends on the tokens' values"),
+        Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate that chooses experts by the hidden states"),
         Demand("expert", lambda m: m.expert in EXPERTS and is_shipped(EXPERTS[m.expert]), _PLUGIN),
     ),
     varies=tuple(key.name for key in fields(ModelConfig)),

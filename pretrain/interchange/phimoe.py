@@ -90,7 +90,7 @@ PHIMOE = Family(
         Demand(
             "sliding_layers",
             lambda m: len(m.layers_with_window) in (0, m.num_layers),
-            "none, so that all layers have a window",
+            "[], so that all layers have a window",
         ),
         Demand("attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"),
     ),

@@ -92,7 +92,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if _kind(rope) not in ("default", "yarn"):
             raise UserError(f"{key}={toml(rope)} is not supported: rope_type must be default or yarn")
         if others := sorted(set(rope) - set(_PLAIN if _kind(rope) == "default" else _YARN)):
-            raise UserError(f"{key}={toml(rope)} is not supported with {others[0]}")
+            raise UserError(f"{key}={toml(rope)} has the key {others[0]}, which is not supported")
         if found not in ({}, rope):
             raise UserError(f"{key}={toml(rope)} differs from rope_parameters: leave out one of them")
         found = rope

@@ -178,7 +178,7 @@ def _is_power_of_4(number: int) -> bool:
 
 
 SCORES = (
-    Demand("attention_scale", lambda m: m.attention_scale in (None, 1.0), "1.0, or none"),
+    Demand("attention_scale", lambda m: m.attention_scale in (None, 1.0), "1.0 or model.attention_scale=none"),
     Demand(
         "head_dim",
         lambda m: m.attention_scale is not None or _is_power_of_4(m.head_width),
@@ -248,7 +248,7 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Set ``tie_word_embeddings`` by the weights, because transformers 5 writes it as true for every T5. A missing
+    """Set ``tie_word_embeddings`` according to the weights: transformers 5 writes it as true for every T5. A missing
     ``scale_decoder_outputs`` takes the value that ``tie_word_embeddings`` had."""
     config = dict(config)
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
@@ -296,7 +296,7 @@ T5 = Family(
 
 
 def _with_experts(depth: int, step: int) -> list[int]:
-    """Return the layers of a stack, counted from 0, that have experts by transformers' rule for a sparse step."""
+    """Return the layers with experts, counted from 0, of a stack whose sparse step in transformers is ``step``."""
     return [n for n in range(depth) if step == 1 or (step > 1 and n % step == 1)]
 
 
@@ -381,12 +381,13 @@ SWITCH = Family(
         Demand(
             "dense_ffn_hidden_size",
             lambda m: m.dense_width == m.ffn_hidden_size,
-            "none: dense blocks are as wide as experts",
+            "model.dense_ffn_hidden_size=none: dense blocks are as wide as experts",
         ),
         Demand(
             "eval_capacity_factor",
             lambda m: not drops_in_evaluation(m),
-            "none, or at least model.num_experts, which drop no token; or pass --no-drops",
+            "at least model.num_experts, or model.eval_capacity_factor=none, so that no token is dropped; "
+            "or pass --no-drops",
         ),
     ),
     varies=("num_decoder_layers", "activation", "normalize", "moe_layers", "moe_every"),

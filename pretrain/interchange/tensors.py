@@ -26,7 +26,7 @@ Sizes = Mapping[str, int]
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """Return the sizes that the letters stand for."""
+    """Return the sizes for which the letters in shapes such as ``"2H D"`` stand."""
     return {
         "V": model.vocab_size,
         "D": model.hidden_size,
@@ -155,7 +155,7 @@ class Place:
     """A tensor of a checkpoint, or one slice of it, with the corresponding tensors of Hugging Face.
 
     Attributes:
-        ours: name in a checkpoint; empty for zeros.
+        ours: name in a checkpoint; empty for tensors of zeros that only the Hugging Face format has.
         expert: index of the slice along the first axis, which stacks experts or equal layers; None for the whole
             tensor.
         theirs: names and shapes in the Hugging Face format.

@@ -43,9 +43,9 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
     A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with the other files in `BESIDE`.
 
-    Any other tokenizer gets a tokenizer_config.json with which AutoTokenizer behaves like fmoe. It adds no tokens to a
-    text, and encodes a special piece spelled in a text as text. A sentencepiece model that llama.cpp can apply is
-    included for llama.cpp's converter.
+    Any other tokenizer gets a tokenizer_config.json with which AutoTokenizer behaves like fmoe: AutoTokenizer adds no
+    tokens to a text, and encodes a special token spelled in a text as text. A sentencepiece model that llama.cpp can
+    apply is included for llama.cpp's converter.
 
     Raises:
         UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.
@@ -94,7 +94,7 @@ def files_from(source: Path) -> dict[str, bytes]:
         The files, unchanged; {} for a folder without a tokenizer.
 
     Raises:
-        UserError: the tokenizer is damaged, or has no piece that ends documents.
+        UserError: the tokenizer is damaged, or has no end-of-document token.
     """
     if source.is_dir():
         found = [source / name for name in (TOKENIZER, SENTENCEPIECE) if (source / name).is_file()]
@@ -119,8 +119,8 @@ def _proto(tokenizer: Tokenizer) -> Any:
 
 
 def _suits_llama_cpp(proto: Any) -> bool:
-    """Return whether llama.cpp encodes text as the sentencepiece model does: it merges by score, falls back to bytes,
-    and normalizes nothing."""
+    """Return whether llama.cpp encodes text as the sentencepiece model does. llama.cpp merges by score, falls back to
+    bytes, and normalizes nothing."""
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
     return trainer.model_type == _BPE and trainer.byte_fallback and not is_normalized

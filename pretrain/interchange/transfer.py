@@ -281,7 +281,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the state of the run and of each rank. Without optimizer tensors, these are `weights_only` and one empty
+    """Return the state of the run and of each rank. Without optimizer tensors, return `weights_only` and one empty rank
     state."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]

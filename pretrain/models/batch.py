@@ -70,15 +70,15 @@ def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
     if least < 0 or largest >= vocab_size:
         raise UserError(
             f"a sample has the token id {least if least < 0 else largest}, outside model.vocab_size={vocab_size}: its "
-            "corpus has changed, which fmoe data show PREFIX --verify finds, or was prepared with another tokenizer"
+            "corpus was prepared with another tokenizer, or has changed (check with fmoe data show PREFIX --verify)"
         )
 
 
 def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Replace ``loss_mask`` by ``loss_weight`` in batches that have it.
+    """Replace ``loss_mask`` by ``loss_weight`` in batches that have a mask.
 
-    The mean of the weighted sums of all micro batches and ranks is then the mean over all predicted tokens. Collective
-    over the data parallel ``group`` if there are masks.
+    With these weights, the sums of weighted token losses, averaged over all micro batches and ranks, give the mean loss
+    over all predicted tokens. Collective over the data parallel ``group`` if there are masks.
     """
     if not batches or "loss_mask" not in batches[0]:
         return
@@ -104,7 +104,7 @@ def context_slice(batch: Batch, group: dist.ProcessGroup) -> Batch:
 
 
 def loss_function(batch: Batch, slices: int = 1) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """Return the function that the schedule calls with the output of ``forward``.
+    """Return the function that the pipeline schedule calls with the output of ``forward``.
 
     Args:
         slices: context parallel size. The loss of a rank is the share of its slice, so that the ranks' losses add up.

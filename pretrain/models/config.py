@@ -111,7 +111,7 @@ def _latent_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _local_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of windows and sinks, and of swiglu_oai in layers without experts."""
+    """Return the fields for attention windows, attention sinks, and swiglu_oai in layers without experts."""
     fields: dict[str, Any] = {"softmax_type": "learnable"} if model.attention_sinks else {}
     if model.sliding_window is not None:
         fields["window_size"] = (model.sliding_window - 1, 0)

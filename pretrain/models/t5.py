@@ -79,13 +79,13 @@ def _key_relative_positions(module: T5Model, seed: int) -> None:
 
 
 def _enter_encoder(module: T5Model) -> None:
-    """Key the dropout of the embedding, which both stacks share, as the encoder's."""
+    """Draw the dropout of the embedding, which encoder and decoder share, with the encoder's random key."""
     module.embedding.embedding_dropout.part = "encoder"
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Key the dropout of the embedding as the decoder's. Convert the position of the decoder's noise to decoder tokens,
-    because a batch's position counts encoder tokens."""
+    """Draw the dropout of the shared embedding with the decoder's random key. Convert the position in training, on
+    which random numbers depend, from encoder tokens to decoder tokens."""
     module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
     if module.training and where is not None:

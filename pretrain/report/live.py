@@ -18,7 +18,7 @@ _HOSTS = ("127.0.0.1", "localhost")
 
 
 class LiveRuns:
-    """Runs from `open_runs`, and their latest payload; safe for concurrent threads."""
+    """Runs from `open_runs`, and their latest payload (the page's data from `encode`); safe for concurrent threads."""
 
     def __init__(self, runs: Sequence[RunFolder]):
         self._runs, self._lock = runs, threading.Lock()
@@ -39,7 +39,7 @@ class LiveRuns:
 def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
     """Build a server on 127.0.0.1 for the report of runs.
 
-    ``/`` is the page. ``/data?after=VERSION`` is the payload, or status 204 if VERSION is the newest.
+    ``/`` is the page. ``/data?after=VERSION`` is the page's newest data, or status 204 if VERSION is the newest.
 
     Args:
         port: port to listen on; 0 for a free one.

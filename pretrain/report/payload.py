@@ -66,7 +66,7 @@ class Arrays:
 
 
 def encode(runs: Sequence[RunFolder]) -> bytes:
-    """Return the payload of the runs; the module docstring has the format."""
+    """Return the page's data for the runs, in the format that the module docstring describes."""
     arrays = Arrays()
     header = {
         "fmoe": _version(),
@@ -170,7 +170,7 @@ def _lost(record: Record) -> dict[str, int]:
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
     """Return, by series name, the array numbers of the steps (as differences) and values. If points span several steps,
-    the means have two more arrays."""
+    add the array numbers of the steps and values of their means."""
     found = {}
     for name in curves.names:
         steps, values = curves.points(name)

@@ -33,7 +33,7 @@ class Curves:
 
     Attributes:
         stride: steps per span.
-        names: column of each series, by name.
+        names: names of the series, each with the number of its column in the internal arrays.
     """
 
     def __init__(self, spans: int):
@@ -174,7 +174,7 @@ class Loads:
 
     Args:
         sizes: number of experts by layer number, for layers with experts.
-        cells: upper bound on spans x experts of all layers, unless there are only 4 spans.
+        cells: upper bound on spans x experts of all layers; exceeded if 4 spans, the minimum, need more.
     """
 
     def __init__(self, sizes: Mapping[int, int], cells: int = LOAD_CELLS):
@@ -244,10 +244,10 @@ class Record:
     Attributes:
         step: last logged step; None before the first row.
         curves: series of the whole model, and ``seconds``, the running sum of ``step_seconds``.
-        layers: series of layers, named like ``3/entropy``.
+        layers: series of single layers, with the layer number in the name (``3/entropy``).
         loads: expert loads; None without any.
         last: latest value of each series of the whole model, finite or not.
-        last_finite: (step, value) of the latest finite value of each series.
+        last_finite: (step, value) of the latest finite value of each of these series.
         best: (step, loss) of the lowest validation loss.
         events: events derived from metrics: skipped steps, collapsed routers, and losses that are no longer finite.
     """

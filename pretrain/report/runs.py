@@ -24,7 +24,7 @@ class MetricsFile:
         path: the file, which may not exist yet.
 
     Attributes:
-        record: aggregate of the complete lines up to the last `refresh`, without replaced rows.
+        record: aggregate of the complete lines up to the last `refresh`, without rows that later rows replace.
     """
 
     def __init__(self, path: Path):

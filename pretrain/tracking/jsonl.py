@@ -38,7 +38,7 @@ class JsonlTracker:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line. It survives the end of this process at once, and a power failure after `close`."""
+        """Append one line. It survives the end of this process and, after `close`, a power failure."""
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:
@@ -49,7 +49,7 @@ class JsonlTracker:
             row.update(_strict(key, value))
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         if os.fstat(self._file).st_nlink == 0:
-            raise OSError(errno.ENOENT, "the record was removed or replaced during the run", str(self._path))
+            raise OSError(errno.ENOENT, "the file was removed or replaced during the run", str(self._path))
         if os.write(self._file, line) != len(line):
             raise OSError(errno.ENOSPC, f"the line of step {step} was written only in part", str(self._path))
 

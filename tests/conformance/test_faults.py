@@ -23,7 +23,7 @@ EXCHANGES = ["all_to_all", "padded", "all_gather", "hierarchical"]
 def test_another_width_on_one_rank_is_named(forks, exchange):
     for kind, message, seconds in values(forks.run(2, faults.differing_width, exchange)):
         assert kind == "UserError" and seconds < within(5)
-        assert "rank 1 has d_model=20, the other ranks of moe_group have 16" in message
+        assert "d_model=20 on rank 1, but 16 on the other ranks of moe_group" in message
 
 
 @pytest.mark.by_default("hierarchical-1")

@@ -331,4 +331,4 @@ def another(field):
 def test_workers_that_differ_are_told_so(two_ranks, field):
     messages = values(two_ranks.run(another, field))
     assert messages[0] == messages[1]
-    assert messages[0].startswith(f"block 3: rank 1 has {field}=")
+    assert messages[0].startswith(f"block 3: {field}=") and " on rank 1, but " in messages[0]

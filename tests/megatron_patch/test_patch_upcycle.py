@@ -199,7 +199,7 @@ def refused(config, options, break_it=None):
         ({}, "dtype", ["layer 2", "bfloat16"]),
         ({}, "hook", ["layer 2", "its linear_fc2 has hooks"]),
         ({}, "lora", ["layer 2", "its linear_fc1, a Lora, is not Megatron-core's own"]),
-        ({}, "twice", ["2 MoE layers already"]),
+        ({}, "twice", ["already has MoE layers (2)"]),
     ],
     ids=str,
 )

@@ -102,7 +102,7 @@ def cached(arch: str, sources: Sources | None = None) -> Path | None:
 
 
 def last_failure(arch: str, sources: Sources | None = None) -> str | None:
-    """Return the error of the last build of the same inputs if it failed, else None."""
+    """Return the error of the last build of these sources for the architecture if it failed, else None."""
     return cache.last_failure(_key(sources or SHIPPED, arch, _find()))
 
 

@@ -30,7 +30,7 @@ def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) 
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """Split of each routing group into tiles of consecutive tokens.
+    """Split of each routing group (tokens that share expert capacity) into tiles of consecutive tokens.
 
     Attributes:
         tokens: T.
@@ -79,7 +79,7 @@ class Counted:
     """Counts and sums of each tile, from `route_counted` or `count_choices`; the input of `queue`.
 
     Attributes:
-        count_BCE: assignments by tile and expert, int32. C is K if each choice is counted separately, else 1.
+        count_BCE: number of assignments by tile and expert, int32. C is K if each choice is counted separately, else 1.
         sum_BE: sums of the router's probabilities; None from `count_choices`.
         sum_B3: over routed tokens, the sum of logsumexp^2, the sum of entropy, and their number. `count_choices` gives
             only the number; its sums are 0.
@@ -227,12 +227,13 @@ def bias_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of both biases and of the tokens, and complete the gradients of the combine weights.
 
-    A token's gradient is the sum of ``d_rows_MD`` over its assignments. Each kept assignment's weight also gets the dot
-    product of ``d_out`` and the expert's second bias.
+    A token's gradient is the sum of ``d_rows_MD`` over its assignments. The gradient of each kept assignment's weight
+    is increased by the dot product of ``d_out`` and the expert's second bias.
 
     Args:
         d_out: gradient of the outputs, [T, D]; without ``perm_M``, [M, D].
         d_hidden_MP: gradient of the pre-activations; required with ``needs_in``.
+        perm_M: assignment of each row; None if the inputs and outputs are rows, not tokens.
         inverse_TK: required with ``d_rows_MD`` or ``d_weight_TK``.
         d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
         d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added in place; or
@@ -341,10 +342,10 @@ def place(
 
     Args:
         expert_N: expert of each assignment, -1 if dropped.
-        tile_count: assignments by tile and expert, from `drop_over_capacity`; None to count them.
+        tile_count: number of assignments by tile and expert, from `drop_over_capacity`; None to count them.
 
     Returns:
-        (perm_N, inverse_N, kept_N, count_E, end_E in int32, number of kept rows [1]).
+        The fields of a `fmoe.kernels.rows.DispatchPlan`: (perm_N, inverse_N, kept_N, count_E, end_E, num_kept).
     """
     assignments = expert_N.numel()
     tile, (tiles, _) = plan_tile(assignments, experts), tile_count_shape(assignments, experts)

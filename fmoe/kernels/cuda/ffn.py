@@ -41,14 +41,15 @@ def expert_ffn(
 ) -> Tensor:
     """Apply `fmoe.kernels.expert_ffn` to rows: [M, D] -> [M, D].
 
-    With ``perm_N``, gather the rows of tokens, apply it, and combine the results: [T, D] -> [T, D].
+    With ``perm_N``, the input is tokens: gather a row for each assignment, apply the experts, and combine their
+    outputs: [T, D] -> [T, D].
 
     Args:
         rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
         counts: number of rows of each expert, on the host. With ``perm_N``, it may be on the device.
         perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`.
         weight_TK: as in `fmoe.kernels.native.ops.expert_ffn`.
-        offsets: ``end_E`` and ``num_kept`` of the plan; None to compute them from ``counts``.
+        offsets: ``end_E`` and ``num_kept`` of the `DispatchPlan`; None to compute them from ``counts``.
         gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`.
         into_main_grad: as in `fmoe.kernels.native.ops.expert_ffn`.
 
@@ -239,7 +240,7 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
 def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
-    """Return the FLOPs of all assignments, because only the device knows how many are dropped."""
+    """Return the FLOPs of all assignments, dropped ones included: only the device knows how many are dropped."""
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 

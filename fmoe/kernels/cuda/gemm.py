@@ -31,7 +31,8 @@ class Gemms:
     Args:
         end_L: int32, end of each expert's rows.
         variant: "grouped" or "loop".
-        counts: number of rows of each expert, on the host. None makes the loop copy ``end_L``, which synchronizes.
+        counts: number of rows of each expert, on the host. With None, "loop" copies ``end_L`` to the host, which
+            synchronizes.
     """
 
     def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):

@@ -42,7 +42,7 @@ class Result:
     Attributes:
         expert_TK: -1 for padding and for assignments over capacity.
         stats: [E + 5], `fmoe.routing.RoutingStats.sums` for the losses named in `LOSSES`.
-        tile_count: assignments by tile and expert, for `calls.place`; empty without capacity.
+        tile_count: number of assignments by tile and expert, for `calls.place`; empty without capacity.
         tokens_TD: the tokens, to pass to the experts. The router's backward pass then adds the experts' gradient to its
             own. None if the tokens need no gradient.
     """
@@ -110,7 +110,7 @@ def _router(
     key: int,
     first_group: int,
 ) -> List[Tensor]:  # noqa: UP006
-    """Return the routing, and tensors for the backward pass; absent ones are empty."""
+    """Return the routing, and tensors for the backward pass; absent tensors are empty."""
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     jittered, logits = x.new_empty(0), _product32(x, weight.t())
     if half_width:
@@ -177,7 +177,7 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of the tokens, with ``d_tokens`` added, and of the weight. ``x`` has the jitter, if any."""
+    """Return the gradients of the tokens, with ``d_tokens`` added, and of the weight. ``x`` includes any jitter."""
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
     # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.

@@ -130,10 +130,10 @@ def place(
     """Sort assignments by expert, stably, with dropped ones (-1) last.
 
     Args:
-        tile_count: assignments by tile and expert (`fmoe.kernels.cuda.calls.place`); None to count them.
+        tile_count: number of assignments by tile and expert (`fmoe.kernels.cuda.calls.place`); None to count them.
 
     Returns:
-        (perm_N, inverse_TK, kept_TK, count_E, end_E in int32, number of kept rows [1]).
+        The fields of a `fmoe.kernels.rows.DispatchPlan`: (perm_N, inverse_TK, kept_TK, count_E, end_E, num_kept).
     """
     perm_N, places, kept, count_E, end_E, num_kept = calls.place(
         expert_TK.contiguous().view(-1), num_experts, tile_count

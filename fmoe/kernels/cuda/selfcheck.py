@@ -81,7 +81,10 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
 
 
 def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, near: float) -> str | None:
-    """Return a description of the router's first wrong result, or None. Jitter and capacity are too weak to matter."""
+    """Return a description of the router's first wrong result, or None.
+
+    Jitter and capacity are on, but their effect on the results is below the tolerance ``near``.
+    """
     factor, half_width, group = 100.0, 2.0**-20, (_T, 1, _T)
     x, weight = x_TD.to(device, copy=True), weight_ED.to(device, copy=True)
     flags = (False, False, 1.0, 0, 1, 1)  # weighted by the softmax over all experts

@@ -160,7 +160,7 @@ class TritonGemms:
         activation: int,
         gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Apply the first map and the activation to the rows ``x[index // per]``.
+        """Apply the first linear map and the activation to the rows ``x[index // per]``.
 
         Args:
             index_M: None to use the rows of ``x`` themselves.

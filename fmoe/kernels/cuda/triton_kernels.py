@@ -65,7 +65,7 @@ def _accumulate(
 
 @triton.jit
 def _activation(x, A: tl.constexpr):
-    """Return value and derivative of an activation, numbered as in cuda/activation.cu."""
+    """Return value and derivative of activation number A, an index in `fmoe.kernels.backends.ACTIVATIONS`."""
     if A == 0:
         phi = 0.5 * (1.0 + tl.math.erf(0.70710678118654752 * x))
         value = x * phi
@@ -91,7 +91,7 @@ def _activation(x, A: tl.constexpr):
 
 @triton.jit
 def _second(x, A: tl.constexpr):
-    """Return value and derivative of the function that gated experts apply to the second half."""
+    """Return value and derivative of a gated expert's function of the second half of the pre-activations."""
     value = x
     slope = 1.0
     if A == 4:

@@ -23,8 +23,9 @@ class Batch:
 
     Attributes:
         x: rows [M, D]; with ``perm``, tokens [T, D].
-        perm, inverse, limit: indices and number of kept rows of a plan; None for rows.
-        weight: combine weights of the plan. For rows, weights [M] that only the backward pass uses, or None.
+        perm, inverse, limit: ``perm_N``, ``inverse_TK`` and ``num_kept`` of a `fmoe.kernels.rows.DispatchPlan`; None if
+            ``x`` has rows.
+        weight: combine weights of the tokens. For rows, weights [M] that only the backward pass uses, or None.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -46,12 +47,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """M; with a plan N, because dropped assignments have rows too."""
+        """Number of rows: M, or N with ``perm``, because dropped assignments have rows too."""
         return (self.x if self.perm is None else self.perm).shape[0]
 
     @property
     def per(self) -> int:
-        """Number of assignments per token; 1 for rows."""
+        """K, the number of assignments per token; 1 without ``perm``."""
         return 1 if self.inverse is None else self.inverse.shape[1]
 
     @property
@@ -60,16 +61,16 @@ class Batch:
         return None if self.weight is None else self.weight.view(-1)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Return rows [M, .] of a tensor like ``x``; with a plan, gather them."""
+        """Return the rows of a tensor like ``x``: gather them with ``perm``; without it, return the tensor itself."""
         if self.perm is None:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
     def mixed(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Return the weighted sums of each token's rows [M, .]; without a plan, return the rows themselves.
+        """Return the weighted sum of each token's rows, [T, D]; without ``perm``, return the rows themselves.
 
         Args:
-            bias: bias of each expert, added to its rows first; in place if there is no plan.
+            bias: bias of each expert, added to its rows first; in place without ``perm``.
         """
         if self.inverse is not None:
             return calls.combine(rows, self.inverse, weight, self.limit, bias, None if bias is None else self.end)
@@ -79,7 +80,7 @@ class Batch:
 
 
 def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and the pre-activations [M, P].
+    """Return the outputs, and the pre-activations of the rows, [num_rows, P].
 
     Args:
         variant: "grouped", "loop" or "triton".
@@ -157,7 +158,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return gradients of the biases and of a plan's tokens. Complete those of the combine weights in place."""
+        """Return gradients of the biases and (with ``perm``) tokens. Complete those of the combine weights in place."""
         batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
         if inverse is None and d_weight is not None:
             inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)
@@ -175,7 +176,7 @@ class Backward:
         return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
 
     def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return gradients of rows, weights and matrices, and of the pre-activations."""
+        """Return the gradients of rows, combine weights and matrices by name, and that of the pre-activations."""
         batch, needs, d_hidden = self._batch, self._needs, None
         found: dict[str, Tensor | None] = {}
         gemms = Gemms(batch.end, variant, batch.counts)
@@ -200,7 +201,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if gradient is not None}, d_hidden
 
     def _by_triton(self, sums: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return gradients of rows, weights and matrices, and of the pre-activations."""
+        """Return the gradients of rows, combine weights and matrices by name, and that of the pre-activations."""
         batch, needs, d_hidden = self._batch, self._needs, None
         found: dict[str, Tensor | None] = {}
         gemms = TritonGemms(batch.end, batch.num_rows)

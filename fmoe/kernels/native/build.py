@@ -37,7 +37,8 @@ class Sources:
     Attributes:
         folder: folder of the files. A change of any file in it, headers included, leads to a new build.
         once: files that are compiled once.
-        by_isa: files that are compiled for each instruction set of `compiler.isas`. The macro FMOE_ISA has its name.
+        by_isa: files that are compiled for each instruction set of `compiler.isas`. The macro FMOE_ISA is the
+            name of the instruction set.
         libraries: libraries of torch to link.
     """
 
@@ -108,7 +109,7 @@ def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> P
 
 
 def last_failure(sources: Sources | None = None) -> str | None:
-    """Return the error of the last build of the same inputs if it failed, else None.
+    """Return the error of the last build of these sources, without sanitizers, if it failed, else None.
 
     Raises:
         BuildError: the system is not Linux.

@@ -128,8 +128,8 @@ def current_isa() -> str:
 def isa_limit() -> str | None:
     """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    Valid values are the names of `isas`, which turn bf16 GEMMs off. On x86-64, "avx512_bf16" is valid too, and keeps
-    bf16 GEMMs on.
+    Valid values are the names of `isas`; with any of them, the backend does not use the processor's bf16 GEMMs. On
+    x86-64, "avx512_bf16" is valid too: AVX-512 with bf16 GEMMs.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one above what torch detects.

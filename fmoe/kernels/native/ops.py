@@ -38,7 +38,8 @@ def expert_ffn(
 ) -> Tensor:
     """Apply `fmoe.kernels.expert_ffn` to rows: [M, D] -> [M, D].
 
-    With ``perm_N``, gather the rows of tokens, apply it, and combine the results: [T, D] -> [T, D].
+    With ``perm_N``, the input is tokens: gather a row for each assignment, apply the experts, and combine their
+    outputs: [T, D] -> [T, D].
 
     Args:
         rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
@@ -48,8 +49,8 @@ def expert_ffn(
             (`fmoe.kernels.rows.weigh_gradient`).
         offsets: unused; the CUDA backend has the same argument.
         into_main_grad: add the gradient of each matrix to its ``main_grad`` if that is usable (`main_grad`). Set
-            ``grad_added_to_main_grad``, as Megatron does. No other operation may use the same weights: their gradients
-            from it would be lost.
+            ``grad_added_to_main_grad``, as Megatron does. No other operation may use the same weights: its gradients
+            of them would be lost.
 
     Raises:
         NotImplementedError: an input has a forward-mode tangent.

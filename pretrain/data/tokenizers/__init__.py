@@ -75,18 +75,19 @@ def train_tokenizer(
     for byte.
 
     Args:
-        inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets; all are read to the
-            end.
+        inputs: files and folders, as for `pretrain.data.documents.find_sources`, or a `pretrain.data.streams.Mixture`;
+            all are read to the end.
         output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives byte-level BPE of
             Hugging Face ``tokenizers``; any other name gives a sentencepiece model. Both have the same special pieces.
         vocab_size: total number of pieces, including 7 special ones, the sentinels, 256 bytes and, with sentencepiece,
-            3 line characters. None for `DEFAULT_VOCAB_SIZE` or, with "bytes", for the sum of these.
+            3 line characters. None for `DEFAULT_VOCAB_SIZE` or, if ``model_type`` is "bytes", for the sum of these.
         model_type: "bpe", "unigram" or "bytes". "unigram" is only for sentencepiece, and 10 to 20 times slower to
             train. "bytes" has one token per byte; it needs an ``output`` that ends in ``.json``, but no text.
         max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, every 2nd, 4th, 8th, ... line is
             taken, so that the sample is spread evenly over the corpus.
         text_key: key or column with the text in JSON files and tables.
-        sentinels: number of pieces ``<extra_id_N>`` for T5. None for `default_sentinels` or, with "bytes", for 0.
+        sentinels: number of pieces ``<extra_id_N>`` for T5. None for `default_sentinels` or, if ``model_type`` is
+            "bytes", for 0.
         character_coverage: share of the text's characters with their own piece; the rarest are encoded in bytes. It
             has no effect on byte-level BPE.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.

@@ -108,7 +108,7 @@ class Tokenizer(ABC):
         """Return the id of a special piece such as ``"<mask>"``.
 
         Raises:
-            UserError: the model has no such special piece.
+            UserError: the tokenizer has no such special piece.
         """
         if piece not in self._special:
             raise UserError(f"the tokenizer {self.path} has no special piece {piece!r}")
@@ -120,7 +120,7 @@ class Tokenizer(ABC):
         `ROLES` lists the names that the piece may have.
 
         Raises:
-            UserError: the model has no such piece.
+            UserError: the tokenizer has no such piece.
         """
         if name == "pad" and self.pad is not None:
             return self.pad

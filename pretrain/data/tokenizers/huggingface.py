@@ -25,8 +25,9 @@ class HuggingFaceTokenizer(Tokenizer):
     A text is encoded without added tokens, truncation or padding. A special piece spelled in a text is encoded as text.
     Decoding is exact for byte-level models that do not change the text first, e.g. to lower case.
 
-    `pretrain.data.prepare.prepare` encodes a document of more than a megabyte in pieces. Tokens may differ at the
-    borders of the pieces, unless the model keeps newlines as separate tokens, as models trained by fmoe do.
+    `pretrain.data.prepare.prepare` splits a document of more than a megabyte into parts and encodes each. Tokens may
+    differ at the borders of the parts, unless the tokenizer keeps newlines as separate tokens. Those of
+    `pretrain.data.tokenizers.train_tokenizer` do.
     """
 
     def __init__(self, data: bytes, path: Path):
@@ -72,7 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def splits_digits_and_words(self) -> bool:
-        """True if the model splits text as models of `train_bytes` do, and does not normalize it."""
+        """True if the tokenizer splits text as those of `train_bytes` do, and does not normalize it."""
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
         splits = self._model.pre_tokenizer
         ours = _splits(tokenizers)
@@ -110,7 +111,7 @@ def _characters_of_bytes() -> list[str]:
 
 
 def _splits(tokenizers: Any) -> Any:
-    """Return the pre-tokenizer of models trained here: newlines, digits, then GPT-2's words."""
+    """Return the pre-tokenizer of `train_bytes`: it splits off newlines and digits, and the rest into GPT-2's words."""
     return tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split("\n", "isolated"),

@@ -341,7 +341,7 @@ def test_a_disk_that_fills_up_during_a_build(tmp_path, monkeypatch):
     def make(folder, is_locked):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(BuildError, match=f"^building a library in {tmp_path} failed: No space left .*; FMOE_CACHE "):
+    with pytest.raises(BuildError, match=f"^building a library in {tmp_path} failed: No space left.*; set FMOE_CACHE "):
         cache.get("key", make, what="a library")
 
 

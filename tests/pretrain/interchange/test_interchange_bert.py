@@ -136,12 +136,12 @@ REFUSED = {
         {"num_experts": 8, "linear_bias": False},
         "model.num_experts=8 is not supported by megatron-bert, the nearest family: use 0: .* no BERT with experts",
     ),
-    "no biases": ({"linear_bias": False}, "model.linear_bias=false is not supported by megatron-bert, .* use true"),
-    "rotary positions": ({"position": "rope"}, "model.position=rope .* use learned_absolute"),
+    "no biases": ({"linear_bias": False}, "model.linear_bias=false is not supported by megatron-bert, .* use .*=true"),
+    "rotary positions": ({"position": "rope"}, "model.position=rope .* use .*=learned_absolute"),
     "no segments": ({"segment_types": 0}, "model.segment_types=0 .* at least 1"),
-    "rms": ({"norm": "rms"}, "model.norm=rms .* use layer"),
-    "another activation": ({"activation": "gelu_tanh"}, "model.activation=gelu_tanh .* use gelu"),
-    "untied": ({"tie_embeddings": False}, "model.tie_embeddings=false .* use true"),
+    "rms": ({"norm": "rms"}, "model.norm=rms .* use model.norm=layer"),
+    "another activation": ({"activation": "gelu_tanh"}, "model.activation=gelu_tanh .* use .*=gelu"),
+    "untied": ({"tie_embeddings": False}, "model.tie_embeddings=false .* use .*=true"),
     "wide heads": ({"head_dim": 64}, "model.head_dim=64 .* hidden_size / num_heads"),
 }
 

@@ -34,7 +34,7 @@ QWEN2 = {"num_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True}
 ALL_HEADS = {"qk_norm": True, "qk_norm_over": "all"}
 
 REFUSED = {
-    "LayerNorm": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
+    "LayerNorm": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use .*=rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
     "not gated": ({"gated": False}, "auto", "model.gated=false"),
     "learned positions": ({"position": "learned_absolute"}, "auto", "model.position=learned_absolute"),
@@ -59,9 +59,9 @@ REFUSED = {
     "further tokens": ({"mtp_layers": 1}, "auto", "model.mtp_layers=1"),
     "finer experts": ({"granularity": 2}, "auto", "model.granularity=2"),
     "drops in evaluation": ({"eval_capacity_factor": 3.9}, "auto", "model.eval_capacity_factor=3.9"),
-    "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not supported by qwen3_moe: use true"),
+    "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not supported by qwen3_moe: use model.qk_norm=true"),
     "qk_norm": ({"qk_norm": True}, "mixtral", "model.qk_norm=true"),
-    "dense layers": ({"moe_layers": (2,)}, "auto", "model.qk_norm=false .* qwen3_moe, the nearest .*: use true"),
+    "dense layers": ({"moe_layers": (2,)}, "auto", "model.qk_norm=false .* qwen3_moe, the nearest .*: use .*=true"),
     "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
     "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
     "switch": ({"gate": "switch", "jitter": 0.0}, "mixtral", "model.gate=switch"),
@@ -71,15 +71,15 @@ REFUSED = {
         "qwen2_moe",
         "model.shared_expert_gate=false",
     ),
-    "norms of each head": ({"qk_norm": True}, "olmoe", "model.qk_norm_over=head .* use all"),
+    "norms of each head": ({"qk_norm": True}, "olmoe", "model.qk_norm_over=head .* use .*=all"),
     "norms of all heads": (ALL_HEADS | {"moe_every": 2}, "olmoe", "model.moe_every=2"),
     "norms of all wide heads": (ALL_HEADS | {"head_dim": 64}, "olmoe", "model.head_dim=64"),
-    "scaled embeddings": ({"embedding_scale": 2.0}, "mixtral", "model.embedding_scale=2.0 .* use 1.0"),
+    "scaled embeddings": ({"embedding_scale": 2.0}, "mixtral", "model.embedding_scale=2.0 .* use .*=1.0"),
     "scaled, weights as they are": ({"residual_scale": 2.0, "normalize": False}, "granitemoe", "model.normalize=false"),
-    "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use true"),
+    "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use .*=true"),
     "biases": ({"qkv_bias": True}, "mixtral", "model.qkv_bias=true"),
     "a gate of another family": ({"gate": "sparsemixer"}, "mixtral", "model.gate=sparsemixer"),
-    "an output bias": ({"output_bias": True}, "mixtral", "model.output_bias=true .* use false"),
+    "an output bias": ({"output_bias": True}, "mixtral", "model.output_bias=true .* use .*=false"),
     "another gate": (PHIMOE | {"gate": "naive"}, "phimoe", "model.gate=naive .* use sparsemixer"),
     "three experts a token": (PHIMOE | {"top_k": 3}, "phimoe", "model.top_k=3 .* use 2"),
     "biases of inputs alone": (PHIMOE | {"qkv_bias": True}, "phimoe", "model.attention_output_bias=false .*qkv_bias"),
@@ -87,7 +87,7 @@ REFUSED = {
     "a gated shared expert": (
         QWEN2 | {"qk_norm": True},
         "auto",
-        "model.qk_norm=true .* qwen2_moe, the nearest .*: use false",
+        "model.qk_norm=true .* qwen2_moe, the nearest .*: use model.qk_norm=false",
     ),
 }
 

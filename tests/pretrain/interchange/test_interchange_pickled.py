@@ -106,7 +106,7 @@ def test_messages_name_the_type_of_a_value_not_the_value():
     doubled = []
     for _ in range(45):
         doubled = [doubled, doubled]
-    with pytest.raises(ValueError, match="a list is not a size"):
+    with pytest.raises(ValueError, match=r"stride \(a list\) must have integers"):
         _size(doubled)
 
 
