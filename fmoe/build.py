@@ -131,7 +131,10 @@ class Spec:
             )
         for key, value in (self.exchange_options or {}).items():
             if self.expert_tensor_group is not None and key in ("max_rows", "shadow"):
-                raise UserError(f"exchange_options.{key}={value!r} is not supported with expert_tensor_group: omit it")
+                raise UserError(
+                    f"exchange_options.{key}={value!r} is not supported with expert_tensor_group: omit "
+                    f"exchange_options.{key}"
+                )
         gate = GATES.get(self.gate or "naive") if isinstance(self.gate, str | None) else self.gate
         unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and getattr(gate, "__module__", "").startswith("fmoe."):  # a gate of yours may have other losses

@@ -8,7 +8,7 @@ import difflib
 import importlib
 import inspect
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from numbers import Integral, Real
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -18,6 +18,11 @@ EXIT_USAGE = 2
 
 class UserError(ValueError):
     """Invalid input. The message is one line: the full name of the key, the value, and the limit it violates."""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 3, 7`` for a message."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class MissingPackageError(UserError, ImportError):

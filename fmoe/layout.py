@@ -199,10 +199,10 @@ class LocalTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Tokens whose first dimension is spread over the ranks of ``group``. An entry is one index along it.
+    """Partition of tokens over the ranks of ``group``, along the first dimension.
 
     Attributes:
-        lengths: number of entries of each rank; rank 0 has the first ones.
+        lengths: size of the first dimension on each rank; rank 0 has the first part.
     """
 
     group: dist.ProcessGroup
@@ -210,13 +210,13 @@ class TokenShards:
 
     @classmethod
     def of_slices(cls, length: int, group: dist.ProcessGroup) -> "TokenShards":
-        """Return the shards that `take_slice` makes of ``length`` entries."""
+        """Return the shards that `take_slice` makes of a first dimension of size ``length``."""
         bounds = [slice_bounds(length, rank, group.size()) for rank in range(group.size())]
         return cls(group, tuple(end - begin for begin, end in bounds))
 
     @classmethod
     def of_equal_parts(cls, length: int, group: dist.ProcessGroup) -> "TokenShards":
-        """Return shards of ``length`` entries per rank, as in sequence parallelism."""
+        """Return shards with a first dimension of size ``length`` on each rank, as in sequence parallelism."""
         return cls(group, (length,) * group.size())
 
     @property
@@ -225,32 +225,32 @@ class TokenShards:
 
     @property
     def length(self) -> int:
-        """Number of entries on all ranks."""
+        """Size of the first dimension over all ranks."""
         return sum(self.lengths)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First entry of this rank, and the entry after its last."""
+        """This rank's range (begin, end) of the first dimension."""
         begin = sum(self.lengths[: self.group.rank()])
         return begin, begin + self.lengths[self.group.rank()]
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """Return the entries of all ranks, given this rank's entries ``x``; differentiable.
+        """Concatenate the parts ``x`` of all ranks along the first dimension; differentiable.
 
         Args:
             full: the result, if this rank already has it. The forward pass then communicates nothing.
             alike: False sums the gradients of all ranks. True takes this rank's own gradient, without communication.
                 True requires that all ranks compute the same from the result. A value that depends only on one rank's
-                entries may be computed on that rank alone.
+                part may be computed on that rank alone.
         """
         return _Gather.apply(x, full, self, alike)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's entries of the sum of ``x`` over ranks; differentiable."""
+        """Return this rank's part of the sum of ``x`` over ranks; differentiable."""
         return _ReduceScatter.apply(x, self)
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Return this rank's entries of ``x``, which has ``rows`` rows per entry."""
+        """Return this rank's part of ``x``, whose first dimension is ``rows`` times as long as `length`."""
         begin, end = self.bounds
         return x.narrow(0, begin * rows, (end - begin) * rows)
 

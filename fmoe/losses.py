@@ -165,7 +165,7 @@ class AuxLosses:
 
     Attributes:
         metrics: statistics since they were last reset.
-        counts_evaluation: whether forward passes in evaluation are counted too (`fmoe.metrics.counting`).
+        counts_evaluation: whether forward passes in evaluation mode are counted too (`fmoe.metrics.counting`).
         observer: the gate's ``record``, called with each routing that is counted in training; None if absent. Under
             torch.compile only the losses and statistics of that routing are valid.
     """
@@ -216,7 +216,8 @@ class AuxLosses:
     def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
         """Return the combine weights, whose backward pass also adds the gradients of the losses.
 
-        With ``is_manual``, the losses wait for `collect` instead. Without ``training``, the losses are ignored.
+        With ``is_manual``, the losses wait for `collect` instead. Without ``training`` or under ``torch.no_grad()``,
+        the losses are ignored.
 
         Args:
             share: factor of the losses on this rank (``loss_share`` of `fmoe.layout.LocalTokens`).
@@ -246,7 +247,7 @@ class AuxLosses:
         return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
-        """Return the gradient of each loss, ``scale() * more * factors``, in float32; ``more=None`` counts as 1."""
+        """Return each loss's gradient, float32: ``scale()`` times its entry of ``factors``, times ``more`` if given."""
         scale = self.scale()
         if not isinstance(scale, Tensor):
             factors = tuple(factor * scale for factor in factors)
@@ -269,8 +270,8 @@ class AuxLosses:
         """Return the outputs, whose backward pass counts the routing statistics of this forward pass once.
 
         In training, the backward pass counts, because activation checkpoints repeat the forward pass. If no output
-        requires a gradient, the forward pass counts. While gradients are disabled, nothing counts. In evaluation, the
-        forward pass counts, but only with ``counts_evaluation``.
+        requires a gradient, the forward pass counts; under ``torch.no_grad()``, nothing is counted. In evaluation
+        mode, the forward pass counts if ``counts_evaluation`` is set; otherwise nothing is counted.
 
         Args:
             weight_TK: result of `attach`.
@@ -314,7 +315,7 @@ class AuxLosses:
         return sum(pending[1:], pending[0]) if pending else None
 
     def _offer(self, total: Tensor) -> None:
-        """Queue a loss for `collect`, but not in a recomputation."""
+        """Queue a loss for `collect`, but not while an activation checkpoint recomputes."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.pending.append(total)
             self._has_offered = True
@@ -352,7 +353,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class _AttachEach(torch.autograd.Function):
-    """`_AttachLoss` for the loss ``sum(more * factors * losses)``."""
+    """Attach each loss to ``x`` as `_AttachLoss` does, times its entry of ``factors`` and times ``more``, if given."""
 
     @staticmethod
     def forward(

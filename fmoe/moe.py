@@ -132,7 +132,7 @@ class MoE(nn.Module):
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
 
     def result(self, outputs: list[Tensor], expert_call: ExpertCall) -> Any:
-        """Return the layer's output, given the tensors of `finish` in the shape of the layer's input."""
+        """Return the layer's output. ``outputs`` are the tensors of `finish`, in the shape of the layer's input."""
         return outputs[0]
 
     def facts(self, x: Any) -> dict[str, object]:
@@ -207,7 +207,7 @@ class MoE(nn.Module):
             parameter.allreduce = False
 
     def _mark_parameters(self) -> None:
-        """Mark the experts' parameters again, in case other tensors replaced them (`fmoe.runtime.ownership`)."""
+        """Set the attribute ``allreduce`` of the experts' parameters again, in case other tensors replaced them."""
         experts = self._modules.get("experts")
         if experts is None:
             return

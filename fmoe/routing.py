@@ -16,10 +16,7 @@ from fmoe.errors import UserError
 
 
 class Shards(Protocol):
-    """Tokens whose first dimension is spread over the ranks of a group (`fmoe.layout.TokenShards`).
-
-    The indices along this dimension are called entries.
-    """
+    """Partition of tokens over the ranks of a group, along the first dimension (`fmoe.layout.TokenShards`)."""
 
     @property
     def length(self) -> int: ...
@@ -197,7 +194,7 @@ class RoutingGroups:
         return self.split(mask_T, pad=False)
 
     def key_on_host(self, purpose: str) -> int:
-        """Return the number from which a kernel derives the noise keys of all groups; not under torch.compile."""
+        """Return the number from which a kernel derives the noise keys of all groups; unsupported by torch.compile."""
         if self._key is None:
             self._key = self.noise_key()
         return random.key(int(self._key), purpose)
@@ -252,7 +249,7 @@ class RoutingGroups:
 
     @property
     def _rows(self) -> int:
-        """Tokens per entry of the dimension along which tokens are spread over ranks."""
+        """Number of tokens per index of the dimension that ``shards`` spreads over ranks; 1 without ``shards``."""
         return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:

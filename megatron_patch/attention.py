@@ -203,7 +203,8 @@ class SDPAttention(DotProductAttention):
 
     def _refuse_context(self, what: str) -> None:
         if self.context_group is not None:
-            raise UserError(f"context_parallel_size={self.context_group.size()} is not supported with {what}: use 1")
+            size = self.context_group.size()
+            raise UserError(f"context_parallel_size={size} is not supported with {what}: use context_parallel_size=1")
 
     def _attend(
         self,
@@ -215,7 +216,8 @@ class SDPAttention(DotProductAttention):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attend with dropout by `HeadDropout`: queries, keys, values and the result are [b, heads, s, head width].
-        ``mask`` is a float tensor, added to the scores, or a bool tensor, True where a query must not see a key."""
+        ``mask`` is a float tensor, added to the scores, or a bool tensor, True where a query must not see a key.
+        ``sinks_H`` are the learned softmax offsets, one per head."""
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = (query * self.softmax_scale) @ key.transpose(2, 3)

@@ -31,7 +31,10 @@ def is_needed() -> bool:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark bf16 weights for products in float32: those of embeddings and of linear layers outside experts."""
+    """Mark the bf16 weights that `forward_in_float32` and `backward_in_float32` multiply in float32.
+
+    These are the weights of embeddings and of linear layers outside experts.
+    """
     for module in model.modules():
         is_dense = isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert
         is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight the output layer may share
@@ -54,7 +57,8 @@ def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
 
 
 def forward_in_float32(forward: Callable) -> staticmethod:
-    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.forward`` to multiply marked weights in float32."""
+    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.forward`` to multiply in float32 the weights that
+    `mark_weights` has marked."""
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, *settings):
@@ -74,7 +78,8 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
 
 def backward_in_float32(backward: Callable) -> staticmethod:
-    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.backward`` to multiply marked weights in float32."""
+    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.backward`` to multiply in float32 the weights that
+    `mark_weights` has marked."""
 
     @functools.wraps(backward)
     def wrapped(ctx, grad):

@@ -108,7 +108,7 @@ _STREAM = _NullStream()
 
 
 def _constant(value: Any) -> Callable[[Any], Any]:
-    """Return a ``make`` for `Patch` that replaces a function with one that always returns ``value``."""
+    """Return the ``make`` of a `Patch` that replaces any function with one that always returns ``value``."""
     return lambda old: lambda *args, **kwargs: value
 
 
@@ -162,7 +162,8 @@ def _splits_as_numpy(move: Callable) -> Callable:
 
 
 def _max_without_indices(largest: Callable) -> staticmethod:
-    """Return the largest logit of each token, but not its index, whose search would take most of the time."""
+    """Make `calculate_logits_max` find each token's largest logit without its index, which would take most of the
+    time."""
 
     def calculated(vocab_parallel_logits):
         logits = vocab_parallel_logits.float()
@@ -243,7 +244,7 @@ def install() -> bool:
     calls do nothing.
 
     Returns:
-        True if `PATCHES` are applied, False if torch sees a GPU.
+        True if `PATCHES` of this module are applied, False if torch sees a GPU.
 
     Raises:
         UserError: the version of megatron-core is not supported, or it lacks a name that a patch replaces.

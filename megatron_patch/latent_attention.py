@@ -39,7 +39,7 @@ class LatentAttention(MLASelfAttention):
 def _gather(
     config: MLATransformerConfig, module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather all columns of the down projection from all ranks, as Megatron-core expects of a replicated layer. Under
+    """Forward hook that gathers all columns of the down projection's output, which Megatron-core expects here. Under
     sequence parallelism, return this rank's slice of the tokens: Megatron-core then gathers the rotary keys."""
     columns, bias = output
     whole = gather_from_tensor_model_parallel_region(columns)

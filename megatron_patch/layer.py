@@ -152,7 +152,10 @@ class MegatronMoE(MoE):
         self.to(device=None if on_cpu else torch.cuda.current_device(), dtype=self.config.params_dtype)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer's number, to which ``layer_offset`` is added. A new number draws gate and experts again."""
+        """Set the layer's number to ``layer_number`` plus the layer's ``layer_offset``.
+
+        If this changes the number, all weights of the layer are initialized again.
+        """
         layer_number += self._layer_offset
         if layer_number != self.layer_number:
             self.layer_number = self.aux.layer_number = layer_number
@@ -296,7 +299,8 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return two groups: of ranks with the same tokens, and of ranks with successive slices of the sequences."""
+    """Return the group of ranks with the same tokens, and the group of ranks with successive slices of the
+    sequences."""
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)

@@ -46,13 +46,13 @@ class Stack(NamedTuple):
 
 
 def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
-    """Return the model's transformer blocks (`stacks`), after a check that the model can be converted.
+    """Return the model's transformer blocks (`stacks`), after a check that its MLPs can be replaced.
 
     Args:
         caller: name of the calling function, for the error message.
 
     Raises:
-        UserError: the model is not one of `MODELS`, or cannot be converted.
+        UserError: the model is not one of `MODELS`, is wrapped, or already has MoE layers of fmoe.
     """
     if not isinstance(model, MODELS):
         names = ", ".join(kind.__name__ for kind in MODELS)
@@ -128,8 +128,8 @@ def fmoefy(
         upcycle: initialize every expert from the MLP of its layer. By default experts are drawn at random, because
             copies of an untrained MLP would only make all experts equal. Through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
-        granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`. ``num_experts`` counts
-            these smaller experts.
+        granularity: m, so that experts have 1 / m of the MLP's hidden units, as in `fmoe.fmoefy`. ``num_experts``
+            counts these smaller experts.
         seed: seed of the run. Seed and layer number determine routers, new experts and noise.
         options: other arguments of `MegatronMoE`.
 
@@ -195,7 +195,7 @@ def _refuse_norm_in_mlp(where: str, mlp: Any) -> None:
 def _make(
     layer: Any, granularity: int, block: Block | None, how: Upcycling | None, options: dict[str, Any]
 ) -> MegatronMoE:
-    """Build the MoE layer that replaces the layer's MLP, with experts from ``block`` or new ones."""
+    """Build the MoE layer that replaces the layer's MLP. Copy its experts from ``block``, the old MLP, if given."""
     config = layer.config
     width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) if block is None else block.d_hidden
     options = {"d_hidden": max(width // granularity, 1), **options}

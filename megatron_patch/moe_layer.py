@@ -116,7 +116,7 @@ def sharded_names() -> dict[str, str]:
 
 
 def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
-    """Convert GroupedMLP: ``weight1`` stores L matrices [D, P] one after the other, ``weight2`` L matrices [H, D]."""
+    """Convert GroupedMLP, whose ``weight1`` and ``weight2`` store the matrices of all experts one after the other."""
     first, second = left.pop("experts.weight1"), left.pop("experts.weight2", None)
     if second is None:
         raise UserError("experts.weight2 is missing")

@@ -66,7 +66,8 @@ def mtp_block_spec(
 
     Args:
         layer_spec: spec of a transformer layer.
-        keyed_spec: the same spec with keyed weights (`megatron_patch.initialization.keyed_layer_spec`).
+        keyed_spec: ``layer_spec`` after `megatron_patch.initialization.keyed_layer_spec`, which determines the initial
+            weights.
         norm: class of the norms; None for Megatron-core's choice.
     """
     block = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, vp_stage=vp_stage)
@@ -88,7 +89,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield the transformer layer of each MTP module, with the offset from ``layer_number`` to its number in the
+    """Yield the transformer layer of each MTP module, and what to add to its ``layer_number`` to get its number in the
     model."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:

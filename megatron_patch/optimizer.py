@@ -93,12 +93,12 @@ def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
 
 
 def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
-    """Update an optimizer after a change of ``shard.main``, and optionally replace the optimizer's state for it.
+    """Update the optimizer of a shard after the tensor ``shard.main`` was changed.
 
     An optimizer that runs on the host keeps copies of its parameters there. These are updated too.
 
     Args:
-        state: the new state, by name; None keeps the old one.
+        state: new optimizer state of ``shard.main``, by name, such as ``exp_avg``; None keeps the old one.
     """
     own, main = shard.optimizer, shard.main
     if not isinstance(own, HybridDeviceOptimizer):
@@ -120,7 +120,7 @@ def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
     """Return the model's parameters that an inner optimizer (from `optimizers`) updates.
 
     For the distributed optimizer, these are the parameters that any data parallel rank updates, in the same order on
-    each.
+    every rank.
     """
     if isinstance(part, DistributedOptimizer):
         # All parameters in the order of the buffers, which is equal on all data parallel ranks.
@@ -144,8 +144,8 @@ def build_optimizer(
         options: arguments of ``get_megatron_optimizer``.
 
     Raises:
-        UserError: the version of megatron-core is not supported, or it lacks a name to replace; an optimizer that needs
-            whole tensors would get slices of them; Muon does not support a weight.
+        UserError: the version of megatron-core is not supported, or it lacks a name that a patch replaces; an optimizer
+            that needs whole tensors would get slices of them; Muon does not support a weight.
     """
     patches.install()
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
@@ -191,8 +191,8 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
     if isinstance(optimizer, Adafactor) and size > 1:
         key = "expert_tensor_parallel_size" if is_expert(shard.parameter) else "tensor_model_parallel_size"
         raise UserError(
-            f"Adafactor factors whole matrices: {key}={size}, which splits them, is not supported: use 1, or another "
-            "optimizer"
+            f"Adafactor factors whole matrices: {key}={size}, which splits them, is not supported: use {key}=1, or "
+            "another optimizer"
         )
 
 

@@ -72,7 +72,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def _sum_partial_gradients(reduce: Callable) -> Callable:
-    """Make ``reduce`` also sum, over tensor parallel ranks, the gradients of parameters marked `PARTIAL`."""
+    """Make ``reduce`` also sum gradients of parameters with the attribute `PARTIAL` over tensor parallel ranks."""
 
     @functools.wraps(reduce)
     def reduced(model, config, tp_group=None, *args, **kwargs):
@@ -92,7 +92,8 @@ def _sum_partial_gradients(reduce: Callable) -> Callable:
 
 
 def _norm_of_slices(new: Callable) -> staticmethod:
-    """Allow torch's norms under sequence parallelism, and make Megatron sum their gradients over the slices."""
+    """Allow torch's norms under sequence parallelism, and make Megatron sum the gradients of their weights over the
+    slices of the sequences."""
 
     @functools.wraps(new)
     def made(cls, config, *args, **kwargs):
@@ -122,7 +123,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Make the constructor first set the attributes of fmoe's parameters that it reads, such as ``allreduce``."""
+    """Make the constructor set attributes of fmoe's parameters, such as ``allreduce``, before it reads them."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):

@@ -153,7 +153,9 @@ class RelativeAttention(SelfAttention):
         """
         for name, value in (("inference_context", inference_context), ("packed_seq_params", packed_seq_params)):
             if value is not None:
-                raise UserError(f"{name} is not supported with the relative positions of Transformer-XL: pass None")
+                raise UserError(
+                    f"{name} is not supported with the relative positions of Transformer-XL: pass {name}=None"
+                )
         query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
         if self.memory is not None:
             _, old_key, old_value = self.get_query_key_value_tensors(self.memory)[:3]

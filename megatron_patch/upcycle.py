@@ -21,7 +21,7 @@ from megatron_patch.layer import MegatronMoE
 
 
 def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
-    """Return the MLP of a transformer layer as a `Block`, from which experts are copied.
+    """Return the MLP of a transformer layer and its name; experts are copied from the `Block` in it.
 
     Args:
         granularity: number of experts into which the MLP is split.
@@ -52,7 +52,7 @@ def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
     if hidden not in (None, config.ffn_hidden_size) and hidden * granularity != block.d_hidden:
         raise UserError(
             f"moe_ffn_hidden_size={hidden} is not supported with upcycle=True: {name}, from which experts are copied, "
-            f"has {block.d_hidden} hidden units; use None"
+            f"has {block.d_hidden} hidden units; use moe_ffn_hidden_size=None"
         )
     return Found(name, "megatron", block)
 
@@ -116,7 +116,7 @@ def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
     if (group := layer.spec.expert_tensor_group) is not None:
         raise UserError(
             f"expert_tensor_parallel_size={group.size()}, which splits experts, is not supported with upcycle=True: "
-            "use 1, or upcycle=False"
+            "use expert_tensor_parallel_size=1, or upcycle=False"
         )
     like = block.tensors[0]
     layer.to(like.device, like.dtype)

@@ -54,10 +54,11 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
 
     Args:
         is_launcher: True in the launcher, which holds only ``launch.lock``. False on rank 0, which holds ``run.lock``
-            and, if no launcher passed it a token, also ``launch.lock``.
+            and, if no launcher set the environment variable `TOKEN`, also ``launch.lock``.
 
     Yields:
-        The lock's token. The launcher passes it to the ranks in the environment variable `TOKEN`.
+        The token of ``launch.lock``, a random string in the file. The launcher passes it to its ranks in `TOKEN`, so
+        that they can check that the launcher still holds this lock.
 
     Raises:
         UserError: another run holds the folder (the message names its holder), or the folder is not writable.

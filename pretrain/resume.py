@@ -74,7 +74,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
     if checkpoint.step > recipe.train.steps:
         raise UserError(
             f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}: "
-            "increase it"
+            "increase train.steps"
         )
 
 
@@ -134,8 +134,8 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     number, old_number = len(recipe.data.train), len(then["train"])
     if number != old_number:
         raise UserError(
-            f"data.train has {number} corpora, but had {old_number} when {checkpoint.path} was written: restore them "
-            "to resume"
+            f"data.train has {number} corpora, but had {old_number} when {checkpoint.path} was written: restore "
+            "data.train to resume"
         )
     digests = [*was["corpora"], *[None] * (number - len(was["corpora"]))]
     for files in zip(recipe.data.train, then["train"], now["corpora"], digests, strict=True):
@@ -181,7 +181,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
     Raises:
         UserError: ``resume`` is None, but the folder holds a run already; there is no checkpoint, or it is damaged;
-            ``resume`` is a path, and the folder's newest checkpoint is not the one at the path.
+            ``resume`` is a path, but ``folder`` has checkpoints and its newest one is not the one at the path.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:

@@ -28,7 +28,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from fmoe.errors import EXIT_USAGE, UserError
+from fmoe.errors import EXIT_USAGE, UserError, ranks_text
 from pretrain import lock, process
 from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
@@ -164,7 +164,7 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
         text = f"torchrun {_ending_of(code)}"
     lines.append(f"fmoe train: error: {text}")
     if len(failed) > 1:
-        lines.append(f"  ended after it     rank {', '.join(str(other['rank']) for other in failed[1:])}")
+        lines.append(f"  ended after it     {ranks_text([other['rank'] for other in failed[1:]])}")
     if log is not None and log.exists():
         lines.append(f"  torchrun's log     {log}")
     sys.stderr.write("\n".join(lines) + "\n")

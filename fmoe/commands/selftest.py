@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fmoe import parallel, random
 from fmoe.cli import Parser
-from fmoe.errors import UserError
+from fmoe.errors import UserError, ranks_text
 from fmoe.exchange import build_exchange
 from fmoe.experts.ffn import ExpertCall
 from fmoe.moe import MoE
@@ -57,7 +57,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all cases and print a report on rank 0.
+    """Compare layers split over ranks with unsplit ones, time the exchanges, and print a report on rank 0.
 
     Returns:
         Exit code, the same on all ranks: 0 if everything agrees, else 1.
@@ -195,9 +195,9 @@ def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
     raised = {rank: values["raised"] for rank, values in enumerate(told) if values and "raised" in values}
     result.is_broken = bool(silent or raised)
     if silent:
-        result.failed.append(f"{case}: {_ranks(silent)} did not answer")
+        result.failed.append(f"{case}: {ranks_text(silent)} did not answer")
     for message in dict.fromkeys(raised.values()):
-        result.failed.append(f"{case}: {_ranks([r for r, m in raised.items() if m == message])}: {message}")
+        result.failed.append(f"{case}: {ranks_text([r for r, m in raised.items() if m == message])}: {message}")
     if result.is_broken:
         return result
     for what in _QUANTITIES:
@@ -205,18 +205,14 @@ def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
         result.errors[what] = max(errors, key=lambda error: (error != error, error))  # nan is the worst
         if wrong := [rank for rank, error in enumerate(errors) if not error <= limit]:
             result.failed.append(
-                f"{case}: {what} on {_ranks(wrong)} differs from one process: "
+                f"{case}: {what} on {ranks_text(wrong)} differs from one process: "
                 f"relative error {result.errors[what]:.1e}, limit {limit:.0e}"
             )
     return result
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"
-
-
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
-    """Return this rank's errors by quantity. Each expert-parallel group has its own global batch."""
+    """Return the relative errors of this rank's part of a split layer. Each expert-parallel group has its own batch."""
     ep, ep_rank = groups.ep, groups.moe_group.rank()
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
     # An auxiliary loss is a mean over a rank's routing groups, and the split layer's gradients are those of the sum of

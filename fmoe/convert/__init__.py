@@ -111,7 +111,10 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return the function of the first converter that supports the model, or None; and the names of the converters."""
+    """Return the first converter's function for the whole model, or None; and the names of the converters.
+
+    Converters are the entry points ``fmoe.converters`` of installed packages.
+    """
     names = []
     for entry in entry_points(group="fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds
@@ -180,7 +183,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
     if isinstance(options.get("gate"), nn.Module) and len(chosen) > 1:
         raise UserError(
             f"gate is a single {type(options['gate']).__name__}, but {len(chosen)} layers need one each: "
-            "pass its class or name with gate_options"
+            "pass the gate's class or name, and gate_options"
         )
     for name, _, block in chosen:
         if block.module is model and block.install is None:
@@ -203,7 +206,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
 def plan_blocks(
     chosen: list[Found], *, upcycle: bool, exact: bool, noise: float, options: dict[str, Any]
 ) -> Upcycling | None:
-    """Return the plan for upcycling the chosen blocks; None if ``upcycle`` is False or no block is chosen.
+    """Return the settings for upcycling the chosen blocks; None if ``upcycle`` is False or no block is chosen.
 
     Args:
         options: options of `fmoe.build.Spec`, with ``num_experts`` and `fmoefy`'s ``granularity``.
@@ -212,7 +215,7 @@ def plan_blocks(
         UserError: see `fmoefy`.
     """
     if noise and not upcycle:
-        raise UserError(f"noise={noise} is not supported with upcycle=False, which draws new experts: use 0")
+        raise UserError(f"noise={noise} is not supported with upcycle=False, which draws new experts: use noise=0")
     if not upcycle or not chosen:
         return None
     expert_options = options.get("expert_options") or {}
@@ -249,7 +252,7 @@ NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
 def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> MoE:
-    """Return an MoE layer of the block's sizes, dtype, device and mode; without a plan ``how``, its experts are new."""
+    """Return an MoE layer of the block's sizes, dtype, device and mode; if ``how`` is None, its experts are new."""
     options = {"sequence_first": block.sequence_first, **options}
     granularity = options.pop("granularity")
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))

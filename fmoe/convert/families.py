@@ -291,10 +291,10 @@ FAMILIES: dict[str, Finder] = {
 
 
 def register_family(name: str, find: Finder) -> None:
-    """Make `fmoe.fmoefy` call ``find`` on the modules of a model, before the finders registered earlier.
+    """Make `fmoe.fmoefy` call ``find`` on the modules of a model, before the functions of families registered earlier.
 
     Args:
-        name: name of the family in messages; an earlier finder of the same name is replaced.
+        name: name of the family in messages; an earlier family of the same name is replaced.
         find: function that gets a module. It returns a list with a `Block` for each feed-forward block of this module
             that is not a block of a submodule.
     """
@@ -303,7 +303,7 @@ def register_family(name: str, find: Finder) -> None:
 
 
 class Found(NamedTuple):
-    """A block, its name in the model, and the family whose finder returned it."""
+    """A block, its name in the model, and the family (`register_family`) whose function ``find`` returned it."""
 
     name: str
     family: str
@@ -313,8 +313,8 @@ class Found(NamedTuple):
 def find_blocks(model: nn.Module) -> list[Found]:
     """Return the feed-forward blocks of ``model`` in the order of their modules; a module used twice counts once.
 
-    A module's blocks come from the first finder that returns any. The submodules of a module that is itself a block
-    are not searched.
+    A module's blocks come from the first function ``find`` (`register_family`) that returns any. The submodules of a
+    module that is itself a block are not searched.
     """
     return search(model)[0]
 

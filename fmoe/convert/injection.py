@@ -226,7 +226,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the output map's input has the derivatives of `follows`' formula, and uses no parameter."""
+        """Return whether the output map's input has the block formula's derivatives, and depends on no parameter."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -317,7 +317,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def limit(like: Tensor) -> float:
-    """Return the largest `difference` that rounding explains."""
+    """Return the largest `difference` that rounding explains in the dtype of ``like``."""
     if not like.is_floating_point():
         return 0.0
     return (2 if torch.finfo(like.dtype).bits == 16 else 16) * torch.finfo(like.dtype).eps

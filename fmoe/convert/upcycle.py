@@ -35,7 +35,7 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Upcycling:
-    """Plan for making experts of a dense block.
+    """Settings with which `upcycle_` makes experts from a dense block.
 
     Attributes:
         scale: factor of the experts' output maps (weight and bias).
@@ -52,10 +52,11 @@ class Upcycling:
 
 @torch.no_grad()
 def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
-    """Fill the experts of ``layer`` from ``block``, and change its router if ``how`` requires it.
+    """Fill the experts of ``layer`` from ``block``.
 
-    The experts are `fmoe.experts.FFNExperts` with H / granularity hidden units. Like initial weights, noise depends on
-    (seed of the layer, global expert id, name of the parameter).
+    The router's weight changes too if ``how.is_quiet`` is True or ``how.granularity`` is above 1. The experts are
+    `fmoe.experts.FFNExperts` with H / granularity hidden units. Like initial weights, noise depends on (seed of the
+    layer, global expert id, name of the parameter).
     """
     experts, width = layer.experts, block.d_hidden // how.granularity
     for local in range(experts.weight_in.shape[0]):
@@ -96,7 +97,7 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """Find, by trials on small layers, the plan that leaves the model's output unchanged but for ``noise``.
+    """Find, by trials on small layers, settings that leave the model's output unchanged but for ``noise``.
 
     Args:
         build: returns an MoE for a block, with all options of the final layers.
@@ -120,7 +121,7 @@ def plan_upcycling(
     if layer.shared is not None and share_T.isnan().all():
         raise UserError(
             "shared_expert is not supported with upcycle=True: its output would be added to that of the dense block; "
-            "omit it, or pass upcycle=False"
+            "omit shared_expert, or pass upcycle=False"
         )
     if not exact:
         share = share_T.nanmedian().item()

@@ -55,8 +55,8 @@ def build_exchange(
         options: options of the exchange.
 
     Raises:
-        UserError: the name or an option is unknown, or an option has a wrong type. In a group of several ranks also if
-            an option's value is invalid, or the number of ranks does not divide ``num_experts``.
+        UserError: the name or an option is unknown, or an option has a wrong type. A group of several ranks also raises
+            if an option's value is invalid, or the number of ranks does not divide ``num_experts``.
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")

@@ -28,7 +28,7 @@ _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
 
 class _Agreed(NamedTuple):
-    """Result of an exchange of counts. ``shadowed``: (id, number of this rank's rows) of each shadowed expert."""
+    """Result of `AllToAllExchange._agree`. ``shadowed``: (id, number of this rank's rows) of each shadowed expert."""
 
     tensors: list[Tensor]
     on_host: list[Counts]
@@ -95,8 +95,8 @@ class AllToAllExchange(base.GroupExchange):
         """Return the parameters of this rank's first expert. Raise UserError if experts cannot be shadowed."""
         if (shadow := getattr(experts, "shadow", None)) is None:
             raise UserError(
-                f"exchange_options.shadow={self.shadow} is not supported for {type(experts).__name__}: it needs "
-                "FFNExperts, or modules of one class without buffers"
+                f"exchange_options.shadow={self.shadow} is not supported for {type(experts).__name__}: shadow "
+                "needs FFNExperts, or modules of one class without buffers"
             )
         if getattr(experts, "_is_fsdp_managed_module", False):
             raise UserError(f"exchange_options.shadow={self.shadow} is not supported with fully_shard: use shadow=0")
@@ -117,11 +117,11 @@ class AllToAllExchange(base.GroupExchange):
         return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), agreed.depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Join the exchange of counts with no rows and a flag for the failure, so that all ranks raise."""
+        """Send counts of zero rows and a failure flag to the other ranks, so that all ranks raise."""
         self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
     def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
-        """Exchange the counts of rows, and a flag per rank: its backward depth, or a larger number if it failed."""
+        """Exchange the counts of rows, and a flag per rank: its ``depth``, or a larger number if it failed."""
         shadowed, count_E = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else ([], count_E)
         flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
         tensors, received = self._exchange_counts(count_E, flag)
@@ -174,8 +174,8 @@ class AllToAllExchange(base.GroupExchange):
         """Exchange counts and flags.
 
         Returns:
-            Counts [P, X + 1]: sent in the first hop, then received in each hop. The last column of the last tensor
-                holds flags, among them the largest of all ranks.
+            Counts [P, X + 1] for P peers and X experts: those sent in the first hop (all-to-all), then those received
+                in each hop. The last column of the last tensor holds flags, among them the largest of all ranks.
             The received counts of each hop, without the last column.
         """
         send = count_E.view(self.ep_size, self.num_local_experts)
@@ -186,7 +186,10 @@ class AllToAllExchange(base.GroupExchange):
     def _hops(
         self, tensors: list[Tensor], on_host: list[Counts]
     ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """Return each hop's counts, those received in the last, and the order of experts in sent rows (None: by id)."""
+        """Return the counts of each hop (all-to-all), the counts received in the last hop, and the order of sent rows.
+
+        The order is a list of expert ids, or None for ascending ids.
+        """
         send, receive = ([row[:-1] for row in rows] for rows in on_host)
         return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
 
@@ -209,10 +212,10 @@ def _to_host(tensors: list[Tensor]) -> list[Counts]:
 
 
 class RowDispatch:
-    """Base class: permutes, exchanges and combines rows.
+    """Base class of dispatches, which permute, exchange and combine rows.
 
-    If any rank needs the gradients of its combine weights, the weights are sent too, as a tensor [M]. Their gradients
-    come back (`fmoe.kernels.rows.weigh_gradient`).
+    If any rank needs the gradients of its combine weights, the weights are sent too, as a tensor [M]. The backward
+    pass sends their gradients back (`fmoe.kernels.rows.weigh_gradient`).
 
     Attributes:
         plan: order of this rank's rows.
@@ -233,10 +236,10 @@ class RowDispatch:
         return [combine_unsaved(y, weight_TK, self.plan) for y in self.through(*rows, experts=experts)]
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Return the outputs of the experts for rows in the order of the plan.
+        """Return the outputs of the experts for ``rows``, which are in the order of ``self.plan``.
 
         Args:
-            rows: tensors [M, ...]. At the depth `base.WEIGHTS`, the last one holds the combine weights.
+            rows: tensors [M, ...]. If ``self.depth`` is `base.WEIGHTS`, the last one holds the combine weights.
         """
         raise NotImplementedError
 
@@ -274,9 +277,10 @@ class ChunkedDispatch(RowDispatch):
     """Sends rows in chunks. While the experts compute a chunk, the next one is sent and the previous one is returned.
 
     Args:
-        plan: orders rows by chunk, with the rows of shadowed experts at the end.
+        plan: order of this rank's rows: by chunk, with the rows of shadowed experts at the end.
         chunks: a dispatch for each chunk.
-        shadowed: experts whose rows stay on this rank; None if there are none.
+        shadowed: experts whose weights are sent to all ranks, so that their rows stay on this rank; None if there are
+            none.
         is_bounded: process the chunks one after the other without overlap, and recompute them in the backward pass.
     """
 

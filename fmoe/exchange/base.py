@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, ranks_text
 from fmoe.exchange.collectives import PeerError, Traffic, all_gather, broadcast, monitor_of
 from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
@@ -81,7 +81,7 @@ class Exchange(Protocol):
         Args:
             name: the layer's name in errors.
             facts: function of ``x`` that returns settings by name, which must be equal on all ranks. Called only in the
-                first session.
+                first forward pass.
             experts: the experts of this rank.
             x: the layer's input.
             gate_runs_collectives: whether the gate itself runs collectives. An error of this rank then also reaches the
@@ -139,10 +139,10 @@ class GroupExchange:
             raise
 
     def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
-        """Compare settings between ranks. This runs in the first session.
+        """Compare settings between ranks, before the first forward pass.
 
         Raises:
-            UserError: the facts differ between ranks.
+            UserError: a setting in ``facts``, or an option of the exchange, differs between ranks.
         """
         check_consistency(self.group, {**facts, "exchange": self.describe()}, device)
 
@@ -176,7 +176,7 @@ class GroupExchange:
         raise NotImplementedError
 
     def agreed_depth(self, own: int, largest: int) -> int:
-        """Return the depth for this rank, given its own depth and the largest of all ranks (`open`).
+        """Return the ``depth`` that this rank uses, given its own and the largest of all ranks (`open`).
 
         Raises:
             UserError: this rank trains while another one runs without gradients.
@@ -202,7 +202,7 @@ class GroupExchange:
     def exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
         """Return the vector ``head`` of every rank, on the host.
 
-        A rank that failed passes a vector that begins with 1. Then every rank raises.
+        The vector begins with 1 on a rank that failed, else with 0. If any rank failed, every rank raises.
 
         Args:
             error: the error of this rank; None if it did not fail.
@@ -262,7 +262,7 @@ class GroupSession:
 
 
 def _backward_depth(inputs: list[Tensor], weight_TK: Tensor, experts: nn.Module) -> int:
-    """Return this rank's backward depth (`GroupExchange.open`)."""
+    """Return how far this rank's backward pass reaches: the argument ``depth`` of `GroupExchange.open`."""
     if not torch.is_grad_enabled():
         return NO_GRAD
     reached = {WEIGHTS: [weight_TK], TOKENS: inputs, 1: experts.parameters()}
@@ -294,8 +294,8 @@ def raise_on_all_ranks(
     broadcast(group, message, failed[0], "sharing of an error").wait(for_host=True)
     if error is not None:
         raise error
-    ranks = ", ".join(str(dist.get_global_rank(group, rank)) for rank in failed)
-    agreed = PeerError(f"rank {ranks} failed in {monitor_of(group).context}, before the exchange: {_as_text(message)}")
+    ranks = ranks_text([dist.get_global_rank(group, rank) for rank in failed])
+    agreed = PeerError(f"{ranks} failed in {monitor_of(group).context}, before the exchange: {_as_text(message)}")
     agreed.is_agreed = True
     raise agreed
 
@@ -331,7 +331,7 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
         if len(values) > 1:
             ranks = [dist.get_global_rank(group, rank) for rank, value in enumerate(column) if value != values[0]]
             raise UserError(
-                f"{rows[0].get('name')}: {name}={' or '.join(values[1:])} on rank {', '.join(map(str, ranks))}, "
+                f"{rows[0].get('name')}: {name}={' or '.join(values[1:])} on {ranks_text(ranks)}, "
                 f"but {values[0]} on the other ranks of moe_group"
             )
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe.errors import ranks_text
 from fmoe.kernels import memory
 from fmoe.runtime import collectives
 
@@ -137,8 +138,8 @@ class GroupMonitor:
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
         """Wait until ``work`` on a GPU is complete, so that the host can read its result.
 
-        It gives up shortly before the group's timeout, when the watchdog of nccl would end the process without a
-        `PeerError`.
+        The wait ends shortly before the group's timeout, because nccl's watchdog would end the process at the timeout,
+        without a `PeerError`.
 
         Raises:
             PeerError: another rank failed, is gone, or did not join within 9/10 of the group's timeout.
@@ -182,7 +183,9 @@ class GroupMonitor:
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within {limit} {seconds:g} s")
 
     def broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
-        """Return the error for a broken connection or the backend's timeout; it names the ranks that have not reported.
+        """Return the error for a broken connection or the backend's timeout.
+
+        It names the ranks that have not reported to the store that they wait for this collective.
 
         Args:
             begin: ``time.monotonic()`` at the start of the wait. Other ranks report after `PATIENCE`
@@ -234,7 +237,7 @@ class GroupMonitor:
             )
         if not absent:
             return "every rank answered, but the collective did not complete"
-        return f"rank {', '.join(map(str, absent))} did not answer"
+        return f"{ranks_text(absent)} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
         """Return the store's answer, or None. A store that does not answer in time is not asked again."""
@@ -375,7 +378,7 @@ def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False
         for_host: whether the host waits; otherwise only the current stream does. On the CPU, the host always waits.
 
     Raises:
-        PeerError: another rank failed, which one-sided copies do not notice.
+        PeerError: another rank failed, is gone or does not respond.
     """
     all_reduce(group, torch.zeros(1, dtype=torch.int32, device=device), what="fence").wait(for_host)
 

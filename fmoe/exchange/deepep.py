@@ -127,7 +127,7 @@ class DeepEPExchange(GroupExchange):
         return _Sent(self, expert_TK, layout, sent, received, depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Join the exchange of counts with a flag and no tokens, so that all ranks raise."""
+        """Send counts of zero tokens and a failure flag to the other ranks, so that all ranks raise."""
         head = torch.zeros(3 + self.ep_size, dtype=torch.int64, device=device)
         head[0] = 1
         self.exchange_heads(head, error)

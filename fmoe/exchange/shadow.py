@@ -46,6 +46,7 @@ class Cost:
         gradients, there and back. The third is 2 transfers of each shadowed expert: parameters and gradients.
 
         Args:
+            loads_WE: number of rows that each of W ranks has for each of E experts.
             num_local: number of experts per rank.
             shadows: ids of experts.
         """
@@ -61,9 +62,10 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Return the experts whose weights to send to all ranks: the n hottest, with the n that makes the pass fastest.
+    """Return the experts whose weights to send to all ranks: the n hottest, with the n that minimizes `Cost.seconds`.
 
     Args:
+        loads_WE: number of rows that each of W ranks has for each of E experts.
         num_local: number of experts per rank.
         most: upper bound on n.
     """

@@ -141,8 +141,8 @@ def build_experts(
         raise UserError(f"expert_options={dict(options)!r} need a named expert or FFNExperts: set them on your expert")
     if isinstance(expert, nn.Module):
         raise UserError(
-            f"expert is one module, {type(expert).__name__}: pass a function of d_model that returns one, or "
-            f"{num_experts} modules"
+            f"expert is one module, {type(expert).__name__}: pass a list of {num_experts} modules, or a function of "
+            "d_model that returns a module"
         )
     sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:

@@ -279,14 +279,15 @@ def fastest_ffn(
     gated: bool = False,
     **plan: object,
 ) -> Tensor:
-    """Compute `ffn` with the fastest of ``ours`` and ``others``, which are measured at the first step of each size.
+    """Compute `ffn` with the fastest of fmoe's operation ``ours`` and the backends ``others``.
 
-    ``plan`` holds further keyword arguments of `ffn`.
+    They are timed at the first use of each input size. ``plan`` holds further keyword arguments of `ffn`.
 
-    With ``is_training``, the measurement includes the backward pass, even where gradients are disabled. A recomputation
-    thus uses the same operation as its forward pass. A candidate whose results are wrong on this device is left out,
-    with a warning. "te" is also left out if the counts are on the device, because the host would wait for them in each
-    step. While a CUDA graph is captured, nothing is measured, and ``ours`` computes sizes that are not measured yet.
+    With ``is_training``, the measurement includes the backward pass, even where gradients are disabled. The
+    recomputation of activation checkpointing thus uses the same operation as the forward pass. A candidate whose
+    results are wrong on this device is left out, with a warning. "te" is also left out if the counts are on the device,
+    because the host would wait for them in each step. While a CUDA graph is captured, nothing is measured, and ``ours``
+    computes sizes that are not measured yet.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -322,8 +323,10 @@ def _with_gradients(
     gated: bool,
     plan: dict[str, object],
 ) -> list[Tensor]:
-    """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
-    gradients."""
+    """Run an operation and, in training, its backward pass, apart from the caller's graph.
+
+    Return the output and the gradients. ``plan`` holds further keyword arguments of the operation.
+    """
     device = next(t.device.type for t in given if t is not None)
     # A checkpoint around the caller must not see the tensors saved here, and a selective checkpoint must not see the
     # operations: a recomputation does not repeat them.

@@ -228,7 +228,7 @@ class FFNExperts(Stacked):
 
     @property
     def wants_row_keys(self) -> bool:
-        """True if `forward` needs ``keys_R``, so that dropout does not depend on how the job is split over ranks."""
+        """True if `forward` needs ``keys_R``, random keys that make dropout independent of the split over ranks."""
         return self.dropout > 0
 
     def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
@@ -236,7 +236,7 @@ class FFNExperts(Stacked):
 
         Args:
             counts_L: number of rows of each expert; a tensor on the CPU or numbers.
-            keys_R: int64, key of the dropout noise of each row; None draws the noise from torch's default generator.
+            keys_R: int64, random key (seed) of each row's dropout; None draws dropout from torch's default generator.
         """
         return self._run((self.weight_in, self.bias_in, self.weight_out, self.bias_out), rows_RD, counts_L, keys_R)
 
@@ -356,8 +356,8 @@ class ExpertCall:
         training: whether dropout drops hidden units.
 
     Attributes:
-        needs_keys: whether the last tensor of rows must be keys from which dropout is drawn, int64 [R, 1]
-            (`FFNExperts.wants_row_keys`).
+        needs_keys: whether the last tensor of ``rows`` must be the random keys of the rows, int64 [R, 1], from which
+            dropout is drawn (`FFNExperts.wants_row_keys`).
 
     Raises:
         UserError: tokens and experts have different dtypes, and autocast is off.

@@ -43,7 +43,7 @@ class DistributedGroupedDataParallel(nn.Module):
             raise UserError("auto_allreduce=True is not supported: call allreduce_params() after the backward pass")
         for name in groups:
             if not name.endswith("_group"):
-                raise UserError(f"{name}= is not supported: pass a group as NAME_group=")
+                raise UserError(f"{name}= is not supported: names of groups end in _group, such as dp_group=")
         self.module = module
         self.comms = {name.removesuffix("_group"): group for name, group in groups.items() if group is not None}
         for name in ("dp", "gate", "moe", "world"):

@@ -29,7 +29,7 @@ class FasterGate(NaiveGate):
 
     Attributes:
         ne_per_node: number of experts per node.
-        ogn_ratio: value of FMOE_TOPO_OUTGOING_FRACTION.
+        ogn_ratio: value of the environment variable FMOE_TOPO_OUTGOING_FRACTION, by default 0.14.
         mask: bool [E], True for experts of other nodes.
     """
 

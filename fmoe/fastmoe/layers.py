@@ -31,7 +31,7 @@ from fmoe.runtime.adapters import adapted
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """`LocalTokens` of a nest of tensors, a pytree of lists, tuples and dicts.
+    """`LocalTokens` of an input that is a nest of tensors: a pytree of lists, tuples and dicts.
 
     Attributes:
         nest: structure of the input.
@@ -43,7 +43,10 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Layout of pytrees of tensors that agree in every dimension but the last. Experts get rows of all tensors."""
+    """`Layout` of inputs that are pytrees of tensors, which agree with each other in every dimension but the last.
+
+    Experts get rows of all tensors.
+    """
 
     def split(
         self,
@@ -135,7 +138,7 @@ class NestedCall(ExpertCall):
 
 
 def _of(part: str, name: str) -> property:
-    """Return a property that reads and writes the attribute ``name`` of a part of the layer."""
+    """Return a property of a layer that reads and writes ``layer.<part>.<name>``."""
 
     def get(layer):
         return getattr(getattr(layer, part), name)
@@ -210,7 +213,7 @@ class FMoE(MoE):
             for key, value in foreign.items():
                 if value is not None:
                     raise UserError(
-                        f"{key} is an argument of FastMoE's signature (num_expert=): omit it with num_experts="
+                        f"{key} is an argument of FastMoE's signature (num_expert=): with num_experts=, omit {key}"
                     )
             options |= {"d_model": d_model, "num_experts": num_experts, "top_k": top_k, "gate": gate}
             expert = "ffn" if expert is None else expert
@@ -262,8 +265,10 @@ class FMoE(MoE):
         return self.experts(inp, fwd_expert_count)
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Name the group that averages gradients (`DistributedGroupedDataParallel`): "gate" for the gate's gradients,
-        ``expert_dp_comm`` for those of the experts."""
+        """Set the parameters' attribute ``dp_comm``: "gate" for the gate, ``expert_dp_comm`` for the experts.
+
+        It names the group over which `DistributedGroupedDataParallel` averages gradients.
+        """
         mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
         self._expert_dp_comm = expert_dp_comm

@@ -17,8 +17,8 @@ class FMoELinear(Stacked):
     """A linear map per expert: ``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
 
     Args:
-        num_expert: L.
-        in_feat, out_feat: I and O.
+        num_expert: L, the number of experts.
+        in_feat, out_feat: I and O, the widths of input and output.
         bias: whether to add a bias, initialized to zero.
         rank: part of FastMoE's signature, ignored; weights are drawn from torch's default generator.
     """

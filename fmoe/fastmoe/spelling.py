@@ -87,7 +87,7 @@ def translate(
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
-    """Tag parameters with ``dp_comm``, the name of the group over which their gradients are averaged."""
+    """Set the parameters' attribute ``dp_comm`` to ``comm``, the name of the group that averages their gradients."""
     part: Any
     for part in module.parameters():
         part.dp_comm = comm
@@ -96,6 +96,6 @@ def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
 
 
 def tag_missing(parameters: Iterable[Any], comm: str) -> None:
-    """Tag the parameters that lack a tag, such as copies and new parameters."""
+    """Set the attribute ``dp_comm`` of the parameters that lack it, such as copies and new parameters."""
     for parameter in parameters:
         parameter.dp_comm = getattr(parameter, "dp_comm", comm)

@@ -31,7 +31,7 @@ class FMoETransformerMLP(FMoE):
     """`FMoE` with two-layer feed-forward experts, which replaces a transformer's MLP.
 
     It has the two signatures of `FMoE`. With FastMoE's signature, each expert is a module with two `FMoELinear` maps,
-    ``htoh4`` and ``h4toh``, and the parameters are tagged for `DistributedGroupedDataParallel`.
+    ``htoh4`` and ``h4toh``, and the parameters have the attribute ``dp_comm`` of `DistributedGroupedDataParallel`.
 
     Args:
         num_expert: FastMoE's signature only; see `FMoE`.

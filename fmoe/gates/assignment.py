@@ -16,11 +16,11 @@ _NO_MOVE = 1 << 60
 
 @torch.no_grad()
 def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | None = None) -> Tensor:
-    """Assign one expert to every token so that the loads of experts in a routing group are as even as possible.
+    """Assign one expert to every token so that the experts' loads in a routing group are as even as possible.
 
-    Loads differ by at most one, unless -inf scores or ``load_GE`` prevent it. Among such assignments, the result has
-    the maximal sum of scores. For this sum, scores are rounded to multiples of 2^-32 times the group's largest absolute
-    score.
+    `fmoe.routing.RoutingGroups` defines routing groups. Loads (numbers of tokens) differ by at most one, unless -inf
+    scores or ``load_GE`` prevent it. Among such assignments, the result has the maximal sum of scores. For this sum,
+    scores are rounded to multiples of 2^-32 times the group's largest absolute score.
 
     Args:
         scores_GSE: -inf for experts that a token must not get; every token must have an expert left.
@@ -56,8 +56,10 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
-    """Return prices of the experts at which the tokens spread roughly evenly. They come from the column scalings of
-    Sinkhorn's iteration at decreasing temperatures."""
+    """Return a price per expert, [G, E]; tokens that choose by score minus price spread roughly evenly.
+
+    The prices come from the column scalings of Sinkhorn's iteration at decreasing temperatures.
+    """
     # The prices decide between solutions of equal sum. They are rounded, because rounding errors vary with the number
     # of groups in a matrix product.
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
@@ -78,8 +80,10 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
 
 
 def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
-    """Move tokens along the cheapest chains of experts until no chain helps. Positions without a token are E in
-    ``expert_GS``, and -1 in the result."""
+    """Return ``expert_GS`` after moves of tokens along the cheapest chains of experts, until no chain helps.
+
+    Positions without a token are E in ``expert_GS``, and -1 in the result.
+    """
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
     floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)

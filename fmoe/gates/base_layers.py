@@ -11,10 +11,10 @@ from fmoe.routing import RoutingGroups
 class BaseRouter(TopKRouter):
     """Gate that assigns tokens to experts evenly (BASE layers, arXiv 2103.16716).
 
-    In training, the experts' numbers of tokens in a routing group differ by at most one. Among such assignments, the
-    sum of the logits is maximal. The paper approximates this linear assignment problem by an auction; here it is solved
-    exactly. In evaluation, each token takes its K best experts. The weight is ``sigmoid(logit)``. There is no auxiliary
-    loss.
+    In training, the experts' numbers of tokens in a routing group (`fmoe.routing.RoutingGroups`) differ by at most one.
+    Among such assignments, the sum of the logits is maximal. The paper approximates this linear assignment problem by
+    an auction; here it is solved exactly. In evaluation, each token takes its K best experts. The weight is
+    ``sigmoid(logit)``. There is no auxiliary loss.
 
     The paper assigns one expert per token. For K > 1 the assignment runs K times. Each round excludes the experts that
     a token already has, and balances the loads of all rounds so far.

@@ -13,14 +13,14 @@ from fmoe.routing import RoutingGroups
 class ExpertChoiceRouter(TopKRouter):
     """Gate in which experts choose tokens (Expert Choice, arXiv 2202.09368).
 
-    In a routing group of S tokens, each expert takes the ``C = ceil(c * S / E)`` tokens with the highest probability
-    for it, weighted by that probability. Every expert is exactly full. A token gets c experts on average (more if C is
-    rounded up), and may get none.
+    In a routing group of S tokens (`fmoe.routing.RoutingGroups`), each expert takes the ``C = ceil(c * S / E)`` tokens
+    with the highest probability for it, weighted by that probability. Every expert is exactly full. A token gets c
+    experts on average (more if C is rounded up), and may get none.
 
     The experts of a token depend on the later tokens of its group. A causal language model would see the future.
 
-    In the result, a token's row lists its experts, best first, padded with -1. The rows are as long as the largest
-    number of experts of any token, at least 1. While torch.compile traces, their length is E.
+    In the returned `Routing`, a token's row lists its experts, best first, padded with -1. The rows are as long as the
+    largest number of experts of any token, at least 1. While torch.compile traces, their length is E.
 
     Args:
         top_k: the default of ``capacity_factor``.

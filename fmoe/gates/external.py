@@ -16,7 +16,7 @@ from fmoe.runtime.adapters import adapted
 
 
 def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
-    """Return the gate's decision, checked if the gate is not a `Router` or ``check`` is set.
+    """Call the gate, and return its `Routing`. It is checked if the gate is not a `Router` or ``check`` is set.
 
     A gate takes ``(x_TD, groups)`` or only ``x_TD``, and returns a `Routing` or FastMoE's ``(index, score)``.
 

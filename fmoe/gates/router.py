@@ -31,7 +31,7 @@ class Scores:
     """Logits and probabilities of a router, at least float32.
 
     Attributes:
-        x_TD: the router's input. If the gate has `Router.routes_by_logits`, these are this rank's tokens only, in their
+        x_TD: the router's input. If `Router.routes_by_logits` is True, these are this rank's tokens only, in their
             own dtype.
         logits_TE: the router's output.
         probs_TE: softmax of the logits, or other scores that sum to one.
@@ -67,7 +67,7 @@ class Router(nn.Module):
         num_experts: E, the number of experts on all ranks.
         top_k: K, experts per token; None for the gate's own default.
         capacity_factor: in training, an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments
-            of a routing group; None for no limit (dropless).
+            of a routing group (`fmoe.routing.RoutingGroups`); None for no limit (dropless).
         eval_capacity_factor: the same in evaluation. It does not default to ``capacity_factor``.
 
     Raises:
@@ -189,7 +189,9 @@ class TopKRouter(Router):
             eval_capacity_factor=eval_capacity_factor,
         )
         if balance_group is not None and "balance" not in self.common_losses:
-            raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss: omit it")
+            raise UserError(
+                f"balance_group is given, but {type(self).__name__} has no balance loss: omit balance_group"
+            )
         self.balance_group, self.runs_collectives = balance_group, balance_group is not None
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))

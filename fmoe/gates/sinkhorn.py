@@ -16,10 +16,10 @@ from fmoe.routing import RoutingGroups
 class SinkhornRouter(TopKRouter):
     """Gate that chooses experts by scores that Sinkhorn's iteration balances (S-BASE, arXiv 2202.01169).
 
-    Megatron-core calls it "sinkhorn" load balancing. In each routing group, rows and columns of ``exp(logits)`` are
-    scaled until each token's row sums to one and each expert's column to S / E. Loads are only nearly even, because the
-    sums of scores are balanced, but a token takes only its K largest scores. Where balanced scores are equal, as in a
-    group of one token or of equal tokens, the logits decide.
+    Megatron-core calls it "sinkhorn" load balancing. In each routing group (`fmoe.routing.RoutingGroups`), rows and
+    columns of ``exp(logits)`` are scaled until each token's row sums to one and each expert's column to S / E. Loads
+    are only nearly even, because the sums of scores are balanced, but a token takes only its K largest scores. Where
+    balanced scores are equal, as in a group of one token or of equal tokens, the logits decide.
 
     Combine weights are ``sigmoid(logit)`` for K = 1, and the softmax over all experts for K > 1. Evaluation chooses by
     the logits.
@@ -58,9 +58,9 @@ class SinkhornRouter(TopKRouter):
         return Choice(expert_TK, weight_TE.gather(-1, expert_TK))
 
     def balance(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the logits plus the logarithm of the columns' scaling, [T, E].
+        """Return the logits plus the logarithm of the factor by which each expert's column is scaled, [T, E].
 
-        The rows' scaling is left out, because it does not change a token's order of experts.
+        The factors of the rows are left out, because they do not change a token's order of experts.
         """
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         prices = _prices_op if torch.compiler.is_compiling() else _prices
@@ -68,7 +68,7 @@ class SinkhornRouter(TopKRouter):
 
 
 def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
-    """Return each token's experts, best first: by balanced scores, or by logits if these differ only by rounding."""
+    """Return each token's experts, best first, by balanced scores. Scores equal up to rounding rank by logits."""
     largest_T1 = balanced_TE.amax(-1, keepdim=True)
     size_T1 = 1 + logits_TE.abs().amax(-1, keepdim=True) + balanced_TE.abs().amax(-1, keepdim=True)
     steps_TE = ((balanced_TE - largest_T1) / (64 * torch.finfo(balanced_TE.dtype).eps * size_T1)).round()
@@ -78,7 +78,7 @@ def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
 
 
 def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Return the negative logarithm of the columns' scaling, [G, E]."""
+    """Return the negative logarithm of the factor by which each expert's column is scaled, [G, E]."""
     valid_GS1 = valid_GS.unsqueeze(-1)
     log_share_G1 = (valid_GS1.sum(1).to(logits_GSE.dtype) / logits_GSE.shape[-1]).clamp(min=1e-9).log()
     price_GE = logits_GSE.new_zeros(logits_GSE.shape[0], logits_GSE.shape[2])

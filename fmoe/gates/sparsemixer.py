@@ -27,8 +27,9 @@ class SparseMixerRouter(TopKRouter):
     to one. Training samples by Gumbel noise; evaluation takes the largest logit.
 
     In training, the weight of an expert other than the most probable one is divided by 3 with probability 3/4, but its
-    gradient is not. The two cases are the nodes 1/3 and 1 of Heun's third-order quadrature. It integrates the change of
-    the loss from a zero output to the expert's output. This change replaces the loss in the score-function estimator.
+    gradient is not. The factors 1/3 and 1 are the nodes of Heun's third-order quadrature. The quadrature approximates
+    the change of the loss between a zero output and the expert's output. This change replaces the loss in the
+    score-function estimator.
 
     Args:
         margin: maximum relative distance to the largest logit; twice ``router_jitter_noise`` of Phi-3.5-MoE.

@@ -11,10 +11,10 @@ from fmoe.routing import RoutingGroups
 class SwipeRouter(TopKRouter):
     """Top-k routing that moves tokens from full experts to others (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate).
 
-    In training, each expert is limited to an even share of the routing group. First choices are assigned first: an
-    expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others are moved. Second choices follow, up
-    to ``ceil(2 tokens / E)`` including the first ones, and so on. Evaluation moves no tokens. Weights are a softmax
-    over the logits of the final experts.
+    In training, each expert is limited to an even share of the routing group (`fmoe.routing.RoutingGroups`). First
+    choices are assigned first: an expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others are
+    moved. Second choices follow, up to ``ceil(2 tokens / E)`` including the first ones, and so on. Evaluation moves no
+    tokens. Weights are a softmax over the logits of the final experts.
 
     FastMoE moves a token to the next expert with room, which may be one that the token already has. Here, a token's
     experts differ. The moved tokens make loads as even as possible, with the maximal sum of their logits.

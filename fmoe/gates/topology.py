@@ -18,9 +18,10 @@ _LADDER = (0.125, 0.25, 0.5, 1.0)
 class TopologyRouter(TopKRouter):
     """Top-k routing with a logit bonus for experts on the token's node (FasterMoE's topology-aware gate, PPoPP'22).
 
-    Experts are chosen by ``logit + bonus * [expert is on the token's node]``. Each routing group gets the largest of
-    the bonuses ``bonus * {1, 1/2, 1/4, 1/8, 0}`` that keeps every expert's load within a limit. The limit is ``skew``
-    times the even share of the group's assignments, or the largest load without a bonus if that is more.
+    Experts are chosen by ``logit + bonus * [expert is on the token's node]``. Each routing group
+    (`fmoe.routing.RoutingGroups`) gets the largest of the bonuses ``bonus * {1, 1/2, 1/4, 1/8, 0}`` that keeps every
+    expert's load within a limit. The limit is ``skew`` times the even share of the group's assignments, or the largest
+    load without a bonus if that is more.
 
     Weights are the softmax over the logits of the chosen experts, without the bonus. The gate has the balance and z
     losses of the gate "naive", and equals it on a single node. Choices depend on the node of a token, and therefore on

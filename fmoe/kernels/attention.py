@@ -38,7 +38,8 @@ def causal_attention(
         window: number of keys that a query sees, up to and including its own; None for all of them.
         sinks_H: logit of each head's attention sink; None for no sinks.
         seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see. It must also hide all keys
-            after the query. None shows each query all keys up to its own position. The window applies in both cases.
+            after the query. None shows each query all keys up to its own position. ``window`` applies with and without
+            this mask.
         dropout: dropout rate of the attention probabilities.
     """
     queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
@@ -65,9 +66,9 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend within a window, given as many keys as queries.
+    """Return the attention outputs for a sliding window, given as many keys as queries.
 
-    Each block of queries sees the keys of its own block and of the previous one.
+    It computes blocks of ``window`` queries, which see the keys of their own block and of the previous one.
     """
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
@@ -95,7 +96,10 @@ def _attend(
     sinks_H: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attend under the mask ``seen``. Without a mask, attend causally; a single query then sees all keys."""
+    """Return the attention outputs under the mask ``seen``; for None, under the causal mask.
+
+    For None, a single query sees all keys.
+    """
     is_causal = seen is None and query.shape[2] > 1
     width = value.shape[-1]
     if sinks_H is not None:
@@ -115,7 +119,10 @@ def _attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the sink as the first key and, if causal, an unused first query."""
+    """Return query, key and value with the attention sink as an additional first key.
+
+    If causal, they also have an additional first query, whose output is not used.
+    """
     score_H = sinks_H.to(torch.promote_types(sinks_H.dtype, torch.float32)) / scale
     high_H = score_H.to(query.dtype)
     low_H = (score_H - high_H).to(query.dtype)  # rounding error of the first term in 16 bits

@@ -32,8 +32,8 @@ def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
     """Return whether `fmoe.kernels.native.ops.expert_ffn` takes these arguments.
 
-    The backend must be loaded, and the activation must be one of `ACTIVATIONS`. All tensors must be on the CPU, and
-    have the same dtype: float32 or bfloat16.
+    The native backend must be loaded, and the activation must be one of `ACTIVATIONS`. All tensors must be on the CPU,
+    and have the same dtype: float32 or bfloat16.
     """
     given = [rows, *(p for p in parameters if p is not None)]
     return (
@@ -74,6 +74,7 @@ def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = N
     """Return whether `fmoe.kernels.cuda.rows` can permute, combine and reorder these rows.
 
     Args:
+        others: other inputs of the operation, such as combine weights.
         dtype: dtype of the result; None for the dtype of the rows.
     """
     is_matrix = rows.dim() == 2 and rows.is_floating_point()
@@ -81,7 +82,7 @@ def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = N
 
 
 def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
-    """Return whether CUDA kernels can sort these assignments by expert, and drop those over capacity."""
+    """Return whether CUDA kernels can sort the assignments ``expert_TK`` by expert, and drop those over capacity."""
     return cuda_takes(expert_TK) and num_experts <= MAX_EXPERTS
 
 

@@ -67,15 +67,17 @@ def get(
     its result or its error. On a file system without locks, several processes may build the entry.
 
     Args:
-        make: function that builds the entry, called with the folder and whether the lock is held. It builds in a
-            `workplace` and ends with `publish`, or with `publish_failure` and a BuildError.
+        make: function that builds the entry, called with the cache folder and whether the lock is held. It builds in
+            the folder from `workplace`, and returns the path from `publish`. If the build fails, it calls
+            `publish_failure` and raises a BuildError.
         what: name of the library in messages.
         cannot: error to raise if a build is needed and there is no compiler; None if there is one.
         force: build even if the entry exists.
-        instead_of: `identity` of an entry that did not load. It is not returned again.
+        instead_of: `identity` of an entry that did not load. That entry is not returned again.
 
     Raises:
-        BuildError: ``cannot``, a failed build, or no usable cache folder; the message has one line.
+        BuildError: there is no compiler (``cannot``), the build fails, or no cache folder is usable; the message has
+            one line.
     """
     if not force:
         found = find(key, suffix)
@@ -170,7 +172,7 @@ def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
 def workplace(folder: Path, key: str, is_locked: bool) -> Path:
     """Create and return a temporary folder for a build.
 
-    If the lock is held, also remove the folders that killed builds of this key left behind.
+    With ``is_locked``, also remove the folders of earlier builds of this key that were killed.
     """
     if is_locked:
         _remove_workplaces(folder, key)
@@ -181,7 +183,7 @@ def publish(library: Path, folder: Path, key: str) -> Path:
     """Move a built library into the cache, and return the path of the entry.
 
     Remove the key's older entries and failure report. Also remove the least recently used entries, so that at most
-    `KEEP` with this suffix remain.
+    `KEEP` with the library's suffix remain.
     """
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
@@ -254,7 +256,7 @@ def clean() -> int:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return (inode, modification time) of a file; None if the file system does not give them.
+    """Return (inode, modification time) of a file; None if the file is missing or inaccessible.
 
     At least one of the two changes if the file is replaced.
     """
@@ -292,7 +294,7 @@ def _distrust(folder: Path) -> str | None:
 
 
 def _lock(path: Path, what: str) -> tuple[int, bool]:
-    """Return the handle of the lock file, and whether it is locked."""
+    """Wait for other processes and lock a file; return its handle, and whether it is locked."""
     while True:
         # O_CLOEXEC: a compiler that inherited the handle would hold the lock after this process ends.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

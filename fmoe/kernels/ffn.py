@@ -115,7 +115,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _kernels(activation: Callable[[Tensor], Tensor]) -> Kernels | None:
-    """Return the kernels of GELU, SiLU or ReLU; None for any other function."""
+    """Return the forward and backward kernels of GELU, SiLU or ReLU; None for any other function."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return (
             functools.partial(_aten.gelu.out, **activation.keywords),
@@ -146,7 +146,7 @@ class _Between:
         return memory.empty((self._most_rows, width), self._like)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
-        """Map [n, P] to [n, H]."""
+        """Return the activation of ``hidden_nP``: [n, P] -> [n, H]."""
         return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class _GatedBetween(_Between):
 
 
 class _ClampedBetween:
-    """`_Between` for `SwiGLUOAI`, in float32 at least."""
+    """`_Between` for `SwiGLUOAI`, computed at least in float32."""
 
     def __init__(self, activation: SwiGLUOAI, like: Tensor):
         self._activation, self._dtype = activation, torch.promote_types(like.dtype, torch.float32)

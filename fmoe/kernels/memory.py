@@ -92,7 +92,7 @@ def _is_free(block: Tensor) -> bool:
 
 
 def _is_own(block: Tensor) -> bool:
-    """Return whether the block still has its original memory: it was neither shared with a process nor resized."""
+    """Return whether the block still has its original memory, neither resized nor shared with another process."""
     storage = block.untyped_storage()
     return storage.nbytes() == block.nbytes and not storage.is_shared()
 

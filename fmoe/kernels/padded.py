@@ -17,12 +17,12 @@ from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """Assignments in slots: S rows for every expert, some of them empty, in the order (chunk, expert, slot).
+    """Like `DispatchPlan`, but with the same number of rows for every expert: S slots, some of them empty.
 
-    Each expert's slots are split into C equal chunks. `permute`, `combine` and `weights` work as in `DispatchPlan`.
+    Each expert's slots are split into C equal chunks. Rows are in the order (chunk, expert, slot).
 
     Args:
-        plan: plan sorted by expert, with at most ``slots`` rows per expert.
+        plan: the assignments, sorted by expert, with at most ``slots`` rows per expert.
         slots: S, a multiple of ``num_chunks``.
         num_chunks: C.
     """

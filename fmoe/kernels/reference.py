@@ -13,7 +13,7 @@ from fmoe.kernels.glu import gate
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return the token of each of the first ``num_rows`` assignments of ``perm_N``: [T, D] -> [num_rows, D]."""
+    """Return ``x_TD[perm_N[:num_rows] // K]``, the tokens of the first assignments: [T, D] -> [num_rows, D]."""
     return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 

@@ -25,9 +25,10 @@ from fmoe.routing import Routing
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Assignments sorted by expert and then by token, dropped ones at the end.
+    """Order of the experts' rows: by default, assignments sorted by expert and then by token, dropped ones last.
 
-    The size N does not depend on how many assignments are dropped, so the host need not wait for that number.
+    An assignment is a token and one of its K experts. All N = T * K assignments have a row, so the host need not wait
+    for M, the number of those that are kept.
 
     Attributes:
         perm_N: the assignment (token * K + choice) of each row. A plan from `kept_only` has only the M kept rows.
@@ -67,7 +68,7 @@ class DispatchPlan:
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """``(end_E, num_kept)`` on the device, computed if they are None."""
+        """The fields ``end_E`` and ``num_kept``, computed from ``count_E`` on the device if one is None."""
         if self.end_E is not None and self.num_kept is not None:
             return self.end_E, self.num_kept
         end_E = self.count_E.cumsum(0)
@@ -90,7 +91,7 @@ class DispatchPlan:
         return replace(self, perm_N=self.perm_N[:num_rows])
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
-        """Return the arguments with which a backend's `expert_ffn` itself gathers tokens and combines outputs."""
+        """Return keyword arguments for a backend's `expert_ffn` that make it gather tokens and combine outputs, too."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
 
@@ -100,12 +101,12 @@ class DispatchPlan:
     ) -> "DispatchPlan":
         """Return a plan of the same assignments in the order (chunk, expert, token).
 
-        Every expert's rows are split into C chunks of nearly equal size (`chunk_counts`).
+        The rows of each expert that is not in ``last`` are split into C chunks of nearly equal size (`chunk_counts`).
 
         Args:
             num_chunks: C.
             expert_order: ids of all experts in the order of their rows within a chunk; None for ascending ids.
-            last: experts that are in no chunk. Their rows follow all chunks, in this order.
+            last: experts whose rows are in no chunk, but follow all chunks in the order of this argument.
         """
         if num_chunks == 1 and expert_order is None and not last:
             return self
@@ -138,8 +139,8 @@ def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> 
     """Return the token of each kept assignment, in the order of ``perm_N``: [T, D] -> [M, D].
 
     Args:
-        perm_N, inverse_TK: indices of a `DispatchPlan`.
-        num_rows: M.
+        perm_N, inverse_TK: fields of a `DispatchPlan`.
+        num_rows: M, the number of kept assignments.
     """
     if backends.cuda_takes_rows(x_TD):
         return cuda_rows.permute(x_TD, perm_N, inverse_TK, num_rows)
@@ -147,12 +148,12 @@ def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> 
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return the sum of each token's rows times their weights, ``sum_k weight_tk * row of (t, k)``: [M, D] -> [T, D].
+    """Return the weighted sum of each token's rows, ``sum_k weight[t, k] * rows[inverse[t, k]]``: [M, D] -> [T, D].
 
-    The result has the dtype of the rows. The sum is computed in that dtype, and at least in float32.
+    The result has the dtype of the rows. The sum is computed in that dtype or, if it has 16 bits, in float32.
 
     Args:
-        inverse_TK: row of each assignment, from a `DispatchPlan`. Assignments whose row is M or above are left out.
+        inverse_TK: row of each assignment, from a `DispatchPlan`. Terms with a row of M or above are left out.
     """
     if backends.cuda_takes_rows(rows_MD, weight_TK):
         return cuda_rows.combine(rows_MD, weight_TK, inverse_TK)
@@ -160,10 +161,10 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` for a permutation.
+    """Return ``rows[index]`` for a permutation ``index``.
 
     Args:
-        inverse: inverse permutation, for the backward pass.
+        inverse: inverse permutation of ``index``, for the backward pass.
         dtype: dtype of the result. Gradients have the dtype of ``rows``.
     """
     if backends.cuda_takes_rows(rows, dtype=dtype):
@@ -240,7 +241,7 @@ def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
 
 
 def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Compute `_gather_sum` on the CPU for few rows and many assignments. ``index_add_`` has a fixed order there."""
+    """Compute `_gather_sum` on the CPU for few rows and many assignments. Its ``index_add_`` adds in a fixed order."""
     perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
     num_tokens, top_k = inverse_TK.shape
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
@@ -304,7 +305,7 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
 
     Use it only together with `weigh_gradient`: their two backward passes together are the derivative of `combine`. The
     backward pass of this function returns the gradient of each row without its weight, and no gradient of the weights.
-    `weigh_gradient` runs where the row was computed. It multiplies the gradient by the weight, and computes the
+    `weigh_gradient` runs on the rank that computes the row. It multiplies the gradient by the weight, and computes the
     weight's gradient.
 
     Args:

@@ -41,12 +41,12 @@ def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class _Table:
-    """The pieces of tensors (`Slot`) with one dtype and gradient dtype, as the kernels read them.
+    """Pieces of tensors (`Slot`) that share dtype and gradient dtype, as the kernels read them.
 
     Attributes:
-        slots: pieces in the order of their blocks, those without blocks last.
+        slots: pieces in the order of their blocks (`fmoe.optim.Blocks`), those without blocks last.
         chunks: int64 [C, 6], a ``struct Chunk`` of ``cuda/lamb.cu`` per row.
-        first: int64 [O + 1], offsets of the chunks of each block.
+        first: int64 [O + 1] for O blocks; block o has the chunks ``first[o]`` to ``first[o + 1]``, end excluded.
     """
 
     dtype: torch.dtype
@@ -75,7 +75,8 @@ class FusedLamb:
 
         Args:
             slots: pieces of tensors that have gradients.
-            squares: float64 [2, O] for O blocks; output for the squared norms of weights and of updates.
+            squares: float64 [2, O] for O blocks (`fmoe.optim.Blocks`); output for the squared norms of weights and of
+                updates.
             ratios: float32 [O], output for the trust ratios of stepped blocks.
             reduce: function that sums ``squares`` over ranks, in place.
 

@@ -13,7 +13,7 @@ from fmoe.runtime import ownership
 def is_stacked(parameter: Tensor) -> bool:
     """Return whether the parameter stacks experts along its first axis; optimizers treat each expert separately.
 
-    `fmoe.experts.Stacked` marks such parameters.
+    `fmoe.experts.Stacked` sets the attribute ``is_stacked`` of such parameters.
     """
     if not has_mark(parameter):
         ownership.refresh()
@@ -21,7 +21,7 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return the same as `is_stacked`, if `fmoe.runtime.ownership.refresh` was called before. It is faster in loops."""
+    """Return the attribute ``is_stacked`` of the parameter; call `fmoe.runtime.ownership.refresh` before, to set it."""
     return getattr(parameter, "is_stacked", False)
 
 
@@ -53,7 +53,7 @@ class Blocks:
     The blocks follow each other in row-major order.
 
     Attributes:
-        numel: elements of the parameter, which may itself be a tensor parallel slice.
+        numel: number of elements of the parameter, which may itself be a tensor parallel slice.
         count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
         groups: process groups whose ranks hold parts of the blocks. These are the data parallel group of a distributed
             optimizer (ZeRO-1) and the tensor parallel group of a split weight, but no groups of replicas. Squares of
@@ -92,13 +92,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a tensor: one or more whole blocks, or a slice of one block.
+    """A piece of a tensor: one or more whole blocks (`Blocks`), or a slice of one block.
 
     Attributes:
         index: slice of the tensor's first axis (experts of a stack, or elements of a flat shard); None for all of it.
         count: number of blocks; 0 for a vector.
         block: index of the first block among the blocks of all parameters.
-        length: elements per block, if several blocks are flattened; else None.
+        length: elements per block, if the piece is one-dimensional and holds several blocks; else None.
     """
 
     index: slice | None
@@ -113,10 +113,14 @@ class Part:
 
 
 def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_numel: int) -> Iterator[Part]:
-    """Yield the pieces of a tensor that holds elements [start, start + numel) of a parameter.
+    """Yield the pieces of a tensor that holds elements [start, start + tensor.numel()) of a parameter.
 
     The elements may begin and end within a block. The end of a block, whole blocks, and the start of another block are
     then separate pieces. A piece of several whole blocks has at most ``max_numel`` elements.
+
+    Args:
+        blocks: blocks of the parameter.
+        first_block: index of the first of them among the blocks of all parameters.
 
     Raises:
         UserError: the range exceeds the parameter; the parameter does not divide into equal blocks.

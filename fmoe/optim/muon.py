@@ -44,7 +44,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a parameter, or the part of a block that this rank steps.
+    """A block of a parameter (one matrix [M, N] of `Matrices`), or the part of a block that this rank steps.
 
     Attributes:
         key: (number of the parameter, number of the block), which orders pieces alike on all ranks.
@@ -155,7 +155,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, together with all ranks of the groups of shards and matrices."""
+        """Take one step, together with all ranks of the process groups given to `set_shards`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -332,7 +332,7 @@ class Muon(Optimizer):
 def _pieces(
     tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[int]]
 ) -> Iterator[_Piece]:
-    """Yield the pieces of a tensor that holds a parameter from ``start`` on, given the range that each rank steps."""
+    """Yield the pieces of a tensor that starts at element ``start`` of a parameter, given the range each rank steps."""
     size = matrices.block_size
     for part in parts_of(tensor, Blocks(matrices.blocks * size, matrices.blocks), 0, start, max_numel=1):
         first = part.block * size

@@ -24,7 +24,7 @@ _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 @dataclass(frozen=True)
 class Slot:
-    """A piece of a tensor, with its parameter group and the indices of its blocks."""
+    """A piece of a tensor, with its parameter group and the indices of its blocks (`fmoe.optim.Blocks`)."""
 
     tensor: Tensor
     group: dict[str, Any]
@@ -41,7 +41,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which an optimizer steps its tensors. O is the number of blocks of all parameters."""
+    """The order in which an optimizer steps its tensors, and buffers for norms and trust ratios.
+
+    O is the number of blocks (`fmoe.optim.Blocks`) of all parameters.
+    """
 
     chunks: list[list[Slot]]  # each of one group, device, dtype and kind
     squares: Tensor  # [2, O]: squared norms of weights, and of gradients or updates
@@ -228,7 +231,7 @@ class TrustOptimizer(Optimizer):
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the trust ratios of blocks."""
+        """Return the trust ratios of blocks, given the norms of their weights, and of their gradients or updates."""
 
     @abstractmethod
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
@@ -248,7 +251,7 @@ def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterat
 
 
 def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> Tensor:
-    """Write the squares of norms of the slots' blocks into ``squares``; return the indices of the blocks."""
+    """Write the squared norms of the blocks of ``weights`` and ``compared`` to ``squares``; return their indices."""
     blocks = torch.cat([slot.blocks for slot in slots])
     for row, tensors in enumerate((weights, compared)):
         single = [tensor for tensor, slot in zip(tensors, slots, strict=True) if slot.part.count == 1]

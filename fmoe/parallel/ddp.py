@@ -42,7 +42,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
         for key in ("process_group", "device_mesh"):
             if options.get(key) is not None:
-                raise UserError(f"{key}={options[key]!r} is not supported: omit it, groups.data_group is used")
+                raise UserError(f"{key}={options[key]!r} is not supported: omit {key}; groups.data_group is used")
         layers = moe_layers(module, groups)
         parameters = list(module.named_parameters(remove_duplicate=False))
         ownership.refresh()
@@ -173,7 +173,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, buffer) of each buffer that differs between ranks; (name, None) if it does not belong to experts."""
+    """Yield the buffers that differ between ranks: (name, buffer) for experts, else (name, None) if not persistent."""
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""
         for module_name, module in layer.named_modules():

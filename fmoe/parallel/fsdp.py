@@ -100,7 +100,10 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a function that shards the second dimension if ``ranks`` divides its size, but not that of the first."""
+    """Return a ``shard_placement_fn`` for ``ranks`` ranks.
+
+    It shards dimension 1 if ``ranks`` divides its size but not that of dimension 0, else dimension 0.
+    """
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

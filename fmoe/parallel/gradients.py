@@ -30,7 +30,10 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return `is_expert` by the attribute ``allreduce``, which may need `fmoe.runtime.ownership.refresh` first."""
+    """Return whether the attribute ``allreduce`` marks the parameter as an expert's.
+
+    A parameter that replaced another one lacks the attribute until `fmoe.runtime.ownership.refresh` sets it.
+    """
     return not getattr(parameter, "allreduce", True)
 
 
@@ -43,7 +46,7 @@ def average_gradients(
 ) -> None:
     """Replace each gradient by its mean over the data parallel ranks.
 
-    Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
+    Call it once per step after the last backward pass, for models without DDP or FSDP. A dense parameter without a
     gradient is skipped, and must have no gradient on any rank. A missing gradient of an expert becomes zeros if other
     ranks hold the expert too.
 

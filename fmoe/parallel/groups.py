@@ -53,8 +53,8 @@ class ParallelGroups:
         names = mesh.mesh_dim_names or ()
         for key, name in (("ep", ep), ("dp", dp)):
             if name not in names:
-                has = ", ".join(names) or "no names"
-                raise UserError(f"{key}={name!r} is not a dimension of the mesh: it has {has}")
+                has = f"are {', '.join(names)}" if names else "have no names"
+                raise UserError(f"{key}={name!r} is not a dimension of the mesh: its dimensions {has}")
         if ep == dp:
             raise UserError(f"ep={ep!r} and dp={dp!r} are the same dimension of the mesh")
         ordered = tuple(name for name in names if name in (ep, dp))  # torch requires the mesh's own order

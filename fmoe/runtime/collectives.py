@@ -96,7 +96,7 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait, at most `_SETTLE_SECONDS`, for the release of every completed ``Work``; keep all others permanently."""
+    """Wait up to `_SETTLE_SECONDS` until threads release every completed ``Work``; keep unfinished ones permanently."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]

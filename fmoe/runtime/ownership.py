@@ -20,6 +20,6 @@ def enrol(module: nn.Module) -> None:
 
 
 def refresh() -> None:
-    """Set the marks, such as ``allreduce``, on the present parameters of all registered modules."""
+    """Set the attributes that mark parameters, such as ``allreduce``, on the parameters of all registered modules."""
     for module in list(_owners):
         module._mark_parameters()

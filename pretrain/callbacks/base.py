@@ -65,7 +65,7 @@ class Callback:
         Not called if an earlier callback skips the step, or for an fp16 overflow that a lower loss scale may cure.
 
         Args:
-            loss, grad_norm: bitwise equal on every rank. A value is not finite if it is not finite on any rank.
+            loss, grad_norm: reduced over all ranks, and bitwise equal on each. NaN or infinite if any rank's value is.
 
         Returns:
             Reason to skip the step, or None. Must be the same on every rank.
@@ -78,9 +78,9 @@ class Callback:
         """Run when the run ends, also with an error. Called for every callback whose `on_start` was called."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's state for checkpoints, the same on all ranks, in types of `pretrain.checkpoint.codec`.
+        """Return the callback's state for checkpoints, the same on all ranks.
 
-        An empty dictionary is not saved.
+        Its values have types that `pretrain.checkpoint.codec` supports. An empty dictionary is not saved.
         """
         return {}
 

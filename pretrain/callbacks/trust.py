@@ -7,11 +7,10 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class TrustRatios(Callback):
-    """Add the metrics ``trust/dense_min``, ``trust/experts_median``, ... every ``every`` steps and after this process's
-    last.
+    """Add minimum, median and maximum of the optimizer's trust ratios to the metrics (``trust/dense_min``, ...).
 
-    The statistics are over the whole model, and count each dense matrix and each expert's matrix once. On other steps,
-    and on skipped ones, nothing is read or reduced.
+    Adds them every ``every`` steps, and after the last step of this process, unless the step was skipped. They cover
+    the whole model, and count each dense matrix and each expert's matrix once.
     """
 
     def __init__(self, every: int):

@@ -14,7 +14,7 @@ Work = Callable[[dist.ProcessGroup | None], object]
 
 
 class BackgroundWriter:
-    """Runner of one function at a time in a thread, the same function (the work) on every rank.
+    """Runner of a function (the work) in a background thread of every rank, one function at a time.
 
     The work may end at different training steps on different ranks. `poll` reports the end only when it has ended on
     all ranks. An error is therefore raised, and the next work begins, at the same step on every rank.

@@ -17,7 +17,7 @@ from pretrain.checkpoint.shard import name_of
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand.
+    """Run a subcommand of ``fmoe checkpoint``.
 
     Returns:
         Exit code: 0, or 1 when ``ls`` found a damaged checkpoint.

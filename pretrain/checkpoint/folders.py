@@ -84,7 +84,9 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
-    """Remove folders that dead processes left partly written or removed. Call it on one rank, while no rank saves.
+    """Remove folders that dead processes left partly written or partly removed.
+
+    Call it on one rank, while no rank saves.
 
     Files with names that this package does not create belong to the user, and stay.
     """

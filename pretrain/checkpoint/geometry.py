@@ -45,8 +45,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """The flat range [start, stop) of a block of a global tensor, row-major. In ``Region.of``, the default is the whole
-    block."""
+    """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` builds a region, by default
+    of the whole block."""
 
     offset: Shape  # of the block in the tensor
     block: Shape  # shape of the block

@@ -9,7 +9,8 @@ from torch import Tensor
 class HostBuffers:
     """Reusable host copies of tensors, one buffer per tensor.
 
-    Every snapshot overwrites the previous one, which must be on disk by then.
+    The copies made up to a `finish` are one snapshot. They overwrite the previous snapshot, which must be on disk by
+    then.
     """
 
     def __init__(self) -> None:

@@ -77,7 +77,8 @@ class Checkpoint:
             UserError: the checkpoint has no state of this rank, or the rank's file is damaged.
         """
         if not 0 <= rank < self.num_ranks:
-            raise UserError(f"{self.path} has no state of rank {rank}, only those of {self.num_ranks} ranks")
+            ranks = f"0..{self.num_ranks - 1}"
+            raise UserError(f"{self.path} has no state of rank {rank}: the ranks that wrote it are {ranks}")
         return self._json(rank_name(rank))
 
     def names(self) -> list[str]:
@@ -103,22 +104,22 @@ class Checkpoint:
     ) -> Tensor:
         """Return a block of a tensor, or a flat range [start, stop) of the block; by default, the whole tensor.
 
-        The split at which the tensor was saved does not matter. Apart from verification, only pieces that overlap the
-        region are read.
+        The split at which the tensor was saved does not matter. Only stored pieces that overlap the block or range are
+        read, apart from the verification of whole files.
 
         Args:
             offset: offset of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
             start, stop: the range, in elements of the flattened block, row-major.
-            out: tensor on any device, to fill instead of a new CPU tensor. It has the tensor's dtype and the region's
-                number of elements, and is contiguous unless it has the block's shape.
+            out: tensor on any device, to fill instead of a new CPU tensor. It must have the tensor's dtype and as
+                many elements as the block or range, and be contiguous unless it has the block's shape.
 
         Returns:
             ``out`` or a new tensor. The new one has the shape ``block``, or is 1-D if a range was given.
 
         Raises:
-            UserError: the tensor does not exist, the region is outside it, ``out`` has another dtype or size, or a file
-                is damaged.
+            UserError: the tensor does not exist, the block or range is outside it, ``out`` has another dtype or
+                size, or a file is damaged.
         """
         tensor = self._tensor(name)
         offset = (0,) * len(tensor.shape) if offset is None else tuple(offset)

@@ -76,7 +76,7 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     boxes = [(piece.file, box) for piece in tensor.pieces for box in piece.region.boxes]
     if overlap := first_overlap(boxes):
         first, second, offset = overlap
-        raise UserError(f"tensor {name}: pieces in {first} and {second} both hold the element at {offset}")
+        raise UserError(f"tensor {name}: {first} and {second} both hold the element at {offset}")
     raise UserError(f"tensor {name}: {missing} of its {size} elements are missing")
 
 

@@ -99,7 +99,7 @@ class Piece:
 class Snapshot:
     """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
 
-    ``rank_state`` is None for a part in `save_parts` without a rank's state.
+    ``rank_state`` is None in `save_parts` for the parts after the last of its ``rank_states``.
     """
 
     pieces: tuple[Piece, ...]
@@ -327,7 +327,8 @@ def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
 
 
 def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes, num_parts: int | None = None) -> None:
-    """Merge the indices of the ranks or parts, check that nothing is missing, and publish the checkpoint."""
+    """Merge the manifest entries of the ranks or parts, check that no element is missing, and publish the
+    checkpoint."""
     files, index = {STATE: write_file(tmp / STATE, [state])}, _Index()
     for rank in range(num_ranks if num_parts is None else num_parts):
         path = tmp / _index_name(rank)

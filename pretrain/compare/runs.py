@@ -148,11 +148,12 @@ def check_comparable(runs: Sequence[Run]) -> None:
                     f"{key} is {str(values[key]).lower()} in the first and {str(others[key]).lower()} in the second",
                 )
         if not first.tokenizer.is_same(run.tokenizer):
-            paths = f"{first.tokenizer.path} and {run.tokenizer.path}"
+            paths = f"{first.tokenizer.path} in the first and {run.tokenizer.path} in the second"
             raise _incomparable(first, run, f"their tokenizers differ ({_BY}): data.tokenizer is {paths}")
         pairs = list(zip(first.validation, run.validation, strict=False))
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
-            paths = f"{list(first.recipe.data.validation)} and {list(run.recipe.data.validation)}"
+            ours, theirs = list(first.recipe.data.validation), list(run.recipe.data.validation)
+            paths = f"{ours} in the first and {theirs} in the second"
             raise _incomparable(first, run, f"their validation texts differ ({_BY}): data.validation is {paths}")
 
 

@@ -63,7 +63,7 @@ def values(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """Return notes that limit the comparison, such as unfinished runs, one line each."""
+    """Return notes on what limits the comparison, such as unfinished runs, one line each."""
     said = []
     for group in groups:
         for run in group.unfinished:

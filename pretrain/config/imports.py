@@ -57,8 +57,8 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
         path = Path(entry) if _is_file(entry) else _origin(entry)
         if path is not None and (not path.is_absolute() or path.resolve().is_relative_to(folder)):
             raise UserError(
-                f"{folder}: run.imports={entry} must be an installed module or an absolute path, outside this folder, "
-                "whose code is not trusted"
+                f"{folder}: run.imports={entry} must be an installed module, or an absolute path outside this folder: "
+                "code in the folder is not trusted"
             )
         _import(entry, [])
 

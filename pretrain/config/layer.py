@@ -210,7 +210,8 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the gate's parameters.
 
-    For a gate that is not imported or rejects its options, return the shape of one matrix, [experts, hidden_size].
+    For a plugin's gate that is not imported, or a gate that rejects its options, return the shape of one matrix,
+    [experts, hidden_size].
     """
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
@@ -223,7 +224,7 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters of one routed expert.
 
-    For experts that are not imported, return the shapes of ``ffn`` experts.
+    For a plugin's experts that are not imported, return the shapes of ``ffn`` experts.
     """
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}

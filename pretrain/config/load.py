@@ -153,7 +153,7 @@ def _option(value: Any, key: str) -> Any:
     if value in (None, "none", "None"):
         return None
     if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{key}={value} must be a number, a bool, a text, a list or a table")
+        raise UserError(f"{key}={value} must be a number, a bool, a string, a list or a table")
     return value
 
 

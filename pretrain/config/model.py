@@ -322,14 +322,15 @@ class ModelConfig:
             raise UserError("model.qkv_bias=true is not supported with model.linear_bias=true, which includes it")
         if self.linear_bias and self.num_experts:
             raise UserError(
-                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: it adds no bias to "
-                "experts, whose option is model.expert_options.bias"
+                f"model.linear_bias=true is not supported with model.num_experts={self.num_experts}: use "
+                "model.linear_bias=false; for biases in experts, set model.expert_options.bias"
             )
         if not self.tied_output_bias and not (self.kind == "t5" and self.tie_embeddings):
             raise UserError(
                 f"model.tied_output_bias=false needs model.kind=t5, not {self.kind}"
                 if self.kind != "t5"
-                else "model.tied_output_bias=false needs model.tie_embeddings=true: without it a t5 has no output bias"
+                else "model.tied_output_bias=false needs model.tie_embeddings=true: a t5 without tied embeddings has "
+                "no output bias"
             )
         if self.output_scale and self.kind != "t5":
             raise UserError(f"model.output_scale=true needs model.kind=t5, not {self.kind}")
@@ -378,7 +379,7 @@ class ModelConfig:
             raise UserError(f"model.hidden_size={self.hidden_size} must be even with model.position=transformer_xl")
         if self.mtp_layers:
             name = f"model.mtp_layers={self.mtp_layers}"
-            raise UserError(f"{name} is not supported with model.position=transformer_xl: use 0")
+            raise UserError(f"{name} is not supported with model.position=transformer_xl: use model.mtp_layers=0")
 
     def _check_rotary_fraction(self) -> None:
         if self.rotary_fraction == 1:
@@ -419,10 +420,10 @@ class ModelConfig:
             )
         for number in self.sliding_layers:
             if self.sliding_layers.count(number) > 1:
-                raise UserError(f"model.sliding_layers={self.sliding_layers} has {number} twice")
+                raise UserError(f"model.sliding_layers={self.sliding_layers} has layer {number} twice")
             if not 1 <= number <= self.num_layers:
                 raise UserError(
-                    f"model.sliding_layers has {number}; layers are 1 to model.num_layers={self.num_layers}"
+                    f"model.sliding_layers has layer {number}; layers are 1 to model.num_layers={self.num_layers}"
                 )
 
     def _check_yarn(self) -> None:
@@ -502,7 +503,7 @@ class ModelConfig:
             )
         for name in ("qkv_bias", "attention_output_bias"):
             if getattr(self, name):
-                raise UserError(f"model.{name}=true is not supported with {key}: its projections have no bias")
+                raise UserError(f"model.{name}=true is not supported with {key}: multi-latent attention has no biases")
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise UserError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
 
@@ -512,13 +513,13 @@ class ModelConfig:
         divides("model.granularity", self.granularity, "model.ffn_hidden_size", self.ffn_hidden_size)
         for number in self.moe_layers:
             if self.moe_layers.count(number) > 1:
-                raise UserError(f"model.moe_layers={self.moe_layers} has {number} twice")
+                raise UserError(f"model.moe_layers={self.moe_layers} has layer {number} twice")
             if not 1 <= number < self.mtp_numbers.start:
                 last = f"model.num_layers={self.num_layers}"
                 last += f" + model.num_decoder_layers={self.decoder_layers}" if self.kind == "t5" else ""
-                raise UserError(f"model.moe_layers has {number}; layers are 1 to {last}")
+                raise UserError(f"model.moe_layers has layer {number}; layers are 1 to {last}")
         if not self.layers_with_experts:
-            raise UserError(f"model.moe_every={self.moe_every} exceeds the {self.mtp_numbers.start - 1} layers")
+            raise UserError(f"model.moe_every={self.moe_every} exceeds the model's {self.mtp_numbers.start - 1} layers")
         if self.dense_ffn_hidden_size is not None and len(self.layers_with_experts) == len(self.layer_numbers):
             raise UserError(
                 f"model.dense_ffn_hidden_size={self.dense_ffn_hidden_size} needs layers without experts: "

@@ -124,7 +124,8 @@ class OptimizerConfig:
                 raise UserError(f"optimizer.{name}={value} needs train.precision=fp16, not {precision}")
             if name != "loss_scale" and self.loss_scale is not None:
                 raise UserError(
-                    f"optimizer.{name}={value} needs a dynamic scale; optimizer.loss_scale={self.loss_scale} is fixed"
+                    f"optimizer.{name}={value} has no effect with the fixed scale optimizer.loss_scale="
+                    f"{self.loss_scale}: for a dynamic scale, use optimizer.loss_scale=none"
                 )
             if name.endswith("scale") and not 2.0**-126 <= value <= 2.0**126:  # float32 can represent the inverse
                 raise UserError(f"optimizer.{name}={value} is not between 2^-126 and 2^126")
@@ -166,6 +167,6 @@ class OptimizerConfig:
             raise UserError(f"optimizer.cpu_offload={self.cpu_offload} needs optimizer.distributed=true")
         if self.distributed and self.name in _WANTS_WHOLE:
             raise UserError(
-                f"optimizer.name={self.name} needs optimizer.distributed=false: it {_WANTS_WHOLE[self.name]}, which "
-                "the distributed optimizer's shards would cut"
+                f"optimizer.name={self.name} needs optimizer.distributed=false: {self.name} "
+                f"{_WANTS_WHOLE[self.name]}, which the distributed optimizer's shards would cut"
             )

@@ -145,7 +145,9 @@ class ParallelConfig:
         if model.position == "transformer_xl":
             self._check_transformer_xl(model)
         if model.kind == "t5" and self.pipeline > 1:
-            raise UserError(f"parallel.pipeline={self.pipeline} is not supported with model.kind=t5: use 1")
+            raise UserError(
+                f"parallel.pipeline={self.pipeline} is not supported with model.kind=t5: use parallel.pipeline=1"
+            )
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise UserError(f"parallel.virtual_pipeline={self.virtual_pipeline} has no effect with parallel.pipeline=1")
         if model.mtp_layers:
@@ -153,7 +155,7 @@ class ParallelConfig:
         if self.model_chunks > 1 and self.schedule == "gpipe":
             raise UserError(
                 f"parallel.virtual_pipeline={self.virtual_pipeline} is not supported with parallel.schedule=gpipe: "
-                "use 1f1b"
+                "use parallel.schedule=1f1b"
             )
         name, stages = "parallel.pipeline", self.pipeline * self.model_chunks
         name += " x parallel.virtual_pipeline" if self.model_chunks > 1 else ""
@@ -168,7 +170,7 @@ class ParallelConfig:
         if self.expert_tensor > 1:
             if self.expert_tensor != self.tensor:
                 raise UserError(
-                    f"parallel.expert_tensor={self.expert_tensor} must be 1 or parallel.tensor={self.tensor}"
+                    f"parallel.expert_tensor={self.expert_tensor} must be 1 or equal parallel.tensor={self.tensor}"
                 )
             if not model.num_experts:
                 raise UserError(f"parallel.expert_tensor={self.expert_tensor} needs model.num_experts > 0")
@@ -177,14 +179,15 @@ class ParallelConfig:
             for key in ("max_rows", "shadow"):
                 if getattr(self, key):
                     raise UserError(
-                        f"parallel.{key}={getattr(self, key)} needs whole experts, parallel.expert_tensor=1, not "
-                        f"{self.expert_tensor}"
+                        f"parallel.{key}={getattr(self, key)} is not supported with parallel.expert_tensor="
+                        f"{self.expert_tensor}, which splits experts: use parallel.expert_tensor=1"
                     )
 
     def _check_transformer_xl(self, model: ModelConfig) -> None:
         if self.context > 1:
             raise UserError(
-                f"parallel.context={self.context} is not supported with model.position=transformer_xl: use 1"
+                f"parallel.context={self.context} is not supported with model.position=transformer_xl: "
+                "use parallel.context=1"
             )
         if not model.memory_length:
             return
@@ -193,18 +196,20 @@ class ParallelConfig:
         if self.recompute == "full" and self.pipeline > 1:
             raise UserError(
                 f"parallel.recompute=full is not supported with parallel.pipeline={self.pipeline} and "
-                f"model.memory_length={model.memory_length}: a layer holds one micro batch's memory; use selective"
+                f"model.memory_length={model.memory_length}: a layer holds one micro batch's memory; use "
+                "parallel.recompute=selective"
             )
 
     def _check_mtp(self, model: ModelConfig) -> None:
         if self.context > 1:
             raise UserError(
-                f"parallel.context={self.context} is not supported with model.mtp_layers={model.mtp_layers}: use 1"
+                f"parallel.context={self.context} is not supported with model.mtp_layers={model.mtp_layers}: "
+                "use parallel.context=1"
             )
         if self.pipeline > 1 and model.position == "learned_absolute":
             raise UserError(
                 f"parallel.pipeline={self.pipeline} is not supported with model.mtp_layers={model.mtp_layers} and "
-                "model.position=learned_absolute: use rope"
+                "model.position=learned_absolute: use model.position=rope"
             )
 
     def _check_context(self, model: ModelConfig) -> None:
@@ -212,7 +217,8 @@ class ParallelConfig:
             raise UserError(f"parallel.context={self.context} needs model.kind=gpt, not {model.kind}")
         if model.kv_lora_rank is not None:
             raise UserError(
-                f"parallel.context={self.context} is not supported with model.kv_lora_rank={model.kv_lora_rank}: use 1"
+                f"parallel.context={self.context} is not supported with model.kv_lora_rank={model.kv_lora_rank}: "
+                "use parallel.context=1"
             )
         name, ranks = "parallel.tensor x parallel.context", self._dense
         divides(name, ranks, "model.num_heads", model.num_heads)
@@ -220,7 +226,7 @@ class ParallelConfig:
             divides(name, ranks, "model.sequence_length", model.sequence_length)
         elif self.tensor > 1 and model.num_experts:
             raise UserError(
-                f"parallel.sequence=false is not supported with experts, parallel.tensor={self.tensor} and "
-                f"parallel.context={self.context}: use parallel.sequence=true"
+                f"parallel.sequence=false is not supported with model.num_experts={model.num_experts}, "
+                f"parallel.tensor={self.tensor} and parallel.context={self.context}: use parallel.sequence=true"
             )
         divides("parallel.context", self.context, "model.sequence_length", model.sequence_length)

@@ -111,7 +111,7 @@ class Recipe:
         if model.position == "relative" and parallel.recompute == "full":
             raise UserError(
                 "parallel.recompute=full is not supported with model.position=relative, whose biases all layers of a "
-                "stack share: use selective"
+                "stack share: use parallel.recompute=selective"
             )
         if not self.data.train:
             raise UserError("data.train is empty: set at least one .bin/.idx prefix")
@@ -160,7 +160,8 @@ class Recipe:
             raise UserError(f"model.sequence_length={model.sequence_length} must be at least 3: CLS, text and SEP")
         if data.weights and len(data.weights) != len(data.train):
             raise UserError(
-                f"data.weights has {len(data.weights)} entries, data.train has {len(data.train)}: use one per corpus"
+                f"data.weights has {len(data.weights)} entries, but data.train has {len(data.train)}: set one weight "
+                "per corpus"
             )
         if data.weights:
             try:
@@ -173,7 +174,7 @@ class Recipe:
         if data.document_mask:
             raise UserError(f"data.document_mask=true is not supported with {key}")
         if data.weights:
-            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use []")
+            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use data.weights=[]")
         if train.ramp_batch is not None:
             raise UserError(
                 f"train.ramp_batch={train.ramp_batch} is not supported with {key}: use train.ramp_batch=none"

@@ -88,7 +88,7 @@ def _options() -> Iterator[str]:
 
 
 def options_help(recipe: Recipe, program: str) -> str:
-    """Format every key as an option of a command, with its value in ``recipe``."""
+    """Format every recipe key as an option of the command ``program``, with its value in ``recipe``."""
     hints = typing.get_type_hints(Recipe)
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     wrap = textwrap.TextWrapper(width, initial_indent=" " * 8, subsequent_indent=" " * 8).fill

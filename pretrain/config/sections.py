@@ -62,7 +62,8 @@ class TrainConfig:
     """Folder of a checkpoint or run whose weights initialize this run (warm start); --resume restores all state."""
 
     def check_ramp(self) -> bool:
-        """Return whether the batch grows; raise UserError for an invalid ramp."""
+        """Return whether the global batch grows from ``ramp_batch``; raise UserError if the ``ramp_*`` keys are
+        invalid."""
         keys = ("ramp_batch", "ramp_increment", "ramp_samples")
         given = [key for key in keys if getattr(self, key) is not None]
         if given and (missing := [key for key in keys if key not in given]):

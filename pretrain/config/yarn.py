@@ -45,8 +45,8 @@ def score_factor(model: ModelConfig) -> float:
 
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
-    """Return the index of the last pair that keeps its frequency, and of the first pair whose frequency is divided by
-    the whole ``rope_factor``. With ``model.rope_truncate=false``, they are not rounded to whole numbers."""
+    """Return the index of the last pair of elements that keeps its frequency, and of the first pair whose frequency is
+    divided by the whole ``rope_factor``. With ``model.rope_truncate=false``, they are not rounded to whole numbers."""
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (

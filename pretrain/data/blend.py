@@ -82,9 +82,11 @@ class Blend:
 
 
 def _order(weights: Sequence[int]) -> np.ndarray:
-    """Return the member of each sample before the order repeats, int32 [sum(weights)]. Earliest-deadline-first
-    scheduling keeps each member's count within one of its share (Baruah et al. 1996, Proportionate progress, with a
-    single resource)."""
+    """Return the index of the member that each sample is from, int32 [sum(weights)]; then the order repeats.
+
+    Earliest-deadline-first scheduling keeps each member's count within one of its share (Baruah et al. 1996,
+    Proportionate progress, with a single resource).
+    """
     # With W the sum of the weights, sample j (from 0) of member i must not be among the first floor(j W / w_i) samples,
     # and must be among the first ceil((j + 1) W / w_i). All deadlines are met, because the shares fill every position.
     total = sum(weights)

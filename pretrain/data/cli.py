@@ -224,7 +224,7 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
-    """Return the files and folders, or the `Mixture` of ``--dataset``; raise UserError if options conflict."""
+    """Return the paths given as INPUT, or the `Mixture` of ``--dataset``; raise UserError if options conflict."""
     names, paths = arguments.dataset, arguments.inputs
     options = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
     given = {name: value for name in options if (value := getattr(arguments, name)) is not None}

@@ -48,7 +48,7 @@ class CorpusSplit:
 
 
 def split_paths(out: Path) -> dict[str, Path]:
-    """Return the file of each split, by name."""
+    """Return the path of each split's file in ``out``, by the split's name."""
     return {name: out / f"{name}.jsonl" for name in SPLITS}
 
 

@@ -48,7 +48,7 @@ class TokenCounts:
 
     @classmethod
     def from_json(cls, values: Any, num_tokens: int) -> "TokenCounts | None":
-        """Return the counts of a corpus of ``num_tokens`` tokens; None if ``values`` has no known version.
+        """Return the counts of a corpus of ``num_tokens`` tokens; None if ``values`` is of an unknown version.
 
         Raises:
             ValueError: the counts are incomplete, or contradict each other or ``num_tokens``.
@@ -73,8 +73,7 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """Incremental counter of tokens. It holds a count per id, and keeps added arrays until they have a million
-    tokens."""
+    """Incremental counter of tokens. It holds a count per id, and about a million tokens not counted yet."""
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
@@ -129,9 +128,9 @@ def counts_path(prefix: Path) -> Path:
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
-    """Write the counts next to the corpus. Return the reason if that fails, else None.
+    """Write the counts to ``PREFIX.counts``. Return the reason if that fails, else None.
 
-    An existing file that is not a JSON object is not replaced.
+    An existing ``PREFIX.counts`` that is not a JSON object is not replaced.
     """
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
     is_other = f"{counts_path(prefix)} exists and is not a file of counts"
@@ -148,7 +147,8 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
 
 
 def kept(prefix: Path, bin_path: Path, num_tokens: int) -> TokenCounts | None:
-    """Return the counts that `keep` wrote; None if they are missing, unreadable, or of another ``.bin``."""
+    """Return the counts that `keep` wrote; None if they are missing or unreadable, or if the ``.bin`` file has
+    changed since."""
     try:
         values = json.loads(counts_path(prefix).read_bytes())
         if values["bin"] != _identity(bin_path):

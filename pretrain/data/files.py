@@ -63,7 +63,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise a `UserError` for a path that is in ``inputs``, or exists and is not a file or may not be overwritten."""
+    """Raise a `UserError` if a path is one of ``inputs``, exists without ``overwrite``, or exists but is not a file."""
     paths = list(paths)
     refuse_inputs(paths, inputs)
     for path in paths:

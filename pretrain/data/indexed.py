@@ -51,7 +51,8 @@ def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
 class IndexedWriter:
     """Incremental writer of a corpus. It holds 12 bytes per document and the token counts in memory.
 
-    As a context manager, it puts the three files in place together at the end, or keeps the old files after an error.
+    As a context manager, it puts the files of `corpus_paths` in place together at the end, or keeps the old ones after
+    an error.
 
         with IndexedWriter(prefix, dtype_for_vocabulary(vocab_size)) as writer:
             for tokens in documents:
@@ -185,7 +186,7 @@ class IndexedCorpus:
             boundaries[i + 1] - 1.
         description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
         counts: stored token counts; None if there are none, or if they are older than the tokens. Callers may set it.
-        tokenizer_fingerprint: SHA-256 of the tokenizer's file from the description, or None.
+        tokenizer_fingerprint: SHA-256 of the tokenizer's file, as stored in ``PREFIX.json``; None if it is not stored.
 
     Raises:
         UserError: a file is missing, unreadable or inconsistent.
@@ -246,7 +247,7 @@ class IndexedCorpus:
         if _sha256(bin_path) != expected:
             raise UserError(
                 f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged or of another corpus: copy or "
-                "prepare it again"
+                "prepare the corpus again"
             )
 
     def _read_counts(self, bin_path: Path, json_path: Path) -> TokenCounts | None:
@@ -371,7 +372,7 @@ def _read_description(json_path: Path, idx_path: Path) -> dict[str, Any]:
     if _sha256(idx_path) != expected:
         raise UserError(
             f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged or of another "
-            "corpus: copy or prepare it again"
+            "corpus: copy or prepare the corpus again"
         )
     return description
 

@@ -63,8 +63,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
     Raises:
         UserError: a file is missing or damaged; a corpus is shorter than a sequence or was prepared with another
             tokenizer; the tokenizer's vocabulary or a token id exceeds the model's vocabulary (`with_counts` checks the
-            ids of a large training corpus without counts); or a special piece, package or GPU that the recipe needs is
-            missing.
+            ids of a large training corpus without counts); or the recipe needs a special token of the
+            tokenizer, a package or a GPU that is missing.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -244,7 +244,7 @@ def open_corpus(prefix: str | Path, tokenizer: Tokenizer) -> IndexedCorpus:
     corpus = IndexedCorpus(prefix)
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"{prefix} was prepared with another tokenizer than the model's, {tokenizer.path}: prepare it "
-            "again with this file"
+            f"{prefix} was prepared with another tokenizer than the model's, {tokenizer.path}: prepare "
+            "the corpus again with the model's tokenizer"
         )
     return corpus

@@ -28,7 +28,7 @@ def build_samples(
         weights: weights of the corpora in a blend; empty to read them as one corpus.
 
     Raises:
-        UserError: a corpus is too short, or the tokenizer lacks a special piece.
+        UserError: a corpus is too short, or the tokenizer lacks a special token.
     """
     model, data = recipe.model, recipe.data
     if recipe.streams:
@@ -67,7 +67,7 @@ def build_masking(
     """Build the samples of a BERT model from blocks.
 
     Raises:
-        UserError: the tokenizer lacks a special piece.
+        UserError: the tokenizer lacks a special token.
     """
     return Masking(
         blocks,

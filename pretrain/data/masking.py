@@ -24,7 +24,7 @@ class Masking:
         sequence_length: s.
         density: share of the s - 2 tokens of text that is chosen, rounded to a number of tokens, at least one.
             End-of-document tokens are never chosen, so a text with few other tokens may have fewer chosen ones.
-        cls, sep, mask: ids of these special pieces.
+        cls, sep, mask: ids of these special tokens.
         end: id of the end-of-document token.
         text: ids to draw random tokens from, int64.
         seed: seed of the choice; sample n uses (seed, n).

@@ -219,7 +219,7 @@ def _batches(sources: Sequence[Source | Stream], text_key: str, on_error: OnErro
 
 
 def _naming(source: Source | Stream, on_error: OnError) -> OnError:
-    """Replace the source's path in errors by the source's name, so that the recorded errors contain no local paths."""
+    """Wrap ``on_error``: in each error, replace the source's path by its name, so that no local path is recorded."""
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 

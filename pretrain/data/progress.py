@@ -15,9 +15,12 @@ Report = Callable[[int, int, int], None]
 
 @contextmanager
 def show_progress(purpose: str, total_bytes: int | None, enabled: bool) -> Iterator[Report]:
-    """Yield a function to report progress to stderr; it does nothing unless ``enabled``.
+    """Yield a function that shows progress on stderr, given the bytes, documents and tokens so far.
+
+    The function does nothing unless ``enabled``.
 
     Args:
+        purpose: label of the progress bar or lines.
         total_bytes: bytes at the end; None if unknown.
     """
     if not enabled:

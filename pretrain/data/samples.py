@@ -154,7 +154,9 @@ class GPTSamples:
 
 
 class Segments:
-    """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams of `GPTSamples` in turn.
+    """Samples of a GPT with memory (Transformer-XL): segments of text.
+
+    `GPTSamples` cuts an epoch's text into streams of equal length. Each stream in turn gives its next segment.
 
     A sample has int64 arrays: ``tokens`` and ``labels`` [L], for segments of L tokens, and ``starts`` [1], which is 1
     if the segment is the first of its stream, else 0.

@@ -21,14 +21,14 @@ _TOLERANCE = 1e-3  # of the sum of weights
 
 @dataclass(frozen=True)
 class Dataset:
-    """A split of a dataset, as ``datasets.load_dataset`` names it.
+    """A split of a dataset, by the arguments of ``datasets.load_dataset``.
 
     Attributes:
         name: Hub id (``owner/name``), folder, or builder (``json``, ``parquet``, ``csv``, ``text``, ``arrow``, ...).
         config: configuration (subset) of the dataset; None for its default.
         revision: branch, tag or commit of a Hub dataset; None for its newest commit.
         split: name of the split; with ``data_files``, the name given to these files.
-        columns: columns with text. A document joins the texts of a row with `Mixture.separator`, without empty ones.
+        columns: columns with text. A document is the non-empty texts of a row, joined by `Mixture.separator`.
         data_files: paths or patterns of the files to read. A builder requires them; for a Hub id or a folder, they are
             relative to it.
     """
@@ -214,13 +214,15 @@ def _open(datasets, dataset: Dataset) -> _Opened:
         facts["revision"] = _find_on_hub(datasets, dataset)
     if facts["revision"] is None and dataset.revision is not None:
         raise UserError(
-            f"revision={dataset.revision!r} of {_quoted(dataset)} has no effect: only Hub datasets have one"
+            f"revision={dataset.revision!r} of {_quoted(dataset)} has no effect: only Hub datasets have revisions"
         )
     is_saved = not is_builder and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if is_saved:
         for key in ("config", "data_files"):
             if value := getattr(dataset, key):
-                raise UserError(f"{key}={value!r} of {_quoted(dataset)} has no effect: save_to_disk wrote this folder")
+                raise UserError(
+                    f"{key}={value!r} of {_quoted(dataset)} has no effect on a folder of save_to_disk: omit {key}"
+                )
         with _one_line_errors(_quoted(dataset)):
             found = datasets.load_from_disk(str(path))
         splits = found if isinstance(found, dict) else {dataset.split: found}

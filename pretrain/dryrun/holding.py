@@ -50,8 +50,8 @@ class Holding:
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
         distinct: number of distinct parameters on all ranks with these layers, without the copy of the embedding on a
             pipeline's last stage.
-        saved: bytes in a checkpoint: weights, masters and moments of the distinct parameters, and the memories of all
-            streams in these layers.
+        saved: bytes in a checkpoint: weights, masters and moments of the distinct parameters, and the hidden
+            states that these layers remember of all training streams.
     """
 
     layers: tuple[int, ...]
@@ -123,7 +123,7 @@ def _layers(engine: Engine) -> Iterator[tuple[Any, int]]:
 
 
 def _parts(parameter: Tensor) -> int:
-    """Return the number of parts into which parameters like this one are split over the ranks of a pipeline stage."""
+    """Return the number of ranks over which tensor or expert parallelism divides a parameter; 1 if it is replicated."""
     if is_expert(parameter):
         cut = parallel_state.get_expert_tensor_parallel_world_size()
         return parallel_state.get_expert_model_parallel_world_size() * cut

@@ -92,7 +92,7 @@ class Engine:
 
     Args:
         recipe: a recipe that passed `Recipe.check`.
-        processes: this process, in its process group. `init_parallel` has been called.
+        processes: rank and device of this process, for which `init_parallel` has been called.
         build: replacement for `build_model`, with the same arguments.
 
     Attributes:
@@ -205,8 +205,8 @@ class Engine:
         Args:
             step: number of the step, from 0.
             samples: the endless sequence of samples, or the step's batches from `collate_step`.
-            check: function of mean loss and gradient norm, called before the update. Each is non-finite if it is so on
-                any rank. The function returns the reason to skip the step, or None. If it raises, the model is
+            check: function of mean loss and gradient norm, called before the update. Either is non-finite if it is so
+                on any rank. The function returns the reason to skip the step, or None. If it raises, the model is
                 unchanged. It is not called for an fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
@@ -325,7 +325,7 @@ class Engine:
         unless `backward` disabled the reduction.
 
         Returns:
-            This rank's loss, as `last_loss`.
+            This rank's loss; see `last_loss`.
         """
         train = self.recipe.train
         memories = self.memories if step is not None else self._new_memories()
@@ -384,7 +384,7 @@ class Engine:
         memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
         """Return one iterator per chunk of the model over this rank's share of ``count`` samples from ``first`` on.
-        With a ``step``, taking a batch sets the position in training, on which random numbers depend."""
+        With a ``step``, taking a batch calls `fmoe.random.set_position`, which decides the random numbers."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self.begins(count)

@@ -104,8 +104,8 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Prefix the key in a constructor's UserErrors with ``section`` and, if it is a key of ``options``, with ``table``.
-    Convert a TypeError or ValueError to a UserError."""
+    """Complete the key with which a UserError of the ``with`` block begins: to ``section.table.KEY`` for a key of
+    ``options``, else to ``section.KEY``. Convert a TypeError or ValueError to a UserError."""
     try:
         yield
     except UserError as error:
@@ -114,7 +114,8 @@ def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -
         home = f"{section}.{table}" if str(error).partition("=")[0] in options else section
         raise UserError(f"{home}.{error}") from error
     except (TypeError, ValueError) as error:
-        raise UserError(f"{section}.{part} refuses its options: {' '.join(str(error).split())}") from error
+        given = f"{section}.{table}={dict(options)}"
+        raise UserError(f"{section}.{part} fails with {given}: {' '.join(str(error).split())}") from error
 
 
 def _balance_group(model: ModelConfig) -> dict[str, Any]:

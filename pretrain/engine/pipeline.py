@@ -19,7 +19,7 @@ Schedule = Callable[..., list[dict[str, Any]]]
 
 
 def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
-    """Return the keywords of `pretrain.engine.model.build_model` for each chunk of the model on this rank."""
+    """Return the keyword arguments of `pretrain.engine.model.build_model` for each chunk of the model on this rank."""
     if parallel.pipeline == 1:
         return [{}]
     numbers = [None] if parallel.model_chunks == 1 else range(parallel.model_chunks)

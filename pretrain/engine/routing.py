@@ -25,7 +25,7 @@ class StepReport(LayerReport):
 
 
 class RoutingReports:
-    """Sums of the layers' metrics over data parallel ranks and pipeline stages.
+    """Routing statistics of the MoE layers, summed over data parallel ranks and pipeline stages.
 
     Tensor and context parallel ranks count the same tokens, so nothing is summed over them. The constructor and
     `collect` are collective.
@@ -55,7 +55,7 @@ class RoutingReports:
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
     def _agree(self) -> None:
-        """Share the width of the statistics and the names of the losses with stages that have no experts."""
+        """Share the number of statistics and the names of the losses with pipeline stages that have no experts."""
         sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()

@@ -133,7 +133,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _memory_pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield this rank's memory of streams (Transformer-XL): per layer, [streams, hidden states, width]."""
+    """Yield the hidden states that Transformer-XL remembers of this rank's streams: [streams, tokens, hidden_size]."""
     for memory in engine.memories:
         for stream, states in memory.states.items():
             for layer, state in zip(memory.layers, states, strict=True):

@@ -119,7 +119,9 @@ def evaluate(argv: list[str]) -> int:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError(f"--stride {arguments.stride} needs --data: it does not apply to the run's own validation data")
+        raise UserError(
+            f"--stride {arguments.stride} needs --data: a stride does not apply to the run's own validation data"
+        )
     return _evaluate(arguments)
 
 

@@ -69,9 +69,10 @@ class GPTDecoder:
 
 
 class MemoryDecoder:
-    """Decoder of a GPT with memory: the prompt is one segment, and each later token is a segment of its own.
+    """Decoder of a GPT with Transformer-XL's memory.
 
-    The next token is thus predicted from the last token and a memory of ``length`` positions, however long the text is.
+    The prompt is one segment, and each later token is a segment of its own. The next token is thus predicted from the
+    last token and a memory of ``length`` positions, however long the text is.
 
     Args:
         model: a GPT with relative positions, without expert capacity limits (``load_model(..., drops=False)``).

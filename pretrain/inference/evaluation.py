@@ -27,7 +27,7 @@ class Evaluation:
         nats: sum of the predicted tokens' negative log-probabilities.
         correct: number of tokens that the model ranked first.
         bytes: UTF-8 bytes of the predicted tokens' text; None if `evaluate` got no ``byte_lengths``.
-        layers: routing of each layer with experts, by layer number.
+        layers: routing metrics of each layer with experts, by layer number.
     """
 
     sequences: int = 0
@@ -75,7 +75,7 @@ def evaluate(
     Args:
         model: the model, in evaluation mode.
         samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
-        streams: number of streams from which the samples are taken in turn, for a model with memory.
+        streams: for a model with memory, number of streams of text; sample i continues stream ``i % streams``.
         memory_length: number of hidden states in the model's memory; None for ``model.memory_length``.
         byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
@@ -131,7 +131,7 @@ def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
 def _add(
     result: Evaluation, logits_SV: Tensor, labels_S: Tensor, mask_S: Tensor | None, byte_lengths: np.ndarray | None
 ) -> None:
-    """Add one sequence to ``result``. One sequence at a time has float32 logits, which bounds the memory."""
+    """Add the tokens of one sequence to ``result``."""
     logits_SV, on_device_S = logits_SV.float(), labels_S.to(logits_SV.device)
     nats_S = F.cross_entropy(logits_SV, on_device_S, reduction="none").cpu()
     is_correct_S = (logits_SV.argmax(-1) == on_device_S).cpu()

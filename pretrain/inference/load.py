@@ -119,7 +119,7 @@ def single_process(seed: int = 0) -> Iterator[Processes]:
     """Set up Megatron-core's process groups for this process alone, on its GPU if it has one.
 
     Args:
-        seed: seed of the generators that libraries draw from.
+        seed: seed of all random number generators.
 
     Raises:
         UserError: a launcher started several processes.

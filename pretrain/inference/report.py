@@ -25,7 +25,7 @@ class Source:
         paths: paths as spelled by the user or in the recipe.
         count: number of sequences, or an upper bound on it; None if neither is known before the text is read.
         samples: iterator over the sequences.
-        streams: number of streams from which the sequences are taken in turn, for a model with memory.
+        streams: for a model with memory, number of streams of text; sequence i continues stream ``i % streams``.
     """
 
     paths: tuple[str, ...]
@@ -78,8 +78,8 @@ def open_source(
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
     if stride is not None and model.memory_length:
         raise UserError(
-            f"--stride {stride} is not supported with model.memory_length={model.memory_length}: the memory of "
-            f"{trained.name} is its context"
+            f"--stride {stride} is not supported with model.memory_length={model.memory_length} of {trained.name}, "
+            "whose memory holds the earlier tokens: omit --stride"
         )
     if stride is not None and stride > model.sequence_length:
         raise UserError(

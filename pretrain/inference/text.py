@@ -25,12 +25,12 @@ class TextStream:
         self._begin, self._shown = 0, len(self._ids)
 
     def add(self, token: int) -> str:
-        """Return the new text; empty while a character is incomplete."""
+        """Add a token. Return the text that is now complete; empty while a character is incomplete."""
         self._ids.append(token)
         return self._new(is_last=False)
 
     def close(self) -> str:
-        """Return the rest, with U+FFFD for invalid bytes."""
+        """Return the rest of the text, with U+FFFD for invalid bytes."""
         return self._new(is_last=True)
 
     def _new(self, is_last: bool) -> str:

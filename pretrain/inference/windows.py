@@ -96,7 +96,7 @@ class Text:
 
 
 def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | None = None) -> Iterator[Sample]:
-    """Yield samples of the recipe's kind of model.
+    """Yield samples for the recipe's kind of model (GPT, T5 or BERT), made from ``text``.
 
     Args:
         stride: tokens from one window of a GPT to the next; None for the window's length.

@@ -72,7 +72,7 @@ def export_main(argv: Sequence[str]) -> int:
 
 
 def import_main(argv: Sequence[str]) -> int:
-    """Write a Hugging Face model folder as a run.
+    """Convert a Hugging Face model folder to the folder of a run.
 
     Raises:
         UserError: see `import_folder`.

@@ -36,7 +36,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json. The caller must have applied `Family.adapt` to it.
+    """Return the family of a config.json, and the section ``[model]`` of a recipe for the same model.
+
+    The caller must have applied `Family.adapt` to ``config``.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.

@@ -70,7 +70,8 @@ def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequenc
     """Write and sync tensors of a checkpoint as one DCP file and ``.metadata``.
 
     Args:
-        slices: (offset, shape) of each chunk, by tensor name. Chunks are read one by one.
+        slices: (offset, shape) of each tensor's slices, by tensor name. They are read one by one and become the chunks
+            of the tensor.
     """
     planner, writer = _Planner(checkpoint, slices), _Writer(folder, sync_files=True, thread_count=1)
     try:

@@ -108,7 +108,7 @@ def is_dense_first(model: ModelConfig) -> bool:
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
+    """Return the recipe keys ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
 
     Args:
         default: value assumed if ``first_k_dense_replace`` is missing.
@@ -171,7 +171,7 @@ DENSE_FIRST = (
     Demand("moe_every", lambda m: bool(m.moe_layers) or is_dense_first(m), "experts in all layers but the first ones"),
 )
 LATENT = (
-    Demand("kv_lora_rank", lambda m: m.kv_lora_rank is not None, "multi-latent attention: set model.kv_lora_rank"),
+    Demand("kv_lora_rank", lambda m: m.kv_lora_rank is not None, "a number, which selects multi-latent attention"),
     Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1"),
     *DENSE_FIRST,
 )
@@ -276,7 +276,7 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     """
     normalize = read_bool(config, "norm_topk_prob", True)
     if normalize and config.get("num_experts_per_tok") == 1:
-        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: it must be false")
+        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: use norm_topk_prob=false")
     values = DROPLESS | {"gate": "sigmoid", "normalize": normalize, "gate_options": read_groups(config, groups, kept)}
     return values | {"mtp_layers": read_int(config, "num_nextn_predict_layers", 0, least=0)}
 

@@ -30,8 +30,9 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family for the export of a model; "auto" picks the first that fits, and tries `FMOE` last.
 
     Raises:
-        UserError: ``name`` is unknown, or the family does not support the model. The message names a key and its
-            allowed values. With "auto", they are those of the nearest family or, for a GPT, of `FMOE`.
+        UserError: ``name`` is unknown, or the family does not support the model. The message names a key and the
+            values that the family allows. With "auto", that family is `FMOE` for a GPT, and otherwise the one that
+            `_nearest` returns.
     """
     if name == "auto":
         family = _nearest(model)

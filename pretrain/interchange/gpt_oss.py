@@ -128,8 +128,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Add the default YaRN settings if config.json has none for rotary positions. Drop ``quantization_config`` if it is
-    MXFP4's."""
+    """Add GPT-OSS's default YaRN settings if config.json has no settings of rotary positions. Drop
+    ``quantization_config`` if it is MXFP4's."""
     config = dict(config)
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE
@@ -160,7 +160,7 @@ GPT_OSS = Family(
         Demand(
             "expert_options",
             lambda m: m.expert_options.get("bias") is True and not m.expert_options.keys() - {"bias", "dropout"},
-            "bias = true, and no other option except dropout",
+            "model.expert_options.bias=true, and no other option except dropout",
         ),
         Demand(
             "attention_output_bias",

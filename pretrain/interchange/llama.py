@@ -122,7 +122,7 @@ FIXED = {"kind": "gpt", "norm": "rms", "position": "rope", "activation": "silu",
 SOFTMAX = (
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
     Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),
-    Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "0 with model.gate=switch, or model.gate=naive"),
+    Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "model.jitter=0, or model.gate=naive"),
     Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
     Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
     Demand(

@@ -33,19 +33,20 @@ GGUF = "model.gguf"
 # Conditions under which llama.cpp computes the same logits as transformers.
 _EVERY_LAYER = (
     Demand("moe_layers", lambda m: not m.moe_layers or not num_dense(m), "experts in every layer"),
-    Demand("moe_every", lambda m: bool(m.moe_layers) or not num_dense(m), "1: experts in every layer"),
+    Demand("moe_every", lambda m: bool(m.moe_layers) or not num_dense(m), "model.moe_every=1: experts in every layer"),
 )
 _SUM_TO_ONE = (
-    Demand("gate", lambda m: m.gate != "switch", "naive, whose weights sum to one"),
-    Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+    Demand("gate", lambda m: m.gate != "switch", "model.gate=naive, whose weights sum to one"),
+    Demand("normalize", weights_sum_to_one, "model.normalize=true: weights that sum to one"),
 )
 _AS_THEY_ARE = Demand(
-    "normalize", lambda m: not weights_sum_to_one(m), "false: weights of the softmax over all experts"
+    "normalize", lambda m: not weights_sum_to_one(m), "model.normalize=false: weights of the softmax over all experts"
 )
 _PLAIN_HEADS = Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "model.head_dim=none")
-_UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "false")
+_UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "model.tie_embeddings=false")
 _UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "model.rope_scaling=none")
-_NO_MTP = Demand("mtp_layers", lambda m: not m.mtp_layers, "0")  # conversions with such layers were not compared
+# Conversions with such layers were not compared.
+_NO_MTP = Demand("mtp_layers", lambda m: not m.mtp_layers, "model.mtp_layers=0")
 _NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "model.sliding_window=none")
 
 
@@ -54,10 +55,11 @@ def _is_lite(model: ModelConfig) -> bool:
     return model.num_layers in (26, 27) or (model.num_layers == 48 and model.vocab_size == 128256)
 
 
+_NO_GROUPS = Demand("gate_options", lambda m: not m.gate_options, "model.gate_options={}: no groups of experts")
 _LITE = Demand(
     "q_lora_rank",
     lambda m: (m.q_lora_rank is None) == _is_lite(m),
-    "model.q_lora_rank=none with model.num_layers=26 or 27, or 48 and model.vocab_size=128256; otherwise, a number",
+    "model.q_lora_rank=none if model.num_layers is 26 or 27 (or 48, with model.vocab_size=128256), else a number",
 )
 FAMILIES: Mapping[str, tuple[Demand, ...]] = {
     "mixtral": (*_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
@@ -68,12 +70,12 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
         _AS_THEY_ARE,
         _PLAIN_HEADS,
         _UNTIED,
-        Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "1e-5"),
+        Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "model.norm_eps=1e-5"),
         Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "model.num_query_groups=none"),
     ),
     "granitemoe": (*_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
     "deepseek_moe": (*DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
-    "deepseek_v2": (_LITE, Demand("gate_options", lambda m: not m.gate_options, "{}: no groups of experts")),
+    "deepseek_v2": (_LITE, _NO_GROUPS),
     "deepseek_v3": (_LITE, _NO_MTP),
     "glm4_moe": (_NO_MTP,),
     "ernie4_5_moe": (
@@ -81,12 +83,13 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
         Demand(
             "num_shared_experts",
             lambda m: not m.num_shared_experts or m.shared_width * m.query_groups == m.dense_width,
-            "0, or shared experts that are together as wide as model.dense_ffn_hidden_size / model.num_query_groups",
+            "model.num_shared_experts=0, or shared experts that are together as wide as "
+            "model.dense_ffn_hidden_size / model.num_query_groups",
         ),
     ),
     "gpt_oss": (
         _UNTIED,
-        Demand("qkv_bias", lambda m: m.qkv_bias, "true"),
+        Demand("qkv_bias", lambda m: m.qkv_bias, "model.qkv_bias=true"),
         Demand("sliding_window", lambda m: m.sliding_window is not None, "a window in layers 1, 3, 5, ..."),
         Demand(
             "sliding_layers",

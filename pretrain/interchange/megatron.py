@@ -44,7 +44,7 @@ class Renamed:
     """A tensor of an fmoe checkpoint, and its location in a folder of Megatron-core.
 
     Attributes:
-        name: name in a checkpoint of fmoe, with ``model/``.
+        name: name in a checkpoint of fmoe, with the prefix ``model/``.
         shape, dtype: shape in fmoe, and the stored dtype.
         theirs: name of Megatron-core's tensor in the folder.
         row: index along the leading axis (layers) of Megatron-core's tensor; None for the whole tensor.
@@ -156,8 +156,8 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
             raise UserError(
                 f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({path / COMMON}): "
-                f"if the model was trained without it, import with model.{ours}={toml(default)}, then set it in the "
-                "recipe of the run that starts from the imported checkpoint"
+                f"if the model was trained with {toml(default)}, import with model.{ours}={toml(default)}, then set "
+                f"model.{ours}={toml(value)} in the recipe of the run that starts from the imported checkpoint"
             )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)

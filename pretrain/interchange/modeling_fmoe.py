@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return two initializers: for all matrices except the output matrices of blocks, and for those."""
+    """Return two initializers: for most matrices, and for the output matrices of attention, MLPs and experts."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -413,7 +413,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         if (reason := self.looks_ahead()) and (past or use_cache):
             raise UserError(
                 f"a cache is not supported with {reason}: pass use_cache=False and past_key_values=None; generate() "
-                "lifts an eval_capacity_factor"
+                "ignores eval_capacity_factor"
             )
         if getattr(past_key_values, "is_compileable", False):
             raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")

@@ -83,7 +83,7 @@ class KeyValue:
 
 
 def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
-    """Return the entries that both families have in a stack; ``block`` is a family's name for feed-forward blocks."""
+    """Return the entries of a stack in T5 or Switch; ``block`` is the family's name for feed-forward blocks."""
     ours, theirs = f"model/{stack}.layers.{{layer}}", f"{stack}.block.{{layer}}.layer"
     attention, last = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if stack == 'decoder' else 1}"
     entries = [
@@ -178,7 +178,7 @@ def _is_power_of_4(number: int) -> bool:
 
 
 SCORES = (
-    Demand("attention_scale", lambda m: m.attention_scale in (None, 1.0), "1.0 or model.attention_scale=none"),
+    Demand("attention_scale", lambda m: m.attention_scale in (None, 1.0), "model.attention_scale=1.0 or none"),
     Demand(
         "head_dim",
         lambda m: m.attention_scale is not None or _is_power_of_4(m.head_width),
@@ -354,7 +354,7 @@ def _write_switch(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-_STEPS = "layer 2 of each stack and every n-th after it, all layers of a stack, or none of them"
+_STEPS = "experts in all layers of a stack, in none of them, or in layer 2 and every n-th after it"
 
 SWITCH = Family(
     name="switch_transformers",

@@ -26,7 +26,7 @@ Sizes = Mapping[str, int]
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """Return the sizes for which the letters in shapes such as ``"2H D"`` stand."""
+    """Return the size of each letter that stands for a dimension in shapes such as ``"2H D"``."""
     return {
         "V": model.vocab_size,
         "D": model.hidden_size,
@@ -156,8 +156,8 @@ class Place:
 
     Attributes:
         ours: name in a checkpoint; empty for tensors of zeros that only the Hugging Face format has.
-        expert: index of the slice along the first axis, which stacks experts or equal layers; None for the whole
-            tensor.
+        expert: index of the slice along the first axis, which stacks a layer's experts or, in a model without experts,
+            the layers; None for the whole tensor.
         theirs: names and shapes in the Hugging Face format.
         dtype: see `Entry`.
     """

@@ -59,8 +59,8 @@ class Transferred:
     Attributes:
         num_tensors, nbytes: number of tensors, and their size in bytes.
         is_resumable: True if a run can resume from the result.
-        is_checked: False if a checkpoint of Megatron-core has no arguments of Megatron-LM. Import compares the recipe's
-            routing, positions and norms with these arguments.
+        is_checked: False if a checkpoint of Megatron-core has no arguments of Megatron-LM, with which import would
+            compare the recipe's routing, positions and norms.
     """
 
     num_tensors: int
@@ -126,7 +126,7 @@ class Source:
     Attributes:
         layouts: shape and dtype by name.
         nbytes: bytes of all tensors.
-        pieces: function that yields all tensors in pieces.
+        pieces: function that yields all tensors, each in one or more blocks.
     """
 
     layouts: Mapping[str, Layout]
@@ -190,7 +190,7 @@ def find_megatron(path: Path) -> Path | None:
         values = json.loads(settings.read_bytes())
         backend = values["sharded_backend"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise UserError(f"{settings} is unreadable or has no sharded_backend: it must be torch_dist") from error
+        raise UserError(f"{settings} is unreadable or has no sharded_backend, which must be torch_dist") from error
     if backend != "torch_dist":
         spelled = repr(backend) if isinstance(backend, str) else f"a {type(backend).__name__}"
         raise UserError(f"{settings}: sharded_backend={spelled} is not supported: it must be torch_dist")
@@ -244,7 +244,7 @@ def _safetensors_source(folder: SafetensorsFolder) -> Source:
 def _of_megatron(
     folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Layout]
 ) -> tuple[Source, bool]:
-    """Return the model's tensors under fmoe's names, and whether the recipe was compared with saved arguments."""
+    """Return the model's tensors under fmoe's names, and the result of `check_arguments`."""
     from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
 
     assert isinstance(folder, DcpFolder)

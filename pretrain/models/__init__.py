@@ -23,7 +23,7 @@ from pretrain.models.batch import Batch
 
 
 class Kind(Protocol):
-    """A kind of model: a module or an object with these functions."""
+    """A kind of model: a Python module, or an object, with these functions."""
 
     def build(
         self, recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None

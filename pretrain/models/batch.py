@@ -25,8 +25,8 @@ _IDS = ("tokens", "decoder_tokens", "labels")
 def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: int | None = None) -> Batch:
     """Collate b samples into a micro batch.
 
-    Token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]. Dictionaries are stacked by name. ``loss_mask`` [b,
-    s], if present, is 1 where a token is predicted.
+    Token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]. Dictionaries are stacked by name. ``loss_mask``
+    [b, s], if present, is 1 where a token is predicted.
 
     Raises:
         UserError: ``vocab_size`` is given, and a token id is outside ``0 <= id < vocab_size``.
@@ -107,7 +107,8 @@ def loss_function(batch: Batch, slices: int = 1) -> Callable[[Tensor], tuple[Ten
     """Return the function that the pipeline schedule calls with the output of ``forward``.
 
     Args:
-        slices: context parallel size. The loss of a rank is the share of its slice, so that the ranks' losses add up.
+        slices: context parallel size. The losses of the context parallel ranks, each of one slice of the sequences,
+            add up to the loss of the micro batch.
     """
     return partial(_loss, batch.get("loss_weight"), slices)
 

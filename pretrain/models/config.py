@@ -76,7 +76,7 @@ def set_rope_theta(module: Any, recipe: Recipe) -> None:
 
 
 def _split(recipe: Recipe) -> dict:
-    """Return the fields that ``[parallel]`` sets, except for experts, whose process groups `megatron_patch` reads."""
+    """Return the `TransformerConfig` fields that ``[parallel]`` sets, except those for expert parallelism."""
     parallel = recipe.parallel
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
@@ -111,7 +111,8 @@ def _latent_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _local_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields for attention windows, attention sinks, and swiglu_oai in layers without experts."""
+    """Return the `TransformerConfig` fields for attention windows, attention sinks, and, in layers without experts,
+    swiglu_oai."""
     fields: dict[str, Any] = {"softmax_type": "learnable"} if model.attention_sinks else {}
     if model.sliding_window is not None:
         fields["window_size"] = (model.sliding_window - 1, 0)

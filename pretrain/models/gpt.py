@@ -59,7 +59,7 @@ def build_gpt(
     """Build a pipeline stage of a GPT: the layers of the spec, with torch's fused attention.
 
     The first stage also has the embedding. The last stage also has the output layer and multi-token prediction.
-    `keyed_layer_spec` describes ``without_mlp``.
+    `keyed_layer_spec` describes ``without_mlp``. ``stage`` has `GPTModel`'s ``pre_process`` and ``post_process``.
     """
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)

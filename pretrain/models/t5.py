@@ -79,13 +79,13 @@ def _key_relative_positions(module: T5Model, seed: int) -> None:
 
 
 def _enter_encoder(module: T5Model) -> None:
-    """Draw the dropout of the embedding, which encoder and decoder share, with the encoder's random key."""
+    """Let the dropout of the embedding, which encoder and decoder share, draw the encoder's random numbers."""
     module.embedding.embedding_dropout.part = "encoder"
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Draw the dropout of the shared embedding with the decoder's random key. Convert the position in training, on
-    which random numbers depend, from encoder tokens to decoder tokens."""
+    """Let the dropout of the shared embedding draw the decoder's random numbers. In training, also convert the index of
+    the first token, on which random numbers depend, from encoder tokens to decoder tokens."""
     module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
     if module.training and where is not None:

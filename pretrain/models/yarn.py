@@ -17,7 +17,7 @@ from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width
 
 
 def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
-    """Set the attributes from which Megatron-core computes YaRN's factor.
+    """Set the attributes of ``config`` from which Megatron-core computes YaRN's attention factor.
 
     The factor multiplies the rotated elements in standard attention, and the scores in multi-latent attention.
     """
@@ -33,7 +33,7 @@ def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
 
 
 def scale_positions(module: nn.Module, model: ModelConfig) -> None:
-    """Set the frequencies of a GPTModel's rotary positions, also in the layers of multi-token prediction."""
+    """Set YaRN's frequencies in a GPTModel's rotary positions, also in the layers of multi-token prediction."""
     shared = _LatentRotary(model)  # Megatron-core has one per layer, with equal angles
     for part in list(module.modules()):
         if isinstance(part, MultiLatentAttention):

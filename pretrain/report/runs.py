@@ -24,7 +24,8 @@ class MetricsFile:
         path: the file, which may not exist yet.
 
     Attributes:
-        record: aggregate of the complete lines up to the last `refresh`, without rows that later rows replace.
+        record: aggregate of the complete lines up to the last `refresh`, without rows that later rows replace (after a
+            resume).
     """
 
     def __init__(self, path: Path):

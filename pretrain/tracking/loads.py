@@ -76,9 +76,9 @@ class LoadMatrix:
 
 
 class LoadPictures:
-    """Callable that adds ``moe/load`` to the metrics of the first step, every ``every``-th step and the last step.
+    """Callable that adds the picture ``moe/load``, a `LoadMatrix`, to the metrics of some steps.
 
-    ``every=0`` adds none.
+    These are the first step, every ``every``-th step and the last step. ``every=0`` adds none.
     """
 
     def __init__(self, every: int, last_step: int):

@@ -162,8 +162,8 @@ def register_metric(metric: Metric) -> None:
 
 
 def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | list[float]]:
-    """Return the layer metrics of a step under their logged names: the values of each layer, and the means of
-    numbers."""
+    """Return the layer metrics of a step under their logged names: each layer's values, and the means of numbers
+    over the layers."""
     found: dict[str, Any] = {}
     for number, report in reports.items():
         for metric in DECLARED:
@@ -175,7 +175,7 @@ def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | lis
 
 
 def table() -> str:
-    """Return the declarations as the table in docs/tracking.md."""
+    """Return all declared metrics as the table of docs/tracking.md."""
     lines = ["| name | unit | what | when |", "|---|---|---|---|"]
     for metric in DECLARED:
         names = f"`{metric.key}`, `moe/layer_N/{metric.name}`" if metric.reduce else f"`{metric.name}`"

@@ -67,7 +67,7 @@ def test_groups_of_a_mesh_with_other_dimensions(four_ranks):
         (made, (3, None), "ep=3 does not divide the number of processes, 2"),
         (made, (2, 2), "dp=2 x ep=2 is 4, which differs from the 2 processes"),
         (made, (0, None), "ep=0 is not a positive whole number"),
-        (of_mesh, ((2,), ("dp",), "ep", "dp"), "ep='ep' is not a dimension of the mesh: it has dp"),
+        (of_mesh, ((2,), ("dp",), "ep", "dp"), "ep='ep' is not a dimension of the mesh: its dimensions are dp"),
         (of_mesh, ((2,), ("dp",), "dp", "dp"), "the same dimension"),
     ],
     ids=["ep", "dp", "zero", "mesh", "same"],

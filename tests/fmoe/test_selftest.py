@@ -51,7 +51,7 @@ def test_a_broken_exchange_is_found(forks):
     assert (first.code, second.code) == (1, 1)
     lines = [line for line in first.out.splitlines() if line.startswith("FAILED")]
     # Both ranks get wrong rows: each has tokens for the experts of rank 1, whose inputs get wrong gradients.
-    assert any("all_to_all, naive, ffn: output on rank 0, 1 differs from one process" in line for line in lines)
+    assert any("all_to_all, naive, ffn: output on ranks 0, 1 differs from one process" in line for line in lines)
     assert any("all_to_all, naive, ffn: experts' gradient on rank 1 differs" in line for line in lines)
     assert not any("all_gather" in line for line in lines)
 

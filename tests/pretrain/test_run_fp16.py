@@ -313,7 +313,8 @@ WRONG = {
     "both": (
         "fp16",
         {"loss_scale": 8.0, "initial_loss_scale": 16.0},
-        "optimizer.initial_loss_scale=16.0 needs a dynamic scale; optimizer.loss_scale=8.0 is fixed",
+        "optimizer.initial_loss_scale=16.0 has no effect with the fixed scale optimizer.loss_scale=8.0: for a "
+        "dynamic scale, use optimizer.loss_scale=none",
     ),
     "zero": ("fp16", {"loss_scale": 0.0}, "optimizer.loss_scale=0.0 is not between 2^-126 and 2^126"),
     "nan": (

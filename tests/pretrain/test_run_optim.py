@@ -268,11 +268,11 @@ def test_learning_rates_scale_with_the_batch(forks, scaling):
 WRONG = {
     "distributed adafactor": (
         {"name": "adafactor", "distributed": True},
-        "optimizer.name=adafactor needs optimizer.distributed=false: it factors the second moments of matrices",
+        "optimizer.name=adafactor needs optimizer.distributed=false: adafactor factors the second moments of matrices",
     ),
     "distributed 8 bit": (
         {"name": "adamw8bit", "distributed": True},
-        "optimizer.name=adamw8bit needs optimizer.distributed=false: it quantizes blocks of 256 elements",
+        "optimizer.name=adamw8bit needs optimizer.distributed=false: adamw8bit quantizes blocks of 256 elements",
     ),
     "scaling without base": ({"lr_scaling": "sqrt"}, "optimizer.lr_scaling=sqrt needs optimizer.base_batch"),
     "base without scaling": ({"base_batch": 8}, "optimizer.base_batch=8 has no effect with optimizer.lr_scaling=none"),

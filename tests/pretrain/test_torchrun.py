@@ -101,7 +101,7 @@ DEATHS = {
         [LOST, KILLED, ENDED],
         "rank 3 (process 77) was killed by SIGKILL: ",
         "out of memory",
-        "rank 0, 1",
+        "ranks 0, 1",
     ),
     "an error": (
         [ENDED, LOST | {"rank": 2}, LOST | {"time": 9.0}],

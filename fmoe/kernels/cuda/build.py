@@ -59,7 +59,7 @@ def library(
         arch: architecture, such as ``"sm_90"``.
         sources: sources to compile; None for `SHIPPED`.
         force: compile even if the cache has an entry.
-        instead_of: `cache.identity` of an entry that did not load. It is not returned again.
+        instead_of: `cache.identity` of an entry that did not load. That one is not returned again.
         echo: called with the compiler's output for each file: registers, spills, shared memory.
 
     Raises:
@@ -107,7 +107,7 @@ def last_failure(arch: str, sources: Sources | None = None) -> str | None:
 
 
 def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
-    """Return the machine code of each source file in a cache entry, and the symbols of its kernels.
+    """Return each source file's machine code in a cache entry, and the symbols of its kernels by name expression.
 
     Raises:
         BuildError: the entry is invalid.

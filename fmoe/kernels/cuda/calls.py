@@ -76,7 +76,7 @@ class TokenTiles:
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts and sums of each tile, from `route_counted` or `count_choices`; the input of `queue`.
+    """Counts and sums over each tile of tokens, from `route_counted` or `count_choices`; the input of `queue`.
 
     Attributes:
         count_BCE: number of assignments by tile and expert, int32. C is K if each choice is counted separately, else 1.
@@ -225,19 +225,20 @@ def bias_gradients(
     bias_out_LD: Tensor | None = None,
     d_weight_TK: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of both biases and of the tokens, and complete the gradients of the combine weights.
+    """Compute the gradients of the experts' two biases and of the tokens, and add to those of the combine weights.
 
-    A token's gradient is the sum of ``d_rows_MD`` over its assignments. The gradient of each kept assignment's weight
-    is increased by the dot product of ``d_out`` and the expert's second bias.
+    A token's gradient is the sum of ``d_rows_MD`` over its assignments. To the gradient of each kept assignment's
+    weight, the dot product of ``d_out`` and the expert's second bias is added.
 
     Args:
         d_out: gradient of the outputs, [T, D]; without ``perm_M``, [M, D].
         d_hidden_MP: gradient of the pre-activations; required with ``needs_in``.
         perm_M: assignment of each row; None if the inputs and outputs are rows, not tokens.
-        inverse_TK: required with ``d_rows_MD`` or ``d_weight_TK``.
+        weight_N: combine weights; None for weights of 1.
+        inverse_TK: row of each assignment; required with ``d_rows_MD`` or ``d_weight_TK``.
+        limit: number of kept rows, [1] on the device; None for all.
         d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
-        d_weight_TK: gradients of the weights, to which the dot products with ``bias_out_LD`` are added in place; or
-            None.
+        d_weight_TK: gradients of the combine weights, changed in place; or None.
 
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
@@ -299,15 +300,15 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of the activation.
+    """Compute the gradients of the activation and of the combine weights; recompute the activation's result.
 
     Args:
         d_active_MH: gradient of the activation's result, not yet multiplied by the combine weights.
         code: index in `fmoe.kernels.backends.ACTIVATIONS`.
 
     Returns:
-        (weight * active, gradient of the pre-activations, dot product of active and d_active for each assignment). Each
-            is None if it is not needed. Dropped assignments have a dot product of zero.
+        The activation's result times the combine weights; the gradient of the pre-activations ``hidden_MP``; and the
+            gradient of the combine weights, which is zero for dropped assignments. Each is None if it is not needed.
     """
     rows, hidden = d_active_MH.shape
     scaled = torch.empty_like(d_active_MH) if needs_active else None
@@ -324,7 +325,7 @@ def activate_backward(
 
 
 def plan_tile(assignments: int, experts: int) -> int:
-    """Return the number of assignments per tile of `place`."""
+    """Return the number of assignments that one thread block of `place` sorts, called a tile."""
     # The cost of `place` is quadratic in the number of tiles.
     most_tiles = max(1, math.isqrt((1 << 24) // (experts + 1)))
     return TILE * max(1, -(-assignments // (TILE * most_tiles)))
@@ -342,7 +343,8 @@ def place(
 
     Args:
         expert_N: expert of each assignment, -1 if dropped.
-        tile_count: number of assignments by tile and expert, from `drop_over_capacity`; None to count them.
+        tile_count: number of assignments by tile (`plan_tile`) and expert, from `drop_over_capacity`; None to count
+            them.
 
     Returns:
         The fields of a `fmoe.kernels.rows.DispatchPlan`: (perm_N, inverse_N, kept_N, count_E, end_E, num_kept).
@@ -382,9 +384,9 @@ class RouterSums:
     """Losses and statistics of a router.
 
     Attributes:
-        fraction_GE: each expert's share of the group's assignments, before capacity.
+        fraction_GE: each expert's share of the group's assignments, those over capacity included.
         stats: `fmoe.routing.RoutingStats.sums` with the losses balance and z.
-        balance, z: the losses, scalars.
+        balance, z: load balancing loss and router z-loss, scalars.
     """
 
     fraction_GE: Tensor
@@ -409,9 +411,10 @@ class Queued:
 
 
 def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
-    """Add up the counts and sums of all tiles.
+    """Add up the counts and sums of all tiles, and compute capacities, losses and statistics from them.
 
-    With a capacity factor, overwrite ``count_BCE``: it becomes each tile's first position in the queues of the experts.
+    The assignments to an expert in a routing group form a queue, first choices before second choices. With a capacity
+    factor, each count in ``count_BCE`` is overwritten by the queue position of the tile's first assignment.
 
     Args:
         factor: capacity factor; None for no limit.
@@ -439,7 +442,8 @@ def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> t
     """Drop the assignments over capacity.
 
     Returns:
-        ``expert_TK``, with -1 where the expert is full in the routing group; and ``tile_count`` for `place`.
+        ``expert_TK``, with -1 for assignments over the expert's capacity in the routing group; and ``tile_count`` for
+            `place`.
     """
     (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
     assert queued.tile_count is not None
@@ -457,7 +461,8 @@ def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor
 
     Args:
         receive_S: number of rows of each segment.
-        rows: number of all rows.
+        order_S: indices of the segments in the order of the result.
+        rows: total number of rows.
     """
     segments, order = len(receive_S), receive_S.new_empty(rows)
     inverse = torch.empty_like(order)
@@ -481,7 +486,7 @@ def route(
     best_of: int = 1,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Choose experts and combine weights by the rule of `fmoe.kernels.cuda.routing.Rule`.
+    """Choose the experts of each token, and compute their combine weights, by a `fmoe.kernels.cuda.routing.Rule`.
 
     Returns:
         (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T); score_TE is None without ``with_scores``.
@@ -554,9 +559,9 @@ def _route(
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
-    """Return three numbers: experts per lane, and 4-byte words of shared memory per block and per warp.
+    """Return three sizes of the kernel ``route``: experts per lane, and words of shared memory per block and per warp.
 
-    The first is 0 for more than 256 experts.
+    A word has 4 bytes. The first size is 0 for more than 256 experts.
     """
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
     of_block = experts * (top_k if by_choice else 1) if counted else 0
@@ -565,7 +570,7 @@ def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice:
 
 @dataclass(frozen=True)
 class LossGradients:
-    """Gradients of the losses of `queue`, and the tensors for their backward pass.
+    """Gradients of the two losses that `queue` computes, and the tensors for the backward pass of these losses.
 
     Attributes:
         balance, z: gradients of the losses, scalars; None if a loss has no gradient.

@@ -39,15 +39,15 @@ def expert_ffn(
     gemm: str = "auto",
     into_main_grad: bool = False,
 ) -> Tensor:
-    """Apply `fmoe.kernels.expert_ffn` to rows: [M, D] -> [M, D].
+    """Compute `fmoe.kernels.expert_ffn` of rows by CUDA kernels: [M, D] -> [M, D].
 
     With ``perm_N``, the input is tokens: gather a row for each assignment, apply the experts, and combine their
     outputs: [T, D] -> [T, D].
 
     Args:
         rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
-        counts: number of rows of each expert, on the host. With ``perm_N``, it may be on the device.
-        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`.
+        counts: number of rows of each expert, on the host or, with ``perm_N``, on the host or the device.
+        perm_N, inverse_TK: fields of a `fmoe.kernels.rows.DispatchPlan`.
         weight_TK: as in `fmoe.kernels.native.ops.expert_ffn`.
         offsets: ``end_E`` and ``num_kept`` of the `DispatchPlan`; None to compute them from ``counts``.
         gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`.
@@ -105,7 +105,7 @@ def _expert_ffn(
     gemm: str,
     into_main_grad: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the outputs, and pre-activations [N or M, P]."""
+    """Return the outputs, and the pre-activations of the rows: with ``perm`` [N, P], without it [M, P]."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     if not batch.num_rows:
         return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
@@ -138,7 +138,7 @@ def _expert_ffn_backward(
     gemm: str,
     needs: List[bool],  # noqa: UP006
 ) -> List[Tensor]:  # noqa: UP006
-    """Return the gradients of `NAMES`, as empty tensors if not needed."""
+    """Return the gradient of each input in `NAMES`; an empty tensor if it is not needed."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     return _gradients(batch, grad, hidden, needs, gemm)
 
@@ -152,7 +152,11 @@ def _gradients(
     sum_in: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of `NAMES`, as empty tensors if not needed or if added to a sum."""
+    """Return the gradient of each input in `NAMES`; an empty tensor if it is not needed.
+
+    The gradients of the matrices are added to ``sum_in`` and ``sum_out`` if these are given. The result then has empty
+    tensors for them.
+    """
     step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
     if not hidden.shape[0]:
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]

@@ -26,11 +26,11 @@ _tuned = tuning.TuningCache("gemms.json", lambda variant: variant in VARIANTS[1:
 
 
 class Gemms:
-    """The GEMMs of a linear map's forward and backward pass, for one batch of rows.
+    """The GEMMs of the experts' linear maps in forward and backward pass, for one batch of rows sorted by expert.
 
     Args:
         end_L: int32, end of each expert's rows.
-        variant: "grouped" or "loop".
+        variant: "grouped" for torch's grouped_mm, "loop" for one GEMM after the other.
         counts: number of rows of each expert, on the host. With None, "loop" copies ``end_L`` to the host, which
             synchronizes.
     """
@@ -50,7 +50,7 @@ class Gemms:
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
         """Return ``rows @ weight[e].T + bias[e]`` for the rows of each expert e: [M, I] -> [M, O].
 
-        Rows past the last end are undefined. A bias needs `adds_bias`.
+        Rows past the last expert's end are undefined. ``bias_LO`` must be None unless `adds_bias` is True.
         """
         if self._is_grouped:
             return F.grouped_mm(rows_MI, weight_LOI.transpose(1, 2), offs=self._end_L)
@@ -129,13 +129,14 @@ def choose(
     "auto" gives the fastest, measured the first time on a machine. Where grouped_mm does not accept the rows, "loop"
     replaces "grouped".
 
-    Nothing is measured during the capture of a CUDA graph. An unmeasured "auto" is then "grouped", unless grouped_mm
-    would wait for the host or does not accept the rows. In that case it is "triton" if Triton has passed its
+    Nothing is measured during the capture of a CUDA graph. If "auto" was not measured before, it then gives "grouped".
+    It gives "triton" instead if grouped_mm would synchronize or does not accept the rows, and Triton has passed its
     self-check.
 
     Args:
         requested: one of `VARIANTS`.
-        step: "forward", "backward" or "backward to main_grad"; each is measured separately.
+        step: "forward", "backward", or "backward to main_grad" for Megatron's gradient buffers; each is measured
+            separately.
         run: function that runs the step with one of the three GEMMs, for the measurement.
 
     Raises:
@@ -194,7 +195,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
 
 
 def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
-    """Return a key of device, versions, dtype and sizes, with the number of rows rounded up to a power of two."""
+    """Return the tuning cache's key: device, versions, dtype, sizes; ``num_rows`` is rounded up to a power of two."""
     name = torch.cuda.get_device_name(x.device)
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))

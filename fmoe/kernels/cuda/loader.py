@@ -105,7 +105,7 @@ AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures for which `describe` also 
 
 
 def _load(arch: str, device: torch.device | int | str | None) -> str | None:
-    """Register a launcher that passes the self-check, or return the reason why there is none."""
+    """Register a launcher for the architecture and return None; on failure, return the reason."""
     if is_off():
         return "FMOE_CUDA=0 turns it off"
     if arch in ("cpu", "none"):
@@ -122,7 +122,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
 
 
 def _give_up(arch: str, reason: str) -> str:
-    """Log the reason, as a warning only for the first failure on local rank 0, and return it."""
+    """Log and return the reason. Only the first one on local rank 0 is logged as a warning."""
     global _warned
     is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
     _warned = True

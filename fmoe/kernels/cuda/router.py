@@ -26,7 +26,7 @@ class Jitter:
     """Multiplicative noise on the router's input, uniform in [1 - half_width, 1 + half_width).
 
     Attributes:
-        key: key of the noise (`fmoe.routing.RoutingGroups.key_on_host`).
+        key: number from which kernels derive the noise (`fmoe.routing.RoutingGroups.key_on_host`).
         first_group: index of the first routing group within the global batch.
     """
 
@@ -40,9 +40,10 @@ class Result:
     """Result of `route`. ``weight_TK``, ``balance`` and ``z`` are differentiable.
 
     Attributes:
-        expert_TK: -1 for padding and for assignments over capacity.
+        expert_TK: chosen experts; -1 for padding and for assignments over capacity.
         stats: [E + 5], `fmoe.routing.RoutingStats.sums` for the losses named in `LOSSES`.
-        tile_count: number of assignments by tile and expert, for `calls.place`; empty without capacity.
+        balance, z: load balancing loss and router z-loss, scalars.
+        tile_count: number of assignments by tile and expert, for `calls.place`; empty without a capacity factor.
         tokens_TD: the tokens, to pass to the experts. The router's backward pass then adds the experts' gradient to its
             own. None if the tokens need no gradient.
     """
@@ -76,10 +77,10 @@ def route(
 
     Args:
         rule: a rule whose scores are a softmax.
-        tiles: tiles of the routing groups.
+        tiles: split of the routing groups into tiles of tokens.
         mask_T: bool; False for tokens that are not routed.
         factor: capacity factor; None for no limit.
-        jitter: noise on the tokens; None for none.
+        jitter: noise on the tokens; None for no noise.
     """
     assert not rule.is_sigmoid
     mask_T = None if mask_T is None else mask_T.contiguous()
@@ -177,7 +178,10 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of the tokens, with ``d_tokens`` added, and of the weight. ``x`` includes any jitter."""
+    """Return the gradients of the tokens and of the weight. ``x`` is the tokens with any jitter applied.
+
+    The first includes ``d_tokens``, the experts' gradient of the tokens.
+    """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
     # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.

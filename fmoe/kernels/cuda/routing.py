@@ -14,16 +14,17 @@ from fmoe.kernels.cuda import calls
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Routing rule: choose the K experts with the largest keys, and weight them by their scores.
+    """Routing rule: choose the K experts with the largest ranking values, and weight them by their scores.
 
     Args:
         is_sigmoid: scores are sigmoids of the logits; by default their softmax.
-        by_logits: keys are the logits; by default the scores. ``bias_E`` of `route` is added in both cases.
+        by_logits: ranking values are the logits; by default the scores. ``bias_E`` of `route` is added in both cases.
         normalize: divide the weights by their sum over the K chosen experts.
         scale: factor of the weights.
-        groups: number of groups of experts, for choices limited to some groups; 0 for no limit.
-        kept_groups: number of groups to choose from, those with the largest sums of ``best_of`` keys.
-        best_of: number of a group's largest keys to sum.
+        groups: number of groups into which the experts are divided; 0 for no groups.
+        kept_groups: number of groups from which a token's experts are chosen: those with the largest sums of their
+            ``best_of`` largest ranking values.
+        best_of: number of a group's ranking values to sum.
     """
 
     is_sigmoid: bool = False
@@ -40,7 +41,7 @@ class Routed:
     """Result of `route`. ``weight_TK``, ``score_TE`` and ``logsumexp_T`` are differentiable.
 
     Attributes:
-        expert_TK: -1 for tokens whose mask is False.
+        expert_TK: chosen experts; -1 for tokens whose mask is False.
         score_TE: softmax or sigmoid of the logits.
         logsumexp_T: logsumexp of the logits.
         entropy_T: entropy of the softmax, or of the sigmoids divided by their sum.
@@ -64,7 +65,7 @@ def route(
     """Choose the experts and the weights of each token by a rule.
 
     Args:
-        bias_E: added to the keys, not to the weights.
+        bias_E: added to the ranking values (`Rule`), not to the weights.
         mask_T: bool; False for tokens that are not routed.
     """
     bias_E = None if bias_E is None else bias_E.float().contiguous()

@@ -12,20 +12,20 @@ from fmoe.kernels.cuda import calls
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return the token of each of the first ``num_rows`` assignments of ``perm_N``: [T, D] -> [M, D]."""
+    """Return ``x_TD[perm_N[:num_rows] // K]``, the tokens of the first assignments: [T, D] -> [M, D]."""
     return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return the sum of each token's rows times their weights, ``sum_k weight_tk * row of (t, k)``: [M, D] -> [T, D].
+    """Return the weighted sum of each token's rows, ``sum_k weight[t, k] * rows[inverse[t, k]]``: [M, D] -> [T, D].
 
-    The sum is computed in float32. Assignments whose row is M or above are left out.
+    The sum is computed in float32. Terms with an index of M or above are left out.
     """
     return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` in ``dtype``, for a permutation. ``inverse`` is its inverse, for the backward pass."""
+    """Return ``rows[index]`` in ``dtype``. The backward pass uses ``inverse``, the inverse permutation of ``index``."""
     return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
 
 
@@ -184,7 +184,7 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """Return ``expert_TK`` with -1 where the expert is full, as `fmoe.gates.router.drop_over_capacity` does.
+    """Return ``expert_TK`` with -1 for assignments over capacity, as `fmoe.gates.router.drop_over_capacity` does.
 
     Args:
         mask_T: bool; False for tokens that are not routed.

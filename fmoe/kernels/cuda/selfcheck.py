@@ -21,11 +21,12 @@ _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to
 
 
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
-    """Return a description of the first wrong result on a device; None if all are right. Synchronizes the device.
+    """Check the kernels on a device. Return a description of the first wrong result; None if all results are right.
+
+    The check synchronizes the device.
 
     Args:
-        gemm: GEMMs of the layer: "loop", "grouped" or "triton". "loop" uses torch's, to check only the other
-            kernels.
+        gemm: GEMMs of the experts: "loop" or "grouped" for torch's, "triton" to check Triton's too.
     """
     # No autograd on the device: a check during a backward pass would wait for that pass to end.
     generator = torch.Generator().manual_seed(0)

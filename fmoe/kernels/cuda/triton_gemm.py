@@ -72,7 +72,7 @@ def _kernels() -> ModuleType:
 
 
 def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> Config:
-    """Return the configuration to use without a measurement.
+    """Return the tile configuration to use without a measurement.
 
     Args:
         kind: one of `KINDS`.
@@ -92,7 +92,7 @@ def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth
 
 
 def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> list[Config]:
-    """Return the configurations to measure, the default first. All fit into 160 KiB of shared memory."""
+    """Return the tile configurations to measure, the default first. All fit into 160 KiB of shared memory."""
     first = default_config(kind, dtype, rows, columns, depth, gated)
     found = [first]
     size, products = dtype.itemsize, 2 if kind == "up" and gated else 1
@@ -163,7 +163,8 @@ class TritonGemms:
         """Apply the first linear map and the activation to the rows ``x[index // per]``.
 
         Args:
-            index_M: None to use the rows of ``x`` themselves.
+            index_M: assignment of each row; None to use the rows of ``x`` themselves.
+            per: assignments per token.
 
         Returns:
             (hidden [M, P], active [M, H]): the results before and after the activation.
@@ -220,11 +221,15 @@ class TritonGemms:
         needs_hidden: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute gradients from the gradient of the outputs, which is ``grad[index // per]`` for the rows.
+        """Compute the gradients of the activation and of the combine weights; recompute the activation's result.
+
+        Args:
+            grad: gradient of the outputs. That of the rows is ``grad[index // per]``.
+            index_M, per: as in `up`.
 
         Returns:
-            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each None if
-                unneeded.
+            The activation's result times the combine weights, [M, H]; the gradient of ``hidden``, [M, P]; and the
+                gradient of the combine weights, [N]. Each is None if it is not needed.
         """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None
@@ -267,8 +272,8 @@ class TritonGemms:
         """Return ``left.T @ right`` of the rows of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            gathered: "left" or "right", the operand that is gathered; "" for none. Its row i is row ``index[i] // per``
-                of the tensor.
+            gathered: "left" or "right" for the operand whose row i is row ``index[i] // per`` of the given tensor; ""
+                for neither.
             total: float32 [L, O, I]. The products are added to it, and it is returned.
         """
         height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
@@ -300,7 +305,10 @@ class TritonGemms:
         gated: bool,
         may_tune: bool = True,
     ) -> T:
-        """Call ``launch`` with the given, measured or default configuration; FMOE_TUNE=1 measures missing ones."""
+        """Call ``launch`` with the tile configuration in ``tuned``, else the measured one, else the default one.
+
+        With FMOE_TUNE=1, configurations are measured if there is no measurement yet.
+        """
         sizes = (kind, like.dtype, rows, columns, depth, gated)
         if kind in self._tuned:
             return launch(self._tuned[kind])
@@ -318,7 +326,11 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Return each tile's expert and first row, and an upper bound on the number of tiles."""
+        """Split each expert's rows into tiles of ``block`` rows.
+
+        Returns:
+            Expert and first row of each tile, int32 [tiles, 2]; and an upper bound on the number of tiles.
+        """
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)
@@ -355,7 +367,7 @@ class TritonGemms:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor or, if it is None, another one that the kernel does not read."""
+    """Return ``tensor`` or, if it is None, ``other`` as a placeholder, which the kernel does not read."""
     return other if tensor is None else tensor
 
 

@@ -36,7 +36,10 @@ def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def _place(tiles, columns, GROUP: tl.constexpr):
-    """Return row and column of this program's tile. GROUP consecutive rows of tiles share weights in the cache."""
+    """Return the row and column of this program's tile in the grid of output tiles.
+
+    Consecutive programs process GROUP rows of tiles, column by column, to share the weights in the L2 cache.
+    """
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     height = tl.minimum(tiles - group * GROUP, GROUP)
@@ -65,7 +68,7 @@ def _accumulate(
 
 @triton.jit
 def _activation(x, A: tl.constexpr):
-    """Return value and derivative of activation number A, an index in `fmoe.kernels.backends.ACTIVATIONS`."""
+    """Return value and derivative at x of activation number A, an index in `fmoe.kernels.backends.ACTIVATIONS`."""
     if A == 0:
         phi = 0.5 * (1.0 + tl.math.erf(0.70710678118654752 * x))
         value = x * phi
@@ -91,7 +94,7 @@ def _activation(x, A: tl.constexpr):
 
 @triton.jit
 def _second(x, A: tl.constexpr):
-    """Return value and derivative of a gated expert's function of the second half of the pre-activations."""
+    """Return a gated expert's second factor and its derivative, given x, the second half of the pre-activations."""
     value = x
     slope = 1.0
     if A == 4:
@@ -143,8 +146,8 @@ def up(
 ):
     """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], and its activation active [M, H].
 
-    If gated, active is act(first half) * second half. w is [L, P, D]. The activation uses ``hidden`` as stored, as its
-    derivative does.
+    If gated, active is act(first half) * second half. w is [L, P, D]. The activation is computed from ``hidden`` after
+    rounding to its dtype, as in the backward pass.
     """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
@@ -277,7 +280,7 @@ def down_backward(
 ):
     """Compute gradients from d_active = grad[index // per] @ w[e], which is not stored. w is [L, D, H].
 
-    With the combine weight of each row, the kernel writes
+    With each row's combine weight, and the activation's result active, the kernel writes
 
     * d_hidden [M, P] = weight * d_active * act'(hidden),
     * scaled [M, H] = weight * active,

@@ -24,8 +24,8 @@ class Batch:
     Attributes:
         x: rows [M, D]; with ``perm``, tokens [T, D].
         perm, inverse, limit: ``perm_N``, ``inverse_TK`` and ``num_kept`` of a `fmoe.kernels.rows.DispatchPlan`; None if
-            ``x`` has rows.
-        weight: combine weights of the tokens. For rows, weights [M] that only the backward pass uses, or None.
+            ``x`` holds rows.
+        weight: combine weights [T, K]. If ``x`` holds rows: weights [M] that only the backward pass uses, or None.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -61,7 +61,7 @@ class Batch:
         return None if self.weight is None else self.weight.view(-1)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Return the rows of a tensor like ``x``: gather them with ``perm``; without it, return the tensor itself."""
+        """Gather rows of ``tokens``, which has the shape of ``x``, by ``perm``; without it, return ``tokens``."""
         if self.perm is None:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
@@ -110,7 +110,7 @@ class Backward:
         grad: gradient of the outputs.
         hidden: pre-activations that `forward` returned.
         needs: for each of `NAMES`, whether to compute its gradient.
-        sum_in, sum_out: float32 tensors to which gradients of the matrices are added instead of being returned.
+        sum_in, sum_out: float32 tensors to which the gradients of ``w_in`` and ``w_out`` are added, or None.
     """
 
     def __init__(
@@ -133,17 +133,17 @@ class Backward:
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def rehearse(self, variant: str) -> None:
-        """Run a variant to measure it. Gradients are added to temporary tensors instead of the sums."""
+        """Call `run` for a measurement, with temporary tensors instead of ``sum_in`` and ``sum_out``."""
         self.run(
             variant, {name: None if total is None else torch.empty_like(total) for name, total in self._sums.items()}
         )
 
     def run(self, variant: str, sums: dict[str, Tensor | None] | None = None) -> dict[str, Tensor]:
-        """Return the gradients by name, without those that are added to a sum.
+        """Return the gradients by name, without those that are added to ``sums``.
 
         Args:
             variant: "grouped", "loop" or "triton".
-            sums: sums by name; None for those of the constructor.
+            sums: float32 tensors by name of the gradient that is added to them; None for ``sum_in`` and ``sum_out``.
         """
         sums = self._sums if sums is None else sums
         found, d_hidden = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -158,7 +158,10 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return gradients of the biases and (with ``perm``) tokens. Complete those of the combine weights in place."""
+        """Return the gradients of the biases and, with ``perm``, of the tokens.
+
+        Also add the second bias's share to the gradient of the combine weights, in place.
+        """
         batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
         if inverse is None and d_weight is not None:
             inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)

@@ -80,7 +80,7 @@ def library(
         sources: sources to compile; None for `SHIPPED`.
         sanitize: sanitizers to compile in, such as ``("address", "undefined")``. Each set has its own cache entry.
         force: compile even if the cache has an entry.
-        instead_of: `cache.identity` of a library that did not load. It is not returned again.
+        instead_of: `cache.identity` of a library that did not load. That one is not returned again.
         echo: called with each command before it runs.
 
     Raises:
@@ -180,7 +180,7 @@ def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], 
 
 
 class _CompilerError(Exception):
-    """Failure of a command; ``first`` is the line with the reason."""
+    """Failure of a compiler's command; ``first`` is the line of its output with the reason."""
 
     def __init__(self, command: Sequence[str], code: int, output: str):
         self.command, self.output = shlex.join(command), output
@@ -192,7 +192,7 @@ class _CompilerError(Exception):
 
 
 def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str], None] | None) -> None:
-    """Run the commands, at most one per core at a time. The first failure ends the others and is raised."""
+    """Run the commands, at most one per core at a time. If one fails, kill the others and raise its error."""
     processes: list[subprocess.Popen] = []
     variables = compiler.environment(place)
 

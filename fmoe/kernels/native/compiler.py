@@ -62,7 +62,7 @@ class Compiler:
 def find() -> Compiler:
     """Return the C++ compiler of the environment variable CXX or, without it, the first suitable one of `CANDIDATES`.
 
-    A compiler is suitable if it fits torch's OpenMP library.
+    A compiler is suitable if the code that it compiles can use torch's OpenMP library.
 
     Raises:
         BuildError: no compiler is found, or none is suitable.
@@ -217,7 +217,7 @@ def _sanitize_flags(sanitize: Sequence[str]) -> list[str]:
 
 
 def _suits(compiler: Compiler) -> bool:
-    """Return whether the compiler fits torch's OpenMP library."""
+    """Return whether code that the compiler compiles can use torch's OpenMP library."""
     # g++ calls GNU's entry points, which LLVM's and Intel's libraries have too. clang calls LLVM's, which GNU's lacks.
     return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
 
@@ -228,7 +228,7 @@ def _unsuitable(compiler: Compiler) -> str:
 
 @cache
 def _openmp() -> frozenset[str]:
-    """Return the known entry points of torch's OpenMP library; empty for a torch without OpenMP."""
+    """Return which of two known functions torch's OpenMP library has; empty for a torch without OpenMP."""
     if not torch.backends.openmp.is_available():
         return frozenset()
     loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # `hasattr` also searches its dependencies

@@ -62,7 +62,7 @@ def is_loaded() -> bool:
 
 
 def available() -> bool:
-    """Return whether `load` succeeded; before it is called, whether the library is in the cache.
+    """Return whether `load` succeeded; before it is called, whether the backend is on and its library in the cache.
 
     This function loads nothing.
     """

@@ -36,7 +36,7 @@ def expert_ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
     into_main_grad: bool = False,
 ) -> Tensor:
-    """Apply `fmoe.kernels.expert_ffn` to rows: [M, D] -> [M, D].
+    """Compute `fmoe.kernels.expert_ffn` of rows by the native CPU backend: [M, D] -> [M, D].
 
     With ``perm_N``, the input is tokens: gather a row for each assignment, apply the experts, and combine their
     outputs: [T, D] -> [T, D].
@@ -44,13 +44,13 @@ def expert_ffn(
     Args:
         rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
         counts: number of rows of each expert, on the CPU.
-        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`.
+        perm_N, inverse_TK: fields of a `fmoe.kernels.rows.DispatchPlan`.
         weight_TK: combine weights. Without ``perm_N``, weights [M] of the rows, which only the backward pass uses
             (`fmoe.kernels.rows.weigh_gradient`).
         offsets: unused; the CUDA backend has the same argument.
-        into_main_grad: add the gradient of each matrix to its ``main_grad`` if that is usable (`main_grad`). Set
-            ``grad_added_to_main_grad``, as Megatron does. No other operation may use the same weights: its gradients
-            of them would be lost.
+        into_main_grad: add the gradient of each matrix to its attribute ``main_grad``, if the function `main_grad`
+            finds that usable. Set ``grad_added_to_main_grad``, as Megatron does. No other operation may use the same
+            matrices: the gradients from that operation would be lost.
 
     Raises:
         NotImplementedError: an input has a forward-mode tangent.
@@ -113,7 +113,7 @@ _is_wide = False
 
 
 def register(huge_pages: bool = True) -> None:
-    """Register derivatives, fake kernels and FLOP formulas of the operations. Call it once, after loading the library.
+    """Register derivatives, fake kernels and FLOP formulas of the native operations. Call it once, after loading them.
 
     Args:
         huge_pages: use huge pages for weights and for the memory of the operations, if the system has them.
@@ -244,7 +244,7 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor | None:
-    """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient to give to autograd.
+    """Set ``grad_added_to_main_grad`` of a weight to True, and return the gradient to give to autograd.
 
     The result is None for most weights. Weights with post-accumulate hooks get an uninitialized tensor, because
     autograd runs the hooks only for a gradient. Megatron needs a ``grad`` that is not None, but does not read it. A

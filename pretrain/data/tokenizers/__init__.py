@@ -39,7 +39,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a sentencepiece model or, if the file name ends in ``.json``, a Hugging Face tokenizer.
 
     Raises:
-        UserError: the file is missing, is not such a model, or has no piece that ends documents (sentencepiece's eos).
+        UserError: the file is missing, is not such a model, or has no end-of-document token (sentencepiece's eos).
     """
     path = Path(path)
     try:
@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def default_sentinels(vocab_size: int) -> int:
-    """Return the number of sentinels: 1/64 of ``vocab_size``, at most T5's 100."""
+    """Return the default number of sentinels, T5's tokens ``<extra_id_N>``: 1/64 of ``vocab_size``, at most 100."""
     return min(100, vocab_size // 64)
 
 
@@ -71,25 +71,26 @@ def train_tokenizer(
 
     Text is kept exactly: it is not normalised, and no space is added or dropped. A character outside the vocabulary
     falls back to its UTF-8 bytes. Newlines are always separate tokens; in a sentencepiece model, tabs and carriage
-    returns are too. Text that looks like a special piece is encoded as text. The same inputs give the same file, byte
+    returns are too. A special token spelled in a text is encoded as text. The same inputs give the same file, byte
     for byte.
 
     Args:
         inputs: files and folders, as for `pretrain.data.documents.find_sources`, or a `pretrain.data.streams.Mixture`;
             all are read to the end.
         output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives byte-level BPE of
-            Hugging Face ``tokenizers``; any other name gives a sentencepiece model. Both have the same special pieces.
-        vocab_size: total number of pieces, including 7 special ones, the sentinels, 256 bytes and, with sentencepiece,
-            3 line characters. None for `DEFAULT_VOCAB_SIZE` or, if ``model_type`` is "bytes", for the sum of these.
+            Hugging Face ``tokenizers``; any other name gives a sentencepiece model. Both have the same special tokens.
+        vocab_size: number of tokens in the vocabulary, including 7 special ones, the sentinels, 256 bytes and, with
+            sentencepiece, newline, tab and carriage return. None for `DEFAULT_VOCAB_SIZE` or, if ``model_type`` is
+            "bytes", for the sum of these.
         model_type: "bpe", "unigram" or "bytes". "unigram" is only for sentencepiece, and 10 to 20 times slower to
             train. "bytes" has one token per byte; it needs an ``output`` that ends in ``.json``, but no text.
-        max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, every 2nd, 4th, 8th, ... line is
-            taken, so that the sample is spread evenly over the corpus.
+        max_bytes: upper bound on the UTF-8 bytes of the sample. Of a larger corpus, the sample has one line in
+            2, 4, 8, ..., spread evenly over the corpus.
         text_key: key or column with the text in JSON files and tables.
-        sentinels: number of pieces ``<extra_id_N>`` for T5. None for `default_sentinels` or, if ``model_type`` is
+        sentinels: number of tokens ``<extra_id_N>`` for T5. None for `default_sentinels` or, if ``model_type`` is
             "bytes", for 0.
-        character_coverage: share of the text's characters with their own piece; the rarest are encoded in bytes. It
-            has no effect on byte-level BPE.
+        character_coverage: share of the text's characters with a token of their own; the rarest are encoded in bytes.
+            It has no effect on byte-level BPE.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip unreadable documents, with a warning.
 

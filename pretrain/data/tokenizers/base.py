@@ -1,4 +1,4 @@
-"""Common interface of tokenizers, with the names of special pieces."""
+"""Common interface of tokenizers, with the names of special tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from fmoe.errors import UserError
 
 PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids 0, 1, 2, 3
 CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
-# Roles of special pieces, and their names here and elsewhere; the first one found is used.
+# Roles of special tokens, and their names here and elsewhere; the first one found is used.
 ROLES = {
     "pad": (PAD, "[PAD]"),
     "cls": (CLS, "[CLS]", "<s>"),
@@ -22,7 +22,7 @@ SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 
 
 def sentinel(number: int) -> str:
-    """Return the name of the piece that stands for span ``number`` in a text for T5."""
+    """Return the name of the token that stands for the removed span ``number`` in T5's inputs."""
     return f"<extra_id_{number}>"
 
 
@@ -32,7 +32,7 @@ class Tokenizer(ABC):
     Attributes:
         path: the file that the tokenizer was read from.
         fingerprint: SHA-256 of the file, hexadecimal.
-        vocab_size: number of pieces; ids are ``0 <= id < vocab_size``.
+        vocab_size: size of the vocabulary; ids are ``0 <= id < vocab_size``.
         end_of_document: id that ends a document (sentencepiece's eos).
         pad: id of padding; None if the tokenizer has none.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
@@ -68,7 +68,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids. Ids of control pieces are dropped, and bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD.
+
+        Special tokens are dropped; in a sentencepiece model, only its control symbols are.
 
         Raises:
             UserError: an id is outside the vocabulary.
@@ -80,7 +82,7 @@ class Tokenizer(ABC):
 
     @property
     def ids(self) -> Mapping[str, int]:
-        """Ids by piece, special pieces included."""
+        """Ids of all tokens by name, special tokens included."""
         return self._id_of
 
     @cached_property
@@ -105,22 +107,22 @@ class Tokenizer(ABC):
         )
 
     def special(self, piece: str) -> int:
-        """Return the id of a special piece such as ``"<mask>"``.
+        """Return the id of a special token such as ``"<mask>"``.
 
         Raises:
-            UserError: the tokenizer has no such special piece.
+            UserError: the tokenizer has no such special token.
         """
         if piece not in self._special:
             raise UserError(f"the tokenizer {self.path} has no special piece {piece!r}")
         return self._special[piece]
 
     def role(self, name: str) -> int:
-        """Return the id of the special piece for a role: "pad", "cls", "sep" or "mask".
+        """Return the id of the special token for a role: "pad", "cls", "sep" or "mask".
 
-        `ROLES` lists the names that the piece may have.
+        `ROLES` lists the names that the token may have.
 
         Raises:
-            UserError: the tokenizer has no such piece.
+            UserError: the tokenizer has no such token.
         """
         if name == "pad" and self.pad is not None:
             return self.pad

@@ -22,7 +22,7 @@ _ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "
 class HuggingFaceTokenizer(Tokenizer):
     """A loaded ``tokenizer.json``.
 
-    A text is encoded without added tokens, truncation or padding. A special piece spelled in a text is encoded as text.
+    A text is encoded without added tokens, truncation or padding. A special token spelled in a text is encoded as text.
     Decoding is exact for byte-level models that do not change the text first, e.g. to lower case.
 
     `pretrain.data.prepare.prepare` splits a document of more than a megabyte into parts and encodes each. Tokens may
@@ -111,7 +111,7 @@ def _characters_of_bytes() -> list[str]:
 
 
 def _splits(tokenizers: Any) -> Any:
-    """Return the pre-tokenizer of `train_bytes`: it splits off newlines and digits, and the rest into GPT-2's words."""
+    """Return the pre-tokenizer of `train_bytes`: it splits off each newline and digit, then splits as GPT-2's does."""
     return tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split("\n", "isolated"),
@@ -131,13 +131,13 @@ def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
 
 
 def train_bytes(lines: Iterable[str], output: Path, vocab_size: int, special: Sequence[str]) -> HuggingFaceTokenizer:
-    """Train byte-level BPE and write its file. Every byte has a piece, and digits and newlines are separate tokens.
+    """Train byte-level BPE and write its file. Each byte has a token, and digits and newlines are separate tokens.
 
     Args:
-        special: names of the special pieces, whose ids are 0, 1, ...
+        special: names of the special tokens, whose ids are 0, 1, ...
 
     Raises:
-        UserError: the text has too few pairs for the vocabulary.
+        UserError: the text has too few pairs of tokens to merge for the vocabulary.
     """
     tokenizers = require("tokenizers", "pretrain", f"training {output}")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())

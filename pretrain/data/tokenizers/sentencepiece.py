@@ -109,7 +109,7 @@ def train_model(
     """Train a model on lines of text and write its file.
 
     Args:
-        special: names of the special pieces, whose ids are 0, 1, ...
+        special: names of the special tokens, whose ids are 0, 1, ...
         model_type, character_coverage: see `pretrain.data.tokenizers.train_tokenizer`.
 
     Raises:

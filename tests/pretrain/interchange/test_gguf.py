@@ -267,7 +267,7 @@ def bits(weight):
             "gpt_oss",
             {"tie_embeddings": False, "qkv_bias": True, "sliding_window": 4},
             "byte-level",
-            r"model\.sliding_layers=\(\)",
+            r"model\.sliding_layers=\[\]",
         ),
         ("phimoe", {}, "byte-level", "--llama-cpp supports .* exported as phimoe"),
         ("mixtral", {}, "unigram", r"tokenizer\.model is not supported .* bpe"),

@@ -159,7 +159,7 @@ def test_keys_of_other_kinds():
     for keys, message in (
         ({"linear_bias": True}, "model.linear_bias=true needs model.kind=bert, not gpt"),
         ({"segment_types": 2, "kind": "t5"}, "model.segment_types=2 needs model.kind=bert, not t5"),
-        ({"linear_bias": True, "kind": "bert"}, "model.linear_bias=true needs model.num_experts=0, not 8"),
+        ({"linear_bias": True, "kind": "bert"}, "model.linear_bias=true is not supported with model.num_experts=8"),
     ):
         with pytest.raises(UserError, match=message):
             ModelConfig(**keys).check()

@@ -76,7 +76,7 @@ REFUSED = {
     "another epsilon": (replace(MODEL, norm_eps=1e-5), "auto", "model.norm_eps=1e-05", "1e-06"),
     "standard attention": (replace(MODEL, **STANDARD), "deepseek_v3", "model.kv_lora_rank=none", "latent"),
     "no shared experts": (replace(MODEL, num_shared_experts=0), "auto", "model.num_shared_experts=0", "at least 1"),
-    "experts first": (replace(V2, moe_layers=(1, 2)), "auto", "model.moe_layers=(1, 2)", "all layers but the first"),
+    "experts first": (replace(V2, moe_layers=(1, 2)), "auto", "model.moe_layers=[1, 2]", "all layers but the first"),
     "every second": (replace(V2, moe_layers=(), moe_every=2), "auto", "model.moe_every=2", "all layers but the first"),
     "weights that sum to one": (replace(V2, normalize=None), "auto", "model.normalize=none", "false"),
     "further tokens": (replace(V2, mtp_layers=1), "auto", "model.mtp_layers=1", "0"),
@@ -89,7 +89,7 @@ REFUSED = {
     "irregular layers": (
         replace(ERNIE, moe_layers=(1, 3)),
         "ernie4_5_moe",
-        "model.moe_layers=(1, 3)",
+        "model.moe_layers=[1, 3]",
         "the multiples of a number",
     ),
     "groups of ernie": (replace(ERNIE, gate_options={"expert_groups": 2}), "ernie4_5_moe", "expert_groups", "{}"),

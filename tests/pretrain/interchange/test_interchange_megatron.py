@@ -389,9 +389,9 @@ def test_a_stacked_tensor_has_the_layers_of_the_recipe(tmp_path, shape, word):
 LATENT = {"kv_lora_rank": 16}
 NOT_OURS = {
     "quick_geglu=true": ({"quick_geglu": True}, {}),
-    "window_size=(8, 0)": ({"window_size": (8, 0)}, {}),
+    "window_size=[8, 0]": ({"window_size": (8, 0)}, {}),
     "window_size=none": ({"window_size": None}, {"sliding_window": 9}),
-    "window_size=(8, 0) ": ({"window_size": (8, 0)}, {"sliding_window": 8}),
+    "window_size=[8, 0] ": ({"window_size": (8, 0)}, {"sliding_window": 8}),
     "window_attn_skip_freq=2": ({"window_size": (8, 0), "window_attn_skip_freq": 2}, {"sliding_window": 9}),
     "softmax_type=learnable": ({"softmax_type": "learnable"}, {}),
     "rotary_percent=1.0": ({}, {"rotary_fraction": 0.5}),
