@@ -165,7 +165,7 @@ class Spec:
     def arguments(
         self, *, layout: Callable[..., Layout] = Layout, aux: Callable[..., AuxLosses] = AuxLosses
     ) -> dict[str, Any]:
-        """Build the parts of the layer, and return the arguments of `fmoe.MoE`. If ``seed`` is None, draw it first.
+        """Build the parts of the layer, and return the keyword arguments of `fmoe.MoE`. If ``seed`` is None, draw one.
 
         Args:
             layout, aux: classes or functions to call instead of `fmoe.layout.Layout` and `fmoe.losses.AuxLosses`.

@@ -40,14 +40,14 @@ SUMMARIES = {
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Return the installed commands by name: fmoe's in the order of `SUMMARIES`, then those of other packages."""
+    """Return the installed commands by name. Those of fmoe come first, in the order of `SUMMARIES`."""
     order = {name: index for index, name in enumerate(SUMMARIES)}
     found = sorted(entry_points(group="fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
     return {entry.name: entry for entry in found}
 
 
 def extras() -> dict[str, list[str]]:
-    """Return the packages that each extra of the installed fmoe lists, by extra.
+    """Return a dict from each pip extra of the installed fmoe to the packages that it lists.
 
     If an extra includes another one, as ``test`` includes ``pretrain``, the other's packages are left out.
     """
@@ -115,7 +115,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_option(option: str, known: Iterable[str], program: str, near: Sequence[str] = ()) -> str:
-    """Return the message for an option that is not in ``known``. It suggests ``near``, by default similar options."""
+    """Return the message for an option that is not in ``known``.
+
+    Args:
+        near: names that the message suggests; by default, those in ``known`` that resemble ``option``.
+    """
     near = near or difflib.get_close_matches(option, list(known), n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all"
     return f"unknown option {option}; {hint}"
@@ -124,9 +128,12 @@ def unknown_option(option: str, known: Iterable[str], program: str, near: Sequen
 def run(program: str, command) -> int:
     """Call ``command()`` and return its exit code.
 
-    A `UserError` becomes one line on stderr and exit code 2. So does a path that the system refuses (no permission, a
-    name too long, ...), or a missing package that an extra of fmoe installs. An interrupt becomes exit code 130. If the
-    reader of the output ends first, as in ``| head``, the exit code is 141, as if by SIGPIPE, without a message.
+    These exceptions become exit codes:
+
+    * 2, with one line on stderr: a `UserError`, a path that the system refuses (no permission, a name too long, ...),
+      or a missing package that an extra of fmoe installs.
+    * 130: an interrupt.
+    * 141, without a message: the reader of the output has ended, as in ``| head``.
     """
     try:
         try:
@@ -168,7 +175,7 @@ def _refuse(program: str, message: str) -> int:
 
 
 def drop_output() -> None:
-    """Redirect standard output, which has no reader, to the null device, so that flushing its buffer cannot fail."""
+    """Redirect standard output to the null device. Flushing its buffer then cannot fail for lack of a reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -178,7 +185,6 @@ def _flush() -> None:
 
 
 def _has_lost_reader() -> bool:
-    """Return whether standard output is a pipe without a reader."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

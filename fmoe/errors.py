@@ -64,7 +64,7 @@ def option_names(factory: Any) -> list[str] | None:
 
 
 def _options(factory: Any) -> tuple[dict[str, Any], bool]:
-    """Return the annotations of a factory's parameters by name, and whether it accepts no other names."""
+    """Return the annotations of the factory's parameters by name, and whether these are all names that it accepts."""
     factory = getattr(factory, "func", factory)
     calls = [factory]
     if isinstance(factory, type):
@@ -100,10 +100,10 @@ def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: s
 
 
 def wrong_type(annotation: Any, value: Any) -> str | None:
-    """Describe the annotation's types, as in "a number or a string", if ``value`` has none of them.
+    """Return a description of the annotation's types, e.g. "a number or a string", if ``value`` has none of them.
 
-    Return None for a valid value. Return None also if the annotation has types other than numbers, bools, strings,
-    mappings, callables and None.
+    Otherwise, return None. Only numbers, bools, strings, mappings, callables and None are recognized: an annotation
+    with another type accepts every value.
     """
     expected = []
     is_number = not isinstance(value, bool)
@@ -131,10 +131,9 @@ def wrong_type(annotation: Any, value: Any) -> str | None:
 
 
 def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) -> None:
-    """Register ``entry`` in a table of names.
+    """Add ``entry`` to ``table`` as ``name``.
 
-    If a class or function was defined again and has the same module and name, it replaces the old one. This happens
-    when a notebook cell runs twice.
+    A class or function that is defined again, as when a notebook cell runs twice, replaces its old definition.
 
     Args:
         kind: option that takes the names of this table, for the message, e.g. ``"gate"``.

@@ -98,8 +98,8 @@ class Layout:
     def _tokens(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
     ) -> tuple[Tensor, RoutingGroups]:
-        """Do the work of `tokens` without checks. With ``shards``, ``x`` is this rank's part of the tokens; ``mask``,
-        ``token_ids`` and the returned groups cover the tokens of all ranks."""
+        """Return the tokens of ``x`` as [T, D], and the routing groups, without checks."""
+        # With `shards`, `x` is this rank's part; `mask`, `token_ids` and the groups cover the tokens of all ranks.
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         sequence_first = self.sequence_first and x.dim() == 3
         length = leading[0] if sequence_first else leading[-1]
@@ -240,8 +240,8 @@ class TokenShards:
         Args:
             full: the result, if this rank already has it. The forward pass then communicates nothing.
             alike: False sums the gradients of all ranks. True takes this rank's own gradient, without communication.
-                True requires that all ranks compute the same from the result. A value that depends only on one rank's
-                part may be computed on that rank alone.
+                True is correct if each rank's own gradient is complete for its part. This is so for what all ranks
+                compute alike from the result, and for what a rank computes from its own part alone.
         """
         return _Gather.apply(x, full, self, alike)
 
@@ -350,7 +350,7 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
-    """Return this rank's slice of each tensor of a pytree, along the first dimension. All ranks hold this pytree."""
+    """Return this rank's slice, along the first dimension, of each tensor of a pytree that all ranks hold."""
     return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 

@@ -105,8 +105,7 @@ def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
 
 
 def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
-    """Sum values over each group's tokens, and return the squared coefficient of variation over experts of the sums. It
-    is averaged over groups, weighted by their number of tokens."""
+    """Return the squared coefficient of variation over experts of each group's sum of values, as a mean over groups."""
     if valid_GS is None:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
@@ -236,7 +235,8 @@ class AuxLosses:
         return routing.weight_TK if total is None else attach_loss(routing.weight_TK, total, self.scale)
 
     def _attach_each(self, routing: Routing, share: float | Tensor) -> Tensor:
-        """Attach the losses one by one: their weighted sum would take several kernel launches on a GPU."""
+        """Return the combine weights with every loss attached (`_AttachEach`)."""
+        # A weighted sum of the losses would take several kernel launches on a GPU.
         if not routing.losses.keys() <= self.weights.keys():  # a wrapper of the gate added one
             self.total(routing)  # raises
         losses = {name: x for name, x in routing.losses.items() if self.weights[name] and x.requires_grad}
@@ -267,11 +267,14 @@ class AuxLosses:
     def count(
         self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool, observer: Observer | None
     ) -> list[Tensor]:
-        """Return the outputs, whose backward pass counts the routing statistics of this forward pass once.
+        """Count the routing statistics of this forward pass once, and return the outputs to use from now on.
 
-        In training, the backward pass counts, because activation checkpoints repeat the forward pass. If no output
-        requires a gradient, the forward pass counts; under ``torch.no_grad()``, nothing is counted. In evaluation
-        mode, the forward pass counts if ``counts_evaluation`` is set; otherwise nothing is counted.
+        They are counted at these times:
+
+        * ``training``: in the backward pass, because activation checkpoints repeat the forward pass.
+        * ``training``, and no output requires a gradient: in this call.
+        * ``training`` under ``torch.no_grad()``: never.
+        * Evaluation: in this call if ``counts_evaluation`` is set, else never.
 
         Args:
             weight_TK: result of `attach`.
@@ -295,7 +298,7 @@ class AuxLosses:
         return outputs
 
     def record(self, routing: Routing, observer: Observer | None = None) -> None:
-        """Count the statistics of one micro batch, and call the observer; None for the attribute ``observer``."""
+        """Add the routing's statistics to ``metrics``, and call ``observer``, by default the attribute ``observer``."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)
         observer = observer or self.observer
@@ -315,7 +318,7 @@ class AuxLosses:
         return sum(pending[1:], pending[0]) if pending else None
 
     def _offer(self, total: Tensor) -> None:
-        """Queue a loss for `collect`, but not while an activation checkpoint recomputes."""
+        """Queue ``total`` for `collect`, except while an activation checkpoint recomputes."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.pending.append(total)
             self._has_offered = True
@@ -353,7 +356,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class _AttachEach(torch.autograd.Function):
-    """Attach each loss to ``x`` as `_AttachLoss` does, times its entry of ``factors`` and times ``more``, if given."""
+    """Return ``x``, whose backward pass also gives each loss its gradient (`AuxLosses.gradients`)."""
 
     @staticmethod
     def forward(
@@ -421,9 +424,9 @@ _MAX_COUNTED = 4096
 
 
 def _register(aux: AuxLosses) -> Tensor:
-    """Register the object and return its number, as a tensor so that layers of equal shape share compiled code."""
     number = next(_numbers)
     _registered[number] = aux
+    # As a tensor, so that layers of equal shape share compiled code.
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
@@ -445,7 +448,7 @@ def _attach(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return a copy of ``weight``, and a ticket, the number of the forward pass."""
+    """Return a copy of ``weight``, and the number of the forward pass, its ticket."""
     return weight.clone(), torch.tensor(next(_tickets), dtype=torch.int64, device="cpu")
 
 
@@ -465,8 +468,8 @@ def _record(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Count the statistics once per ticket; return the gradient and the scale of the losses. The backward pass uses the
-    result, so that no compiler removes the operation."""
+    """Count the statistics once per ticket, and return the gradient and the scale of the losses."""
+    # The backward pass uses the result, so that no compiler removes the operation.
     layer = _registered.get(int(number))
     scale: float | Tensor = 1.0
     if layer is not None:

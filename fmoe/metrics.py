@@ -182,10 +182,10 @@ class LayerMetrics:
 
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Count forward passes in evaluation mode in the metrics of ``model``'s layers, within this context.
+    """Make the MoE layers of ``model`` collect metrics in evaluation mode, within this context.
 
-    Loads, drops and entropy are counted; gates have no losses in evaluation. The counts start at zero. Read them inside
-    the context, because its end restores the counts from before it.
+    Evaluation adds loads, drops and entropy, but no losses. The metrics start at zero. Read them inside the context:
+    its end restores the metrics from before it.
     """
     layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)

@@ -91,8 +91,8 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 def branch(*parts: int | str) -> int:
     """Return a new seed for torch's default CPU generator, derived from its current seed and ``parts``.
 
-    `position` returns the same value under the new seed. Use it in code that seeds the generator while a model
-    runs, such as Megatron's regions with separate noise per tensor parallel rank.
+    Use it in code that seeds the generator while a model runs, such as Megatron's regions with separate noise per
+    tensor parallel rank. `position` returns the same value under the new seed as under the old one.
     """
     seed = key("branch", torch.initial_seed(), *parts)
     where = position()
@@ -212,7 +212,7 @@ def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
 
 
 def dropped(keys_G: Tensor, count: int, rate: float) -> Tensor:
-    """Return bool [G, count]: True with probability ``drop_rate(rate)``, and row g a function of ``keys_G[g]``."""
+    """Return random bools [G, count], True with probability ``drop_rate(rate)``; ``keys_G[g]`` determines row g."""
     halves = _hash(keys_G, 0, (count + 1) // 2).view(torch.int16)[:, :count]
     return halves < round(drop_rate(rate) * 2**16) - 2**15
 
@@ -223,10 +223,8 @@ def drop_rate(rate: float) -> float:
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
-    """Return hashes of the integers from ``start`` to ``stop - 1``, int32 [G, stop - start].
-
-    MurmurHash3's finalizer (public domain) is applied once with each half of the key, in arithmetic that wraps around.
-    """
+    """Return hashes under each key of the integers from ``start`` to ``stop - 1``, int32 [G, stop - start]."""
+    # MurmurHash3's finalizer (public domain), once with each half of the key, in arithmetic that wraps around.
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
     counter = torch.arange(start, stop, dtype=torch.int32, device=keys_G.device)

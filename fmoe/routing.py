@@ -31,16 +31,17 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RoutingStats:
-    """Statistics of one routing, as detached tensors on the tokens' device. Every tensor is a sum, so that sums over
-    micro batches and ranks are the statistics of the whole batch.
+    """Statistics of one routing, as detached tensors on the tokens' device.
+
+    Every tensor is a sum, so that sums over micro batches and ranks are the statistics of the whole batch.
 
     Attributes:
         load_E: kept assignments of each expert (float32).
         dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
-        sums: one vector of the four fields above, in this order, and then each loss of ``loss_names`` times
-            ``tokens``. The fields are then views of this vector. None if they are separate tensors.
+        sums: vector of the four fields above, in this order, followed by each loss of ``loss_names`` times ``tokens``.
+            The fields are then views of this vector. None if the fields are separate tensors.
         loss_names: names of the losses in ``sums``.
     """
 
@@ -69,7 +70,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """A gate's decision.
+    """A gate's decision: the experts and combine weights of each token.
 
     Attributes:
         expert_TK: global expert ids, int64; -1 for assignments that are dropped or not made.
@@ -82,7 +83,7 @@ class Routing:
         counted: (``expert_TK``, number of assignments to each expert in each tile of consecutive assignments), from a
             CUDA kernel of fmoe, for `fmoe.kernels.cuda.calls.place`; else None.
         passed: (the gate's input, the same tokens as an output of the gate), from a CUDA kernel of fmoe; else None. The
-            experts use this output. The gate's backward pass then adds both gradients of the tokens.
+            experts get this output. The gate's backward pass then adds up the tokens' gradients from gate and experts.
         is_fused: whether one CUDA operation computed weights and losses. The names of the losses are then in
             `fmoe.losses.DEFAULT_LOSS_WEIGHTS`.
     """
@@ -97,7 +98,7 @@ class Routing:
     is_fused: bool = False
 
     def counts_of(self, expert_TK: Tensor) -> Tensor | None:
-        """Return the counts in ``counted`` if they are those of this very tensor, else None."""
+        """Return the counts in ``counted`` if they were made for this tensor object, else None."""
         return self.counted[1] if self.counted is not None and self.counted[0] is expert_TK else None
 
 
@@ -152,7 +153,7 @@ class RoutingGroups:
 
     @property
     def padding(self) -> int:
-        """Number of missing tokens in the last group."""
+        """Number of tokens by which the last group is shorter than ``size``."""
         return self.count * self.size - self.num_tokens
 
     def sizes(self) -> list[int]:
@@ -161,7 +162,7 @@ class RoutingGroups:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """Memory layout: (number of sequences, length of each) if sequences are interleaved, else (1, T)."""
+        """Memory layout: (number of sequences, length of each) with ``sequence_first``, else (1, T)."""
         return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
@@ -239,8 +240,8 @@ class RoutingGroups:
         """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.
 
         The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result.
-        Combine weights are an exception, because each rank uses only those of its own tokens. A token's combine weights
-        may depend only on the token's own values.
+        Combine weights are an exception: each rank uses only those of its own tokens. A token's combine weights
+        must depend only on that token's values.
         """
         if self.shards is None:
             return x_TX

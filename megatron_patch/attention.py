@@ -31,9 +31,10 @@ class SDPAttention(DotProductAttention):
 
     Arguments, shapes and results are the same, with these exceptions:
 
-    * A query whose keys are all masked returns zeros. Megatron-core returns the mean of the values. In training with
-      `HeadDropout` and without learned softmax offsets, this class returns NaN.
-    * An attention bias is added to the scaled scores. Megatron-core refuses a bias.
+    * If all keys of a query are masked, Megatron-core returns the mean of the values. This class returns zeros or, in
+      training with `HeadDropout` and without learned softmax offsets, NaN.
+    * An attention bias is added to the scaled scores, where Megatron-core raises an AssertionError. With a window or
+      learned softmax offsets, this class raises it too.
     * A mask also applies in layers with a window, where Megatron-core ignores it.
     * Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
     * bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`).
@@ -42,11 +43,12 @@ class SDPAttention(DotProductAttention):
     offset per head to the softmax (`fmoe.kernels.attention`). Offsets start at zero. Each tensor parallel rank holds
     the offsets of its own heads.
 
-    Megatron-core's code still computes the cases that torch's kernels do not support:
+    Megatron-core's implementation, without torch's kernels, computes these cases:
 
     * packed sequences;
     * scores scaled by layer number;
-    * windows or offsets, if attention is not causal or has a bias;
+    * windows that are not causal;
+    * windows or offsets, if the attention is not causal;
     * several queries after cached keys, without a mask, window or offset.
 
     Under context parallelism, each rank holds a contiguous slice of the sequences. It attends over whole sequences with
@@ -54,8 +56,8 @@ class SDPAttention(DotProductAttention):
 
     Raises:
         UserError: the context parallel size does not divide the number of heads of a tensor parallel rank. Under
-            context parallelism, a forward pass also raises it in the cases that Megatron-core's code computes, with an
-            attention bias, and with dropout that is not `HeadDropout`.
+            context parallelism, a forward pass also raises it for an attention bias, for dropout that is not
+            `HeadDropout`, and for the cases that Megatron-core's implementation computes.
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -215,9 +217,8 @@ class SDPAttention(DotProductAttention):
         is_causal: bool,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attend with dropout by `HeadDropout`: queries, keys, values and the result are [b, heads, s, head width].
-        ``mask`` is a float tensor, added to the scores, or a bool tensor, True where a query must not see a key.
-        ``sinks_H`` are the learned softmax offsets, one per head."""
+        """Return attention with dropout by `HeadDropout`, [b, heads, s, head width] as query, key and value."""
+        # mask: float, added to the scores, or bool, True where a query must not see a key. sinks_H: softmax offsets.
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = (query * self.softmax_scale) @ key.transpose(2, 3)

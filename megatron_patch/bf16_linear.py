@@ -57,8 +57,10 @@ def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
 
 
 def forward_in_float32(forward: Callable) -> staticmethod:
-    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.forward`` to multiply in float32 the weights that
-    `mark_weights` has marked."""
+    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.forward`` so that it multiplies in float32.
+
+    This applies to the weights that `mark_weights` has marked.
+    """
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, *settings):
@@ -78,8 +80,10 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
 
 def backward_in_float32(backward: Callable) -> staticmethod:
-    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.backward`` to multiply in float32 the weights that
-    `mark_weights` has marked."""
+    """Wrap ``LinearWithGradAccumulationAndAsyncCommunication.backward`` so that it multiplies in float32.
+
+    This applies to the weights that `mark_weights` has marked.
+    """
 
     @functools.wraps(backward)
     def wrapped(ctx, grad):

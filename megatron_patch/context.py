@@ -81,7 +81,10 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessG
 
 
 def sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Map this rank's slice of the tokens [S, B, A, W] to its slice of the heads, on P ranks [P * S, B, A / P, W]."""
+    """Exchange this rank's slice of the tokens, [S, B, A, W], for its slice of the heads, [P * S, B, A / P, W].
+
+    P is the number of ranks.
+    """
     return _Exchange.apply(x, group, True)
 
 

@@ -30,7 +30,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 def _device_on_cpu(function: Callable) -> Callable:
-    """Make ``device="cuda"``, or the number of a CUDA device, mean the CPU."""
+    """Wrap ``function`` so that its argument ``device`` means the CPU if it is a CUDA device or a number."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
@@ -54,7 +54,7 @@ def _to_on_cpu(to: Callable) -> Callable:
 
 
 def _type_for_megatron(type_: Callable) -> Callable:
-    """Make ``Tensor.type`` return CUDA type names to megatron-core, and accept them."""
+    """Wrap ``Tensor.type`` to accept CUDA type names, and to return them to callers in megatron-core."""
 
     @functools.wraps(type_)
     def wrapped(self, dtype=None, *args, **kwargs):
@@ -113,8 +113,9 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 
 
 def _cpu_rng_tracker(tracker_class: type) -> type:
-    """Make the tracker use torch's CPU generator instead of the CUDA one. If a position in training is set
-    (`fmoe.random.set_position`), the draws in a ``fork`` depend only on it and on the RNG state's name and seed."""
+    """Return a subclass of ``tracker_class`` that uses torch's CPU generator instead of the CUDA one."""
+    # If a position in training is set (`fmoe.random.set_position`), the draws in a `fork` depend only on the position,
+    # and on the name and seed of the RNG state.
 
     class CpuRNGStatesTracker(tracker_class):
         def add(self, name, seed):
@@ -151,7 +152,7 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
 
 
 def _splits_as_numpy(move: Callable) -> Callable:
-    """Make `maybe_move_tensor_to_cpu` convert split sizes to numpy for CPU tensors too."""
+    """Wrap `maybe_move_tensor_to_cpu` to convert tensors to numpy on request, even if they are on the CPU already."""
 
     def moved(tensor, as_numpy=False, record_stream=False):
         if as_numpy and torch.is_tensor(tensor):
@@ -162,8 +163,7 @@ def _splits_as_numpy(move: Callable) -> Callable:
 
 
 def _max_without_indices(largest: Callable) -> staticmethod:
-    """Make `calculate_logits_max` find each token's largest logit without its index, which would take most of the
-    time."""
+    """Return a `calculate_logits_max` that finds each token's largest logit without its index."""
 
     def calculated(vocab_parallel_logits):
         logits = vocab_parallel_logits.float()

@@ -46,7 +46,7 @@ class TokenDropout(nn.Dropout):
         return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
 
     def keys(self, x_SBH: Tensor) -> Tensor:
-        """Return the hash of each token, int64 [S, B]; token and feature together decide what is dropped."""
+        """Return the hash of each token, int64 [S, B], which is combined with the feature to decide what to drop."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         slices, number = _context_parallel()
@@ -78,7 +78,7 @@ class HeadDropout(TokenDropout):
 
 
 class _BiasDropoutAdd:
-    """Megatron-core's `get_bias_dropout_add` with `TokenDropout`."""
+    """Replacement for Megatron-core's `get_bias_dropout_add` that uses `TokenDropout`."""
 
     def __init__(self, dropout: TokenDropout):
         self.dropout = dropout

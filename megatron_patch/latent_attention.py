@@ -31,16 +31,17 @@ class LatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(functools.partial(_gather, config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the modules that the spec names. Without ``config.qk_layernorm``, the base class refuses norms of
-        compressed keys and values; with it, uncompressed queries need Transformer Engine."""
+        # Without `config.qk_layernorm`, the base class refuses norms of compressed keys and values. With it,
+        # uncompressed queries need Transformer Engine.
         return {name: getattr(submodules, name) for name in _FROM_SPEC}
 
 
 def _gather(
     config: MLATransformerConfig, module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward hook that gathers all columns of the down projection's output, which Megatron-core expects here. Under
-    sequence parallelism, return this rank's slice of the tokens: Megatron-core then gathers the rotary keys."""
+    """Forward hook of a column parallel linear layer that gathers all columns of its output."""
+    # Megatron-core expects all columns. Under sequence parallelism, it expects this rank's slice of the tokens, and
+    # then gathers the rotary keys.
     columns, bias = output
     whole = gather_from_tensor_model_parallel_region(columns)
     if config.sequence_parallel:
@@ -50,10 +51,9 @@ def _gather(
 
 
 class _SumGradients(torch.autograd.Function):
-    """Identity whose gradient is summed over a group.
+    """Identity whose gradient is summed over a group."""
 
-    Megatron-core's `copy_to_tensor_model_parallel_region` loses the sum if the gradient is not contiguous.
-    """
+    # Megatron-core's `copy_to_tensor_model_parallel_region` loses the sum if the gradient is not contiguous.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

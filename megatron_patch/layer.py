@@ -285,12 +285,12 @@ def drop_tracked_losses() -> None:
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for shared experts. Layers run one after the other, so they share it."""
+    """Return the CUDA stream of ``device`` for shared experts, the same for all layers."""
     return torch.cuda.Stream(device)
 
 
 def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return a process group of the collection, or the default group; None if the group has one rank."""
+    """Return the group ``name`` of the collection, or else ``default()``; None if the group has one rank."""
     group = getattr(collection, name, None)
     group = default() if group is None else group
     return None if group.size() == 1 else group
@@ -299,8 +299,8 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the group of ranks with the same tokens, and the group of ranks with successive slices of the
-    sequences."""
+    """Return the options ``slice_group`` and ``sequence_group`` of `Spec`."""
+    # slice_group: ranks with the same tokens. sequence_group: ranks with successive slices of the sequences.
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)

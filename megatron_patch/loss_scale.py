@@ -52,8 +52,10 @@ class SharedGradScaler(MegatronGradScaler):
         self.scaler.update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers: ``skipped`` and, of a dynamic scale, ``scale``, ``growth_tracker`` and
-        ``hysteresis_tracker``."""
+        """Return the state as plain numbers.
+
+        They are ``skipped`` and, for a dynamic scale, ``scale``, ``growth_tracker`` and ``hysteresis_tracker``.
+        """
         state = {name: float(v) if torch.is_tensor(v) else v for name, v in self.scaler.state_dict().items()}
         return state | {"skipped": self.skipped}
 

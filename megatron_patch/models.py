@@ -25,12 +25,12 @@ MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
 class Stack(NamedTuple):
-    """A transformer block of a model, or all modules for multi-token prediction of a model.
+    """A model's encoder, its decoder, or all its modules for multi-token prediction.
 
     Attributes:
-        layers: layers of the block on this rank.
-        config: config of the block.
-        offset: number of layers in earlier blocks of the model, to add to ``layer_number``.
+        layers: transformer layers of this stack on this rank.
+        config: config of the layers.
+        offset: number of layers in earlier stacks of the model, to add to ``layer_number``.
         is_mtp: True for the modules for multi-token prediction, which share their config with the decoder.
     """
 

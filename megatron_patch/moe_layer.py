@@ -104,7 +104,7 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def sharded_names() -> dict[str, str]:
-    """Map Megatron-core's tensor names of an MoE layer in a distributed checkpoint to fmoe's names.
+    """Return fmoe's names of an MoE layer's tensors, by Megatron-core's names in a distributed checkpoint.
 
     In such a checkpoint, the experts of all ranks are one tensor. The weights of fmoe's shared expert have an
     additional first axis of size 1.
@@ -116,7 +116,7 @@ def sharded_names() -> dict[str, str]:
 
 
 def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
-    """Convert GroupedMLP, whose ``weight1`` and ``weight2`` store the matrices of all experts one after the other."""
+    """Return fmoe's weights from those of a GroupedMLP, which has the matrices of all experts in one tensor."""
     first, second = left.pop("experts.weight1"), left.pop("experts.weight2", None)
     if second is None:
         raise UserError("experts.weight2 is missing")
@@ -132,7 +132,7 @@ def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tenso
 
 
 def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Convert SequentialMLP and TEGroupedMLP, which have one matrix per expert."""
+    """Return fmoe's weights from those of a SequentialMLP or TEGroupedMLP, which have one matrix per expert."""
     found = {}
     for linear, ours in _OF_LINEAR.items():
         for kind in ("weight", "bias"):

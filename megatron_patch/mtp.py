@@ -89,8 +89,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield the transformer layer of each MTP module, and what to add to its ``layer_number`` to get its number in the
-    model."""
+    """Yield the transformer layer of each MTP module, and its number in the model minus its ``layer_number``."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))

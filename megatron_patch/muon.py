@@ -68,8 +68,8 @@ def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
 
 
 def _fused(module: nn.Module) -> Iterable[tuple[nn.Module, tuple[int, ...]]]:
-    """Yield each fused linear layer of a module, and the number of rows of each of its matrices. In self attention,
-    these are the rows of one query group, in cross attention of one head."""
+    """Yield each fused linear layer that ``module`` holds, and the number of rows of each of its matrices."""
+    # In self attention, these are the rows of one query group. In cross attention, they are those of one head.
     if isinstance(module, SelfAttention):
         head = module.hidden_size_per_attention_head
         queries = module.num_attention_heads_per_partition // module.num_query_groups_per_partition

@@ -60,8 +60,7 @@ class Shard:
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the inner optimizers with parameters on this rank, such as one for dense parameters and one for
-    experts."""
+    """Return the inner optimizers with parameters on this rank, such as one for dense layers and one for experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 

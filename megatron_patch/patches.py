@@ -27,10 +27,10 @@ PARTIAL = "is_partial_over_tensor_ranks"
 
 @dataclass(frozen=True)
 class Patch:
-    """One name to replace.
+    """Replacement of one attribute of a module or class.
 
     Attributes:
-        module, name: location of the name; ``module:Class`` for a method.
+        module, name: where the attribute is, and its name; ``module`` is "module:Class" for a method.
         make: function of the old value that returns the new one.
         reason: what fails without the patch. Files and lines are those of megatron-core 0.16.1.
         required: if True, `apply` raises an error when the module or class lacks the name.
@@ -72,7 +72,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def _sum_partial_gradients(reduce: Callable) -> Callable:
-    """Make ``reduce`` also sum gradients of parameters with the attribute `PARTIAL` over tensor parallel ranks."""
+    """Wrap ``reduce`` to also sum the gradients of parameters marked with `PARTIAL` over tensor parallel ranks."""
 
     @functools.wraps(reduce)
     def reduced(model, config, tp_group=None, *args, **kwargs):
@@ -92,8 +92,7 @@ def _sum_partial_gradients(reduce: Callable) -> Callable:
 
 
 def _norm_of_slices(new: Callable) -> staticmethod:
-    """Allow torch's norms under sequence parallelism, and make Megatron sum the gradients of their weights over the
-    slices of the sequences."""
+    """Wrap ``WrappedTorchNorm.__new__`` to accept sequence parallelism, and mark weights for Megatron's reduction."""
 
     @functools.wraps(new)
     def made(cls, config, *args, **kwargs):
@@ -110,7 +109,7 @@ def _norm_of_slices(new: Callable) -> staticmethod:
 
 
 def _without_fp8(init: Callable) -> Callable:
-    """Make the constructor set ``fp8`` to False if Transformer Engine is missing."""
+    """Wrap a constructor to set ``self.fp8`` to False if Transformer Engine is missing."""
 
     @functools.wraps(init)
     def wrapped(self, fp8=False, *args, **kwargs):
@@ -123,7 +122,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Make the constructor set attributes of fmoe's parameters, such as ``allreduce``, before it reads them."""
+    """Wrap a constructor to first set the attributes of fmoe's parameters that it reads, such as ``allreduce``."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
@@ -134,7 +133,7 @@ def _with_marks(init: Callable) -> Callable:
 
 
 def _count_experts_by_their_group(init: Callable) -> Callable:
-    """Make the gradient norm find replicas of experts by the expert tensor parallel group, as in megatron-core 0.19."""
+    """Wrap a constructor so that the gradient norm finds duplicate experts by the expert tensor parallel group."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):
@@ -149,7 +148,7 @@ def _count_experts_by_their_group(init: Callable) -> Callable:
 
 
 def _gather_once(step: Callable) -> Callable:
-    """Make distributed optimizers gather a model chunk's parameters once per step, after its last optimizer's step."""
+    """Wrap ``step`` so that each model chunk's parameters are gathered once, after their last optimizer's step."""
 
     @functools.wraps(step)
     def wrapped(self):

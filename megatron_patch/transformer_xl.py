@@ -27,7 +27,7 @@ from fmoe import UserError
 
 
 def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
-    """Return the encodings R of the distances ``count - 1`` down to 0: sines, then cosines.
+    """Return the sinusoidal encodings of the distances ``count - 1`` down to 0: sines, then cosines.
 
     Returns:
         float32 [count, width].
@@ -39,7 +39,7 @@ def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """Shift scores from columns indexed by distance to columns indexed by key (appendix B of the paper).
+    """Shift scores from columns indexed by distance to columns indexed by key (arXiv 1901.02860, appendix B).
 
     Args:
         scores: [..., S, K]; column c belongs to the distance K - 1 - c.
@@ -54,7 +54,7 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 
 class PositionBiases(nn.Module):
-    """The vectors u and v of each head, by which Transformer-XL replaces the position of the query.
+    """The learned vectors u and v of each head, which Transformer-XL adds to queries (arXiv 1901.02860, section 3.3).
 
     Args:
         config: config of the model.
@@ -105,8 +105,8 @@ class PositionBiases(nn.Module):
 class RelativeAttention(SelfAttention):
     """Causal self attention with Transformer-XL's scores, over a memory and a segment.
 
-    The score of query q, content key k and projected distance encoding r is (q + u) k + (q + v) r, scaled. These are
-    the terms (a) + (c) and (b) + (d) of the paper's section 3.3. Each layer has its own u, v and projection.
+    The score of query q, key k and projected distance encoding r is (q + u) k + (q + v) r, scaled. These are the terms
+    (a) + (c) and (b) + (d) of arXiv 1901.02860, section 3.3. Each layer has its own u, v and projection.
 
     The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
 

@@ -21,7 +21,7 @@ from megatron_patch.layer import MegatronMoE
 
 
 def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
-    """Return the MLP of a transformer layer and its name; experts are copied from the `Block` in it.
+    """Return the MLP of a transformer layer as a `Block` to copy experts from, and its name for messages.
 
     Args:
         granularity: number of experts into which the MLP is split.

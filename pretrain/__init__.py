@@ -8,10 +8,10 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 def leave_working_folder() -> None:
-    """Remove the working folder from the module search path, for this process and its child processes.
+    """Remove the working folder from the module search path, unless it contains this package, as a git clone does.
 
     ``python -m`` puts the working folder on this path. A ``random.py`` there would be imported instead of the standard
-    module. The folder stays on the path if it contains this package, as a git clone does.
+    module. The removal also applies to child processes.
 
     Exits with code 2 if ``fmoe`` or ``megatron_patch`` is not installed beside this package.
     """
@@ -33,9 +33,9 @@ def leave_working_folder() -> None:
 
 
 def safe_environment() -> dict[str, str]:
-    """Return environment variables that keep the working folder off the module search path of child processes.
+    """Return ``os.environ`` with variables that keep the working folder off the module search path of child processes.
 
-    The folder stays on the path if it contains this package, as a git clone does.
+    A working folder that contains this package, as a git clone does, stays on the path.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if os.path.realpath(os.getcwd()) == _ROOT:

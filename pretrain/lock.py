@@ -135,7 +135,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
-    """Hold the lock, with a heartbeat thread, until the stack is closed."""
+    """Acquire the lock file ``path``, and hold it with a heartbeat thread until ``stack`` is closed."""
     try:
         lock = _acquire(path)
     except OSError as error:
@@ -163,8 +163,7 @@ def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
 
 
 def _acquire(path: Path) -> _Lock:
-    """Acquire the lock; wait if its holder is about to end or may be dead. Raise UserError if another process holds
-    it."""
+    """Acquire the lock file ``path``. Raise UserError if its holder does not release it."""
     begin, has_warned, watch = time.monotonic(), False, _Watch()
     while True:
         with contextlib.ExitStack() as closing:
@@ -200,7 +199,7 @@ def _acquire(path: Path) -> _Lock:
 
 
 class _Watch:
-    """Another process's view of a lock's holder; ``is_alive`` is True once a heartbeat was seen."""
+    """Observer of the process that holds a lock; ``is_alive`` is True once a heartbeat was seen."""
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {}
@@ -217,7 +216,7 @@ class _Watch:
 
     @property
     def is_local(self) -> bool:
-        """True if the holder is or was a process of this machine, since the machine last booted."""
+        """True if the holder's process started on this machine since the last boot."""
         return self.record.get("machine") == _MACHINE
 
     @property
@@ -304,7 +303,7 @@ def _clock(seconds: float) -> str:
 
 
 def _started(default: float) -> float:
-    """Return the start time of this process, in seconds since 1970."""
+    """Return the start time of this process, in seconds since 1970; ``default`` if it is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the checkpoint is of the recipe's last step.
+    """Return whether the checkpoint is at the recipe's last step, so that nothing is left to train; False for None.
 
     Raises:
-        UserError: this recipe cannot continue the checkpoint (`check_resumable`, `check_data`); or the checkpoint
-            belongs to another run and is already of the last step, so that nothing is left to train.
+        UserError: this recipe cannot continue the checkpoint (`check_resumable`, `check_data`); or the checkpoint is at
+            the last step, but belongs to another run.
     """
     if checkpoint is None:
         return False
@@ -187,7 +187,7 @@ def _train(
 
 
 def _guards(recipe: Recipe) -> list[Callback]:
-    """Return the recipe's guards. They must precede the callbacks that log their metrics."""
+    """Return the guards that the recipe enables."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
         # Choices of the random gate are meant to be uniform.
@@ -236,7 +236,7 @@ def summarize(recipe: Recipe) -> None:
 
 
 def _figure(row: dict, key: str) -> str:
-    """Format a metric, whose value in ``metrics.jsonl`` is null if it was not finite."""
+    """Format a row's value of a metric, which may be NaN or infinite."""
     value = row[key]
     return f"{value:.4f}" if isinstance(value, int | float) else str(row.get(f"{key}_nonfinite", value))
 

@@ -63,16 +63,16 @@ def command(arguments: Sequence[str]) -> list[str]:
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
     """Run torchrun until it ends, and return the run's exit code.
 
-    This is the code that a rank passed to `report` or, if there is none, torchrun's. If the run fails without such a
-    code, prints the rank that failed first, and the cause.
+    The exit code is the one that a rank passed to `report` or, if there is none, torchrun's. If the run fails and no
+    rank passed a code, prints the rank that failed first, and the cause.
 
     The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps; the code is then `EXIT_REQUEUE`. Until a rank
     handles signals, the first signal ends torchrun instead. A later SIGINT ends all ranks at once.
 
     Args:
         command: command line from `command`, or a substitute.
-        log: file to which a failed torchrun's messages are appended, and the tracebacks of all failed ranks but the
-            first.
+        log: file to which, after a failure, torchrun's messages are appended, and the tracebacks of all failed ranks
+            except the first.
 
     Raises:
         UserError: the command succeeded, but its processes did not run this package.
@@ -172,7 +172,7 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
 
 
 def _keep(found: Path, log: Path | None) -> None:
-    """Append a file of messages from torchrun or a rank to the log in the run folder."""
+    """Append the text of file ``found`` to file ``log``."""
     with contextlib.suppress(OSError):
         text = found.read_text(errors="replace")
         if text and log is not None:
@@ -219,7 +219,7 @@ def report(code: int) -> int:
 
 
 def keep_error(text: str) -> bool:
-    """Write this rank's traceback to a file for the launcher, which prints the one of the first failed rank.
+    """Write ``text``, this rank's traceback, to a file. The launcher prints the file of the rank that failed first.
 
     Returns:
         True if the file was written. False without a launcher, and while torchrun may still restart the ranks.
@@ -231,7 +231,7 @@ def keep_error(text: str) -> bool:
 
 
 def _post(name: str, value: int) -> None:
-    """Write a value to a file for the launcher, named with the number of restarts so far."""
+    """Write a value to the file ``NAME-RESTARTS`` for the launcher."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
@@ -251,7 +251,7 @@ def _write(name: str, text: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run torchrun in this process. If ranks fail, write the list of failed ranks."""
+    """Run torchrun in this process. If ranks fail, write the list of failed ranks to a file for the launcher."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -176,7 +176,9 @@ class Trainer:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Load only weights and buffers. Training starts at step 0, with a new optimizer and the first sample.
+        """Load the model's weights and buffers from a checkpoint, and nothing else.
+
+        Training then starts at step 0, with a new optimizer and the first sample.
 
         Raises:
             UserError: a tensor is missing, unexpected, or differs in shape.

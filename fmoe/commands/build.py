@@ -77,7 +77,7 @@ def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
 
 
 def _variables(sanitize: tuple[str, ...]) -> list[str]:
-    """Return the environment variables, as shell words, for a process that runs the sanitized build."""
+    """Return ``NAME=value`` words that set the environment of a process which runs the sanitized build."""
     words = [f"FMOE_SANITIZE={','.join(sanitize)}"]
     if "address" in sanitize:
         cxx = shlex.join(compiler.find().command)

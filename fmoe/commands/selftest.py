@@ -42,12 +42,12 @@ ROW_WIDTH, REPEATS = 1024, 5  # width of rows and measurements per entry, in the
 
 @dataclass
 class Result:
-    """Result of one case.
+    """Result of one `Case`.
 
     Attributes:
         errors: relative error of each quantity, the largest over all ranks.
         failed: descriptions of failures, with ranks; empty if the case passed.
-        is_broken: whether a rank raised or did not answer. Ranks may then be out of step.
+        is_broken: whether a rank raised or did not answer. The test then ends, because ranks may be out of step.
     """
 
     case: str
@@ -162,7 +162,8 @@ _QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient
 
 
 def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
-    """Run the case. Every rank posts its relative errors, or its exception, to the store, and rank 0 evaluates them."""
+    """Run the case on all ranks, and return its result."""
+    # Every rank posts its relative errors, or its exception, to the store, and rank 0 evaluates them.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:
@@ -212,8 +213,9 @@ def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
 
 
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
-    """Return the relative errors of this rank's part of a split layer. Each expert-parallel group has its own batch."""
+    """Return the relative errors of this rank's part of a split layer, compared with an unsplit layer."""
     ep, ep_rank = groups.ep, groups.moe_group.rank()
+    # Each expert-parallel group has its own batch.
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
     # An auxiliary loss is a mean over a rank's routing groups, and the split layer's gradients are those of the sum of
     # losses over ranks. Therefore the unsplit layer's losses are multiplied by the number of ranks.
@@ -276,7 +278,7 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 
 def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
-    """Time the round trip of rows through each exchange, with even loads and experts that return rows unchanged."""
+    """Return the time and bandwidth of a round trip of rows, for each exchange and size in ``megabytes``."""
     ep, table = groups.ep, []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
         if "chunks" in options:  # chunks pay off only by overlap with the experts' computation
@@ -304,7 +306,7 @@ def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], dev
 
 
 def _share_sent(exchange: str, options: dict[str, Any], ep: int) -> float:
-    """Return the average number of times that a row is sent to another rank, one way."""
+    """Return how often a row is sent to another rank on the way to its expert, on average."""
     if exchange == "all_gather":
         return ep - 1
     if exchange == "hierarchical":

@@ -111,10 +111,7 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return the first converter's function for the whole model, or None; and the names of the converters.
-
-    Converters are the entry points ``fmoe.converters`` of installed packages.
-    """
+    """Return a function that converts ``model``, or None; and the names of the entry points looked at."""
     names = []
     for entry in entry_points(group="fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds
@@ -244,7 +241,8 @@ def plan_blocks(
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Leave a weight uninitialized, because it will be overwritten. Drawing it would dominate the time."""
+    """Do nothing, in place of an initializer: ``weight`` will be overwritten."""
+    # Drawing it would dominate the time.
 
 
 # Options of experts whose weights `upcycle_` will fill.
@@ -252,7 +250,7 @@ NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
 def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> MoE:
-    """Return an MoE layer of the block's sizes, dtype, device and mode; if ``how`` is None, its experts are new."""
+    """Return an MoE layer of the block's sizes, dtype, device and mode. If ``how`` is None, its experts are new."""
     options = {"sequence_first": block.sequence_first, **options}
     granularity = options.pop("granularity")
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))

@@ -24,9 +24,9 @@ class LinearMap(NamedTuple):
 
 
 def linear_map(module: Any) -> LinearMap | None:
-    """Return the map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (stored transposed).
+    """Return weight [out, in] and bias of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2.
 
-    Return None for a module that is not such a plain linear map; `obstacle` says why.
+    The result is None for any other module; `obstacle` returns the reason.
     """
     if module is None or obstacle(module) is not None:
         return None
@@ -37,7 +37,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return a phrase, "has ...", if the module has hooks or a replaced ``forward``, which conversion would lose."""
+    """Return a phrase, "has ...", if the module has hooks or a replaced ``forward``; else None.
+
+    A converted model would lose these.
+    """
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -208,10 +211,10 @@ def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.d
     """Return whether each value of ``actual`` differs from ``expected`` by no more than rounding.
 
     Args:
-        size: bound on intermediate values, whose rounding errors count where the values cancel, as in GELU far below
-            zero.
-        dtype: dtype of the model. The tolerance for a 16-bit dtype is that of float32, in which activations are
-            evaluated, unless ``actual`` has 16 bits itself.
+        size: magnitude of the intermediate values. Where they cancel, as in GELU far below zero, their rounding errors
+            remain.
+        dtype: dtype of the model. A 16-bit dtype has the tolerance of float32, in which activations are evaluated. If
+            ``actual`` itself has 16 bits, the tolerance is that of its dtype.
     """
     if actual.shape != expected.shape:
         return False
@@ -269,7 +272,7 @@ def _rows(count: int, width: int) -> Tensor:
 def is_rowwise(activation: Activation, width: int) -> bool:
     """Return whether the function keeps shapes and maps each row independently.
 
-    It must not use a row's neighbors, because those of an expert's row depend on the routing.
+    In an expert, the neighbors of a row depend on the routing. An activation must therefore not mix rows.
     """
     x = _rows(6, width).view(2, 3, width)
     try:

@@ -21,9 +21,10 @@ Finder = Callable[[nn.Module], list[Block | Refusal]]
 
 
 def mlp(module: nn.Module) -> list[Block | Refusal]:
-    """Find two linear maps with an activation between them; the first may compute gate and value together (Phi-3).
+    """Find blocks of two linear maps with an activation between them: GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm.
 
-    They form a separate module (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or are part of a larger one.
+    The block is all of ``module``, or a part of it (`inline`). If it is all of ``module``, the first map may compute
+    gate and value together, as in Phi-3.
     """
     return whole_module(module, 2) or inline(module)
 
@@ -37,7 +38,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
-    """Find the block of ``num_linear`` linear maps that is all that ``module`` computes.
+    """Return the block of ``num_linear`` linear maps, if ``module`` computes this block and nothing else.
 
     All other modules inside ``module`` must have neither parameters nor buffers.
     """
@@ -63,9 +64,9 @@ def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
 def inline(module: nn.Module) -> list[Block | Refusal]:
     """Find blocks inside larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
 
-    They are two linear maps of ``module``, or of its children, with an activation between them that is a module or an
-    attribute. The MoE layer replaces the first map; activation, dropout and second map become `nn.Identity`. The rest
-    of the module stays, and so does a dropout that is also applied after the block.
+    A block is two linear maps of ``module``, or of its children, with an activation between them that is a module or an
+    attribute. The MoE layer replaces the first map; activation, dropout and second map become `nn.Identity`. A dropout
+    module that is also applied to the block's output keeps its effect there.
     """
     if isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return []
@@ -116,7 +117,7 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
 
 
 def _slots(owner: nn.Module, wanted: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (holder, name) of each attribute that holds ``wanted``."""
+    """Return the modules inside ``owner`` that have ``wanted`` as a child, each with the child's name."""
     return [(m, name) for m in owner.modules() for name, child in m._modules.items() if child is wanted]
 
 
@@ -245,7 +246,7 @@ def sequential(module: nn.Module) -> list[Block | Refusal]:
 
 
 def _has_form(parts: list[nn.Module], length: int) -> bool:
-    """Return whether the items look like a block: two linear maps of any kind, with no parameters between them."""
+    """Return whether the first ``length`` parts look like a block: linear map, activation, [dropout], linear map."""
     if len(parts) < length or (length == 4 and type(parts[2]) is not nn.Dropout):
         return False
     if any(isinstance(part, nn.Conv1d) for part in parts) or not is_there_and_back(parts[0], parts[-1]):
@@ -313,15 +314,15 @@ class Found(NamedTuple):
 def find_blocks(model: nn.Module) -> list[Found]:
     """Return the feed-forward blocks of ``model`` in the order of their modules; a module used twice counts once.
 
-    A module's blocks come from the first function ``find`` (`register_family`) that returns any. The submodules of a
-    module that is itself a block are not searched.
+    On each module, the functions of the families (`register_family`) are called, the newest first, until one returns
+    blocks. The submodules of a module that is itself a block are not searched.
     """
     return search(model)[0]
 
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return the result of `find_blocks`; and, by name, the reasons why modules that look like blocks are refused."""
+    """Return the blocks, as `find_blocks` does; and why modules that look like blocks are refused, by module name."""
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}

@@ -58,7 +58,7 @@ class Trial(NamedTuple):
         Args:
             stand_ins: functions that replace the forward of modules.
             rows: tensor that replaces the first argument.
-            rates: records dropouts that are called as functions, and disables them.
+            rates: object that records and disables dropouts called as functions; None leaves these on.
         """
         calls = []
 
@@ -108,7 +108,7 @@ def restored(owner: nn.Module) -> Iterator[None]:
 
 
 class Rates(TorchFunctionMode):
-    """Context in which `torch.nn.functional.dropout` does nothing but record its rates.
+    """Context manager in which `torch.nn.functional.dropout` only records its rate and returns its input.
 
     Attributes:
         inside: rates of the dropouts between the linear maps of a block.
@@ -151,7 +151,7 @@ class Injection:
     """Callable that runs a module with known values in place of the outputs of its linear maps.
 
     Args:
-        trial: way to run the module.
+        trial: the module to run, and its arguments.
         first: the input maps.
         last: the output map.
         shapes: output shape of each input map.
@@ -208,7 +208,7 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Return whether ``hidden`` equals the formula of a block: ``act(gate) * value``, or ``act(gate)`` if ungated.
+        """Return whether ``hidden`` is ``activation(gate) * value``; without a value, ``activation(gate)``.
 
         Args:
             order: indices of gate and value in ``self.parts``, the injected values.
@@ -226,7 +226,13 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the output map's input has the block formula's derivatives, and depends on no parameter."""
+        """Return whether the input of the output map has the derivatives of ``activation(gate) * value``.
+
+        Return False if that input depends on a parameter. Without a value, the formula is ``activation(gate)``.
+
+        Args:
+            order: indices of gate and value in ``self.parts``, the injected values.
+        """
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -260,7 +266,7 @@ class Injection:
         return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
 
     def is_whole(self) -> bool:
-        """Return whether the input maps get the module's input, and the output map's output is the module's."""
+        """Return whether the input maps get the module's input, and the module returns the output map's output."""
         rows = self.trial.args[0]
         for training in (False, True):
             for x in (rows, wide_rows(rows, is_multiplied=False)):
@@ -293,7 +299,7 @@ def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
     """Return the rows, scaled by powers of two over a wide range of the dtype.
 
     Args:
-        is_multiplied: use a smaller range, in which two matrix products that follow do not overflow.
+        is_multiplied: choose a smaller range, so that two matrix products with the rows do not overflow.
     """
     low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
     count = rows.shape[:-1].numel()  # the exponents span the range for any number of rows

@@ -100,16 +100,16 @@ def is_there_and_back(first: nn.Module, last: nn.Module) -> bool:
 
 
 def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
-    """Return whether sizes (in, out) fit maps D -> ``parts`` * H and H -> D. 0 is an unknown size."""
+    """Return whether ``first`` and ``last``, both (in, out), fit maps D -> ``parts`` * H and H -> D; 0 fits all."""
     (width, height), (last_height, last_width) = first, last
     return all(a == b or 0 in (a, b) for a, b in ((width, last_width), (height, parts * last_height)))
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Return the names of linear maps that may form a block of ``owner``: (map D -> H or 2 H, map H -> D).
+    """Return the pairs of linear maps, by name, that may form a block of ``owner``.
 
-    Pairs inside one child are left out. The value is True if the pair is likely a block: unlike in an attention, few
-    other maps have the same parent.
+    The first map of a pair is D -> H or D -> 2 H, the second is H -> D. Pairs inside one child are left out. The value
+    of a pair is True if it is likely a block, because few other linear maps have the same parent.
     """
     linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)
@@ -166,7 +166,7 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
 
 
 def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: Tensor) -> Iterator[Trial]:
-    """Yield ways to call ``function``: several kinds of arguments, then also stubs for children outside the block."""
+    """Yield trials of ``function`` with several kinds of arguments, first without stubs, then with them."""
     # The first parameter gets enough rows to hold all probe values, or images if the module holds a convolution. The
     # other parameters without a default get None, rows or sizes. Children outside of the block may require more
     # arguments, such as the masks and positions of an attention. The last trials replace these children by stubs that
@@ -202,7 +202,7 @@ def _return_input(*args: Any, more: tuple, **kwargs: Any) -> Any:
 
 
 def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: dict) -> Pieces | Refusal:
-    """Return the block whose input maps are the calls ``chosen``, and whose output map is the call ``index``."""
+    """Return the block whose input maps are the calls with indices ``chosen``; its output map is the call ``index``."""
     called = [call.module for call in calls]
     first, last = tuple(called[i] for i in chosen), called[index]
     names, counts = {m: name for name, m in trial.owner.named_modules()}, Counter(called)
@@ -274,8 +274,8 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
 
 
 def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
-    """Return the module and attribute that set the rate of the only dropout between the maps, and of none elsewhere;
-    None if there is no such attribute."""
+    """Return the one of ``holders``, and its attribute's name, that sets the rate in ``rates.inside``; or None."""
+    # The attribute must set the rate of the only dropout between the maps, and of no other dropout.
     for holder in holders if len(rates.inside) == 1 else ():
         for name, value in list(vars(holder).items()):
             if not isinstance(value, float) or value != rates.inside[0]:
@@ -301,7 +301,7 @@ class _Dense(nn.Module):
 
 
 def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> bool:
-    """Return whether the formula of ``block`` (see `Block`) gives the output of ``trial``, up to rounding.
+    """Return whether the output of ``trial`` stays the same, up to rounding, if ``block`` replaces the maps.
 
     Args:
         owner: the module that ``block.install`` changes; None for the module of ``trial``.

@@ -192,7 +192,8 @@ def _trial_block(block: Block, granularity: int) -> Block:
 
 @torch.no_grad()
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
-    """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t``, in training, then in evaluation; nan if there is none."""
+    """Return, for some tokens, the factor between the outputs of ``layer`` and ``block``; NaN if there is none."""
+    # First in training, then in evaluation mode.
     # Half of the tokens are equal, so that they crowd the same experts. The others are random, and every second of them
     # has nearly equal router logits for two copies of the block.
     upcycle_(layer, block, how)
@@ -219,7 +220,7 @@ def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
 
 
 def _constant(share_T: Tensor) -> float | None:
-    """Return the factor that makes every share 1; None if there is no such factor."""
+    """Return the factor that makes all of ``share_T`` 1; None if there is no such factor."""
     mean = share_T.mean()
     if not mean.abs() > 1e-6 or not (share_T - mean).abs().max() <= _TOLERANCE * mean.abs():
         return None

@@ -29,7 +29,7 @@ EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
 
 
 def register_exchange(name: str, factory: Callable[..., GroupExchange]) -> None:
-    """Register an exchange under a new name.
+    """Register an exchange (token dispatcher) under a new name.
 
     The name is then valid for the option ``exchange`` of a layer, and for ``parallel.exchange`` of a recipe.
 
@@ -48,7 +48,9 @@ def build_exchange(
     exchange: str = "all_to_all",
     options: Mapping[str, Any] | None = None,
 ) -> Exchange:
-    """Build the exchange of an expert parallel group. Without a group, or for one rank, return a `LocalExchange`.
+    """Build the exchange (token dispatcher) of an expert parallel group.
+
+    Without a group, or for a group of one rank, return a `LocalExchange`.
 
     Args:
         exchange: a name in `EXCHANGES`.

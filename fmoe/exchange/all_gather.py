@@ -98,14 +98,14 @@ def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype
 
 
 def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-    """Send the w-th part of ``x`` [W * T', ...] to rank w; return the received parts' sum, unpadded: [length, ...]."""
+    """Sum ``x`` over ranks, and return the first ``length`` rows of this rank's part; all parts are equally long."""
     received = all_to_all(group, x if wire is None else x.to(wire), what="scattering of sums").wait()
     parts = received.view(group.size(), -1, *x.shape[1:])[:, :length]
     return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """Pad each rank's tensor [T, ...] with zeros to T', the largest T, and gather all on every rank: [W * T', ...]."""
+    """Gather ``x`` of all ranks, padded with zeros to ``longest`` rows per rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """Sum the ranks' tensors [W * T', ...], and return the rows of this rank's tokens; the adjoint of `_Gather`."""
+    """Differentiable `_sum_scatter`, the adjoint of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:

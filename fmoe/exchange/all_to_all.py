@@ -28,12 +28,10 @@ _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
 
 class _Agreed(NamedTuple):
-    """Result of `AllToAllExchange._agree`. ``shadowed``: (id, number of this rank's rows) of each shadowed expert."""
-
-    tensors: list[Tensor]
-    on_host: list[Counts]
-    shadowed: list[tuple[int, int]]
-    needed: int
+    tensors: list[Tensor]  # the first result of `_exchange_counts`
+    on_host: list[Counts]  # the same as lists
+    shadowed: list[tuple[int, int]]  # (id, number of this rank's rows) of each shadowed expert
+    needed: int  # number of chunks that ``max_rows`` requires
     depth: int
 
 
@@ -46,8 +44,8 @@ class AllToAllExchange(base.GroupExchange):
         max_rows: maximum number of rows that a rank receives at a time, at least ``2 * num_experts``; None for no
             maximum. If any rank would receive more, all ranks exchange the rows in more chunks, one after the other.
             The backward pass then recomputes the experts' activations: a hot expert costs time, not memory.
-        shadow: maximum number of shadowed experts per forward pass; 0 for none. The weights of a shadowed expert are
-            sent to all ranks, where this is faster than sending its rows (`fmoe.exchange.shadow`).
+        shadow: maximum number of shadowed experts per forward pass; 0 for none. A shadowed expert's weights are sent to
+            all ranks. Experts are shadowed if that is faster than sending their rows (`fmoe.exchange.shadow`).
         cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
 
     Raises:
@@ -121,8 +119,9 @@ class AllToAllExchange(base.GroupExchange):
         self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
     def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
-        """Exchange the counts of rows, and a flag per rank: its ``depth``, or a larger number if it failed."""
+        """Exchange the counts of rows and the depths of all ranks. Raise on every rank if one has an ``error``."""
         shadowed, count_E = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else ([], count_E)
+        # A failed rank has a flag larger than every depth.
         flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
         tensors, received = self._exchange_counts(count_E, flag)
         bound = [] if self.max_rows is None else [self._chunks_needed(received, self.max_rows)]
@@ -151,12 +150,13 @@ class AllToAllExchange(base.GroupExchange):
         return ChunkedDispatch(plan, chunks, at_home, is_bounded=agreed.needed > 1)
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
-        """Return the number of rows of each local expert. Column x of the counts is for local expert ``x % L``."""
+        """Return the number of rows of each local expert."""
         num_local = self.num_local_experts
+        # Column x of the counts is for local expert x % num_local.
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
     def _choose_shadows(self, count_E: Tensor, cost: Cost) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return (id, number of this rank's rows) of each expert to shadow; and ``count_E`` with zeros for them."""
+        """Return (id, number of this rank's rows) for each expert to shadow, and ``count_E`` with zeros for them."""
         gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
         loads_WE = gathered.view(self.ep_size, -1).tolist()
         chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
@@ -171,13 +171,10 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Exchange counts and flags.
-
-        Returns:
-            Counts [P, X + 1] for P peers and X experts: those sent in the first hop (all-to-all), then those received
-                in each hop. The last column of the last tensor holds flags, among them the largest of all ranks.
-            The received counts of each hop, without the last column.
-        """
+        """Send each rank the counts of its experts and the flag; return the counts with flags, and without."""
+        # The first result is tensors [P, X + 1] for P peers and X experts: the counts sent in the first hop, then those
+        # received in each hop. The last column of the last tensor holds flags, among them the largest of all ranks.
+        # The second result is the received counts of each hop, without the last column.
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
@@ -186,19 +183,17 @@ class AllToAllExchange(base.GroupExchange):
     def _hops(
         self, tensors: list[Tensor], on_host: list[Counts]
     ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """Return the counts of each hop (all-to-all), the counts received in the last hop, and the order of sent rows.
-
-        The order is a list of expert ids, or None for ascending ids.
-        """
+        """Return the counts of each hop, those received in the last hop, and the expert ids in the order of sending."""
+        # None in place of expert ids stands for ascending ids.
         send, receive = ([row[:-1] for row in rows] for rows in on_host)
         return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
-    """Return the counts of the all-to-all (hop) to the experts' ranks, which need rows sorted by local expert.
+    """Return the counts of an all-to-all of rows to their experts' ranks, where rows are sorted by local expert.
 
     Args:
-        send_WL, receive_WL: numbers of rows to and from each rank, by the receiver's local expert.
+        send_WL, receive_WL: numbers of rows to and from each rank, for each local expert of the receiving rank.
         received: ``receive_WL`` on the device.
     """
     key_WL = torch.arange(received.shape[1], device=received.device, dtype=torch.int64).expand_as(received)
@@ -206,20 +201,20 @@ def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, re
 
 
 def _to_host(tensors: list[Tensor]) -> list[Counts]:
-    """Return matrices as lists on the host, with one copy for all."""
+    """Return the matrices as nested lists on the host. One copy moves them all."""
     values = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())
     return [[[next(values) for _ in range(t.shape[1])] for _ in range(t.shape[0])] for t in tensors]
 
 
 class RowDispatch:
-    """Base class of dispatches, which permute, exchange and combine rows.
+    """Base class of `Dispatch` and `ChunkedDispatch`, which permute, exchange and combine rows.
 
     If any rank needs the gradients of its combine weights, the weights are sent too, as a tensor [M]. The backward
     pass sends their gradients back (`fmoe.kernels.rows.weigh_gradient`).
 
     Attributes:
         plan: order of this rank's rows.
-        num_rows: M, the number of this rank's rows; in a dispatch of one chunk, of the chunk's rows.
+        num_rows: M, the number of this rank's rows. For one chunk, it is the number of this rank's rows in the chunk.
         depth: how far the backward pass reaches (`base.GroupExchange.open`).
     """
 
@@ -248,7 +243,7 @@ class Dispatch(RowDispatch):
     """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
 
     Args:
-        plan, depth: see `RowDispatch`; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
+        plan, depth: see `RowDispatch`. The chunks of a `ChunkedDispatch` share one plan.
         hops: the all-to-alls to the experts' ranks, one after the other: two in the hierarchical exchange, else one.
         counts: number of rows of each local expert.
     """

@@ -30,20 +30,23 @@ TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # backward depths of a rank (`GroupExchange.
 
 
 class Dispatch(Protocol):
-    """The second, differentiable part of a forward pass: after the ranks have exchanged the numbers of rows."""
+    """The differentiable part of a forward pass, which follows the exchange of the numbers of rows."""
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Return the weighted sum of each token's expert outputs, [T, ...] for each tensor that the experts return.
+        """Return each token's expert outputs, summed with the combine weights.
 
         Args:
             inputs: tensors [T, ...]; each expert gets the rows of its tokens.
             weight_TK: combine weights.
+
+        Returns:
+            A tensor [T, ...] for each tensor that the experts return.
         """
         ...
 
 
 class Session(Protocol):
-    """A forward pass of a layer, from `Exchange.session`."""
+    """One forward pass of a layer, opened by `Exchange.session`."""
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Send rows, call the experts, and return the combined outputs, as `Dispatch.run` does.
@@ -159,19 +162,19 @@ class GroupExchange:
 
         The host reads the numbers from the device at most once, or twice with shadowing.
 
-        All ranks use the largest ``depth`` of any rank, or 0 if that is `NO_GRAD`. The ranks of ``PaddedExchange`` do
-        not know the others' depths: each uses `WEIGHTS` or 0.
+        All ranks continue with the largest ``depth`` of any rank, or with 0 if that is `NO_GRAD`. ``PaddedExchange``
+        does not exchange depths: a rank continues with 0 if its own is 0 or `NO_GRAD`, else with `WEIGHTS`.
 
         Args:
             plan: result of the method `plan`.
-            depth: how far this rank's backward pass reaches. It is `WEIGHTS` if the combine weights require gradients,
-                else `TOKENS` if the tokens do, else 1 if the experts do, else 0. It is `NO_GRAD` under
-                ``torch.no_grad()``.
+            depth: how far this rank's backward pass reaches. The first of these that applies: `NO_GRAD` under
+                ``torch.no_grad()``; `WEIGHTS` if the combine weights require gradients; `TOKENS` if the tokens do; 1
+                if the experts do; 0.
 
         Raises:
             PeerError: another rank failed before this exchange.
-            UserError: this rank trains while another one runs without gradients. ``PaddedExchange`` does not notice
-                that.
+            UserError: this rank trains while another one runs under ``torch.no_grad()``. ``PaddedExchange`` does not
+                detect this.
         """
         raise NotImplementedError
 
@@ -218,7 +221,7 @@ class GroupExchange:
         return heads
 
     def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return ``outputs``, whose backward pass will name this forward pass in errors, not the latest one."""
+        """Return ``outputs`` with hooks: errors of their backward pass then name this forward pass, not a later one."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -243,10 +246,10 @@ class GroupExchange:
 
 
 class GroupSession:
-    """A forward pass of a layer over a group.
+    """One forward pass of a layer whose experts are spread over a group.
 
     Attributes:
-        report: function that makes an error of this rank raise on the other ranks, wherever they wait.
+        report: function that reports an error of this rank to the other ranks, which then raise too.
     """
 
     def __init__(self, exchange: GroupExchange, report: Callable[[Exception], None]):
@@ -262,7 +265,7 @@ class GroupSession:
 
 
 def _backward_depth(inputs: list[Tensor], weight_TK: Tensor, experts: nn.Module) -> int:
-    """Return how far this rank's backward pass reaches: the argument ``depth`` of `GroupExchange.open`."""
+    """Return how far the backward pass of this rank reaches, as an argument ``depth`` of `GroupExchange.open`."""
     if not torch.is_grad_enabled():
         return NO_GRAD
     reached = {WEIGHTS: [weight_TK], TOKENS: inputs, 1: experts.parameters()}
@@ -339,8 +342,8 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
 def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
     """Raise if torch's DistributedDataParallel or ``fully_shard`` wraps experts that are spread over ``group``.
 
-    These wrappers treat the experts of several ranks as replicas. Call it in the forward pass: a layer finds its
-    wrapper only while the wrapper runs.
+    These wrappers treat the experts of several ranks as replicas. Call this function in the forward pass: the wrapper
+    cannot be found at other times.
 
     Args:
         name: the layer's name in errors.

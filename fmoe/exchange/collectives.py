@@ -106,7 +106,7 @@ class GroupMonitor:
             self._store = dist.distributed_c10d._get_process_group_store(group)
 
     def start_pass(self, label: str, traffic: Traffic) -> None:
-        """Begin a forward pass of the layer ``label``. Add the bytes that it sends to ``traffic``."""
+        """Begin a forward pass of the layer ``label``: errors name this pass, and bytes sent count in ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
         self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
@@ -129,6 +129,7 @@ class GroupMonitor:
                 work.wait(timedelta(seconds=patience))
                 return
             except RuntimeError as error:
+                # It may have completed just after the wait for it timed out.
                 if work.is_completed() and not _has_succeeded(work):
                     raise self.broken(error, what, number, begin) from error
             rest = begin + self._timeout() - time.monotonic()
@@ -240,7 +241,7 @@ class GroupMonitor:
         return f"{ranks_text(absent)} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """Return the store's answer, or None. A store that does not answer in time is not asked again."""
+        """Return ``question(store)``; None if there is no store or it does not answer in time."""
         store = self._store
         if store is None:
             return None
@@ -254,7 +255,7 @@ class GroupMonitor:
         thread.start()
         thread.join(_STORE_SECONDS)
         if not answers:
-            self._store = None
+            self._store = None  # not asked again
             return None
         return answers[0]
 
@@ -264,7 +265,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_succeeded(work: collectives.Started) -> bool:
-    """Return whether a completed collective succeeded; it may have completed just after the wait for it timed out."""
+    """Return whether a completed collective succeeded."""
     try:
         work.wait()
     except RuntimeError:
@@ -372,7 +373,7 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
-    """Wait until all ranks have finished the work that they started earlier.
+    """Wait until all ranks have finished the work that they started before this call.
 
     Args:
         for_host: whether the host waits; otherwise only the current stream does. On the CPU, the host always waits.

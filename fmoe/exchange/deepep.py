@@ -134,7 +134,7 @@ class DeepEPExchange(GroupExchange):
 
 
 class _Sent:
-    """A forward pass after the exchange of counts. ``sent`` and ``received`` count tokens to and from other ranks."""
+    """The `fmoe.exchange.base.Dispatch` of a `DeepEPExchange`."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Sent:
     ):
         self._exchange, self._buffer, self._group = exchange, exchange.buffer, exchange.group
         self._expert_TK, self._layout, self._depth = expert_TK, layout, depth
-        self._sent, self._received = sent, received
+        self._sent, self._received = sent, received  # numbers of tokens to and from other ranks
         self._handle: Any = None
         self._received_RK: Tensor | None = None
         self._counts: list[int] = []
@@ -187,13 +187,13 @@ class _Sent:
         return x_RD, weight_RK
 
     def dispatch_again(self, x_TD: Tensor) -> Tensor:
-        """Send other rows for the same tokens, and return the rows received."""
+        """Send the rows ``x_TD`` to the ranks to which `dispatch` sent the tokens, and return the rows received."""
         fence(self._group, x_TD.device)
         with self._call("dispatch of gradients", self._sent, x_TD):
             return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
 
     def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return, for each token, the sums over ranks of its rows and, if given, of its weights."""
+        """Send rows, and weights if given, back to their tokens' ranks, and return the sums for each token."""
         fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
         weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
         with self._call("combination of tokens", self._received, y_RD, *weights):
@@ -203,7 +203,7 @@ class _Sent:
 
     @contextlib.contextmanager
     def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
-        """Count the bytes of ``num_sent`` rows per tensor. Make a timeout a `PeerError` that names missing ranks."""
+        """Count the bytes of ``num_sent`` rows of each tensor. Raise a `PeerError` if the code inside times out."""
         monitor, begin = monitor_of(self._group), time.monotonic()
         monitor.traffic.sent += num_sent * sum(r.shape[1] * r.element_size() for r in rows)
         try:

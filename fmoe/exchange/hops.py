@@ -32,8 +32,8 @@ class Hop:
 
     Attributes:
         send, receive: number of rows to and from each peer in `forward`.
-        order: permutation from the order of arrival to the order needed, and its inverse; None if the two orders are
-            equal.
+        order: permutation from the order in which rows arrive to the order that the receiver needs, and its inverse;
+            None if the two orders are equal.
         wire_dtype: dtype in which rows are sent; None for the dtype that they have.
     """
 
@@ -44,11 +44,11 @@ class Hop:
     wire_dtype: torch.dtype | None = None
 
     def forward(self, rows_MD: Tensor) -> Tensor:
-        """Return the rows that the peers sent, in the order needed: [R, D]."""
+        """Send rows to the peers, and return those received, in the order that the receiver needs: [R, D]."""
         return self.unpack(_AllToAll.apply(rows_MD.to(self._wire(rows_MD)), self, False), rows_MD.dtype)
 
     def back(self, rows_RD: Tensor) -> Tensor:
-        """Return one row for each row sent by `forward`, in the same order: [M, D]."""
+        """Send one row back for each row received by `forward`, and return those for the rows sent: [M, D]."""
         return _AllToAll.apply(self.pack(rows_RD), self, True).to(rows_RD.dtype)
 
     def start(self, rows: Tensor, back: bool = False) -> "Handle":
@@ -63,11 +63,11 @@ class Hop:
         return all_to_all(self.group, rows, receive, send)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return received rows in the order needed and in ``dtype``, in one pass."""
+        """Convert received rows to ``dtype`` and to the order that the receiver needs, in one pass."""
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order, dtype)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Return rows in the order and dtype in which they are sent back; the inverse of `unpack`."""
+        """Convert rows to the order and dtype in which they are sent back; the inverse of `unpack`."""
         dtype = self._wire(rows)
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
@@ -78,13 +78,13 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class HopCounts:
-    """Numbers of rows that a `Hop` moves, by peer and by kind of row, such as the rows of one expert.
+    """Numbers of rows that a `Hop` moves, by peer and by kind. The rows of one expert are a kind, for example.
 
     Attributes:
         send_PX, receive_PX: numbers of rows to and from each peer, on the host.
         receive: ``receive_PX`` on the device.
-        key_PX: sort key of the received rows of each peer and kind. Rows are needed in ascending order of keys. Rows
-            with equal keys keep the order of arrival.
+        key_PX: sort key of the received rows of each peer and kind. The receiver needs rows in ascending order of keys.
+            Rows with equal keys keep the order of arrival.
     """
 
     group: dist.ProcessGroup
@@ -102,7 +102,7 @@ class HopCounts:
         return Hop(self.group, send, receive, order, wire_dtype)
 
     def chunk(self, chunk: int, num_chunks: int) -> "HopCounts":
-        """Return the counts of one of ``num_chunks`` chunks."""
+        """Return the counts of chunk ``chunk`` of ``num_chunks``."""
         if num_chunks == 1:
             return self
         send, receive = (chunk_of(counts, chunk, num_chunks) for counts in (self.send_PX, self.receive_PX))
@@ -111,7 +111,7 @@ class HopCounts:
 
 
 def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
-    """Return the part of each count that is in one chunk (`fmoe.kernels.rows.chunk_counts`)."""
+    """Return each count's number of rows in chunk ``chunk`` of ``num_chunks`` (`fmoe.kernels.rows.chunk_counts`)."""
     return [[chunk_counts(n, num_chunks)[chunk] for n in row] for row in counts]
 
 
@@ -195,7 +195,7 @@ class Handle:
 
 
 class _Start(torch.autograd.Function):
-    """Start the collective. The result must not be read: `_Wait` returns the rows."""
+    """Start the all-to-all of ``rows``. The result is a placeholder for `_Wait`, which returns the received rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:

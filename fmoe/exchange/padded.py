@@ -20,7 +20,7 @@ from fmoe.routing import Routing
 
 
 class PaddedExchange(GroupExchange):
-    """Exchange of equally many rows per expert, padded with zeros (arXiv 2006.16668 section 3.2).
+    """All-to-all of equally many rows for every expert, padded with zeros (arXiv 2006.16668 section 3.2).
 
     The host reads no counts, except in the first batch if ``slots`` is None.
 

@@ -68,10 +68,10 @@ class SymmetricExchange(AllToAllExchange):
 
 @dataclass(frozen=True, eq=False)
 class _Counts(HopCounts):
-    """`HopCounts` with ``send_PX`` on the device too (``send``). No rank sends or receives over ``capacity`` rows."""
+    """`HopCounts` for symmetric memory."""
 
-    send: Tensor
-    capacity: int
+    send: Tensor  # ``send_PX`` on the device
+    capacity: int  # upper bound on the rows that any rank sends or receives
 
     def hop(self, wire_dtype: torch.dtype | None = None) -> "_SymmetricHop":
         send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
@@ -89,7 +89,7 @@ class _Counts(HopCounts):
 
 @dataclass(frozen=True, eq=False)
 class _SymmetricHop(Hop):
-    """Hop of rows to the ranks of their experts and back; at the experts' ranks, rows arrive sorted by expert."""
+    """`Hop` in symmetric memory, to the experts' ranks and back. Rows arrive there sorted by expert."""
 
     counts: _Counts | None = None
 
@@ -106,7 +106,7 @@ class _SymmetricHop(Hop):
 
 
 class _Done(Pending):
-    """A collective that the stream, not the host, waits for."""
+    """`Pending` for work on the current stream, for which the host does not wait."""
 
     def __init__(self, result: Tensor):
         self._result = result
@@ -116,14 +116,14 @@ class _Done(Pending):
 
 
 class _Workspace:
-    """Symmetric memory of a group: rows to send, rows received, and splits of both. It grows on all ranks at once."""
+    """Symmetric memory of a group: rows to send, rows received, and the splits of both."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self._device = weakref.ref(group), device
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Exchange rows; return ``num_out`` rows sorted by expert. With ``back``, return outputs in sending order."""
+        """Send rows to their experts' ranks, or back with ``back``, and return the ``num_out`` rows received."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())
@@ -170,7 +170,7 @@ def _workspace_of(group: dist.ProcessGroup, device: torch.device) -> _Workspace:
 
 
 def why() -> str | None:
-    """Return why symmetric memory cannot be used on this machine; None if it can."""
+    """Return the reason why symmetric memory cannot be used on this machine; None if it can."""
     try:
         from torch.distributed import _symmetric_memory as memory
     except ImportError as error:

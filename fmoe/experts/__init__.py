@@ -35,9 +35,10 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
     """Register experts under a new name, for the option ``expert`` of a layer and ``model.expert`` of a recipe.
 
     Args:
-        factory: returns all experts of a rank as one module, called as in `EXPERTS`.
+        factory: called as ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``, and
+            returns all experts of a rank as one module (`fmoe.experts`).
         stacked: False if ``factory(d_model, d_hidden, **options)`` returns a single expert, which maps rows [n, D] to
-            [n, D]. The factory is called once per expert, each time under another random seed.
+            [n, D]. The factory is then called once per expert, each time under another random seed.
 
     Raises:
         UserError: the name is not a string, is empty, or belongs to other experts.
@@ -56,7 +57,7 @@ def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Singles:
-    """Factory as in `EXPERTS` that calls ``func`` once per expert."""
+    """Expert factory, for `EXPERTS`, that makes each expert by ``func(d_model, d_hidden, **options)``."""
 
     def __init__(self, func: Callable[..., nn.Module]):
         self.func = func
@@ -68,7 +69,7 @@ class _Singles:
 
 
 def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Call ``make`` with each expert's global id, each time under another random seed; return the modules."""
+    """Return ``make(id)`` for ``count`` global ids of experts from ``first``, each made under its own random seed."""
     modules = []
     for index in range(first, first + count):
         with random.keyed("expert", seed, index):
@@ -81,7 +82,8 @@ def truncated_normal_(weight: Tensor, scale: float = 0.1) -> Tensor:
     """Fill an [out, in] matrix with normal numbers of standard deviation ``sqrt(scale / in)``, and return it.
 
     The distribution is truncated at two standard deviations. This is the Switch Transformer's initialization (arXiv
-    2101.03961 section 2.4). A tenth of the usual scale makes the training of large sparse models stable.
+    2101.03961 section 2.4). The default scale, a tenth of the usual one, makes the training of large sparse models
+    stable.
     """
     std = (scale / weight.shape[-1]) ** 0.5
     return nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)

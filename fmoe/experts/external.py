@@ -82,7 +82,7 @@ def _fits_sonic(num_experts: int, d_model: int, d_hidden: int) -> bool:
 
 
 def _has_our_layout(package: ModuleType) -> bool:
-    """Return whether SonicMoE takes gate and value as two halves, as fmoe's layout has them."""
+    """Return whether ``package``, SonicMoE, accepts gated weights as two halves: gate, then value."""
     return "concat_layout" in inspect.signature(package.moe_general_routing_inputs).parameters
 
 
@@ -112,13 +112,17 @@ def ffn(
     weight_TK: Tensor | None = None,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` by the backend, on rows that are sorted by expert.
+    """Run feed-forward experts by ``backend``, on rows that are sorted by expert, as `fmoe.kernels.expert_ffn` does.
 
-    With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, the rows are tokens [T, D] instead: gather them, run the
-    experts, and return the combined outputs [T, D]. With only ``weight_TK``, apply `weigh_gradient` to the outputs.
+    With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, ``rows_MD`` holds tokens [T, D] instead. The function then
+    gathers them, runs the experts, and returns the combined outputs [T, D]. With only ``weight_TK``, the backward pass
+    multiplies the gradients of the output rows by it.
 
-    If the counts are on the device, the host waits for them. With "sonicmoe", it does not wait if the rows are
-    tokens, ``perm_N`` has all T * K assignments, and K < L.
+    The host waits for counts that are on the device. The exception is "sonicmoe" if all of these hold:
+
+    * ``rows_MD`` holds tokens;
+    * ``perm_N`` has all T * K assignments;
+    * K < L.
 
     Raises:
         UserError: the rows are not 16-bit or not on a GPU; or, in the backward pass, second derivatives are requested.
@@ -158,8 +162,8 @@ def _of_rows(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Run the experts on rows sorted by expert. PyTorch computes an empty batch, so that gradients are not None."""
-    if not sum(counts):
+    """Return the outputs of the experts for rows that are sorted by expert."""
+    if not sum(counts):  # PyTorch computes an empty batch, so that gradients are not None
         return expert_ffn(rows_MD, *stacks, counts, activation, gated)
     if backend == "te":
         return _by_te(rows_MD, stacks, counts, activation, gated)
@@ -179,8 +183,7 @@ def _check_rows(backend: str, rows: Tensor) -> None:
 def _by_te(
     rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
 ) -> Tensor:
-    """Run the experts by TransformerEngine. Its module takes a parameter per expert, whose gradients autograd stacks
-    in a further pass."""
+    """Return the outputs of the experts, computed by TransformerEngine."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
     return _linear(gate(activation, hidden) if gated else activation(hidden), w_out, b_out, counts)
@@ -188,6 +191,7 @@ def _by_te(
 
 def _linear(rows: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: list[int]) -> Tensor:
     module = _grouped_linear(*weight_LOI.shape, bias_LO is not None, weight_LOI.dtype)
+    # The module takes a parameter per expert. Autograd stacks their gradients in a further pass.
     given = {f"weight{i}": w for i, w in enumerate(weight_LOI.unbind(0))}
     if bias_LO is not None:
         given |= {f"bias{i}": b for i, b in enumerate(bias_LO.unbind(0))}
@@ -202,7 +206,7 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
 
 
 def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires."""
+    """Return the score, token and expert of each assignment. SonicMoE requires them in the order of tokens."""
     # The host must know the number of assignments, so dropped ones stay, as rows of an arbitrary expert with a score of
     # 0. If K >= L, they are removed instead, and the host waits for the number of the rest: gates with so many choices
     # drop most of them.
@@ -220,7 +224,7 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
 
 
 def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
-    """Run the experts on tokens by SonicMoE, which neither copies the weights nor makes the host wait."""
+    """Return the combined outputs of the experts for tokens ``x``, computed by SonicMoE."""
     w_in, b_in, w_out, b_out = stacks
     out, _frequency = _module("sonicmoe").moe_general_routing_inputs(
         x.contiguous(),
@@ -256,7 +260,7 @@ def candidates(
 
 
 def _architecture(device: torch.device) -> int:
-    """Return the major version of a GPU's architecture; 0 for other devices."""
+    """Return the major compute capability of a GPU; 0 for other devices."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
@@ -279,15 +283,15 @@ def fastest_ffn(
     gated: bool = False,
     **plan: object,
 ) -> Tensor:
-    """Compute `ffn` with the fastest of fmoe's operation ``ours`` and the backends ``others``.
+    """Run feed-forward experts by the fastest of ``ours``, fmoe's CUDA operation, and the backends ``others``.
 
-    They are timed at the first use of each input size. ``plan`` holds further keyword arguments of `ffn`.
+    The candidates are timed at the first use of each input size. ``plan`` holds further keyword arguments of `ffn`.
 
-    With ``is_training``, the measurement includes the backward pass, even where gradients are disabled. The
-    recomputation of activation checkpointing thus uses the same operation as the forward pass. A candidate whose
-    results are wrong on this device is left out, with a warning. "te" is also left out if the counts are on the device,
-    because the host would wait for them in each step. While a CUDA graph is captured, nothing is measured, and ``ours``
-    computes sizes that are not measured yet.
+    * With ``is_training``, the timing includes the backward pass, even where gradients are disabled. Otherwise
+      activation checkpointing could recompute the experts by another operation than in the forward pass.
+    * A backend whose results are wrong on this device is left out, with a warning.
+    * "te" is left out if the counts are on the device, because the host would wait for them in each step.
+    * During CUDA graph capture nothing is timed, and ``ours`` computes input sizes that were not timed before.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -323,10 +327,7 @@ def _with_gradients(
     gated: bool,
     plan: dict[str, object],
 ) -> list[Tensor]:
-    """Run an operation and, in training, its backward pass, apart from the caller's graph.
-
-    Return the output and the gradients. ``plan`` holds further keyword arguments of the operation.
-    """
+    """Return the output of ``operation`` and, if ``is_training``, the gradients, outside the caller's graph."""
     device = next(t.device.type for t in given if t is not None)
     # A checkpoint around the caller must not see the tensors saved here, and a selective checkpoint must not see the
     # operations: a recomputation does not repeat them.
@@ -347,7 +348,7 @@ def _with_gradients(
 
 
 def _apart(value: Any) -> Any:
-    """Detach tensors from the caller's graph, and copy those made in inference mode, which autograd rejects."""
+    """Detach a tensor, or each tensor of a tuple; copy those made in inference mode, which autograd rejects."""
     if isinstance(value, tuple):
         return tuple(_apart(part) for part in value)
     if not isinstance(value, Tensor):
@@ -356,7 +357,7 @@ def _apart(value: Any) -> Any:
 
 
 def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
-    """Return a key of device, package versions, dtype, sizes (rows rounded up to a power of 2) and ``is_training``."""
+    """Return a cache key of device, versions, dtype, sizes (rows rounded up to a power of 2) and ``is_training``."""
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])
@@ -381,8 +382,7 @@ _checked: dict[tuple[str, torch.device], str | None] = {}
 
 
 def _wrong(backend: str, device: torch.device) -> str | None:
-    """Return the reason why ``backend="auto"`` must not use a backend on a device; None if its results are right. Each
-    backend is checked once per device."""
+    """Return the reason why ``backend`` must not be used on ``device``; None if its results are right."""
     if (backend, device) not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return "it has not been checked yet"
@@ -397,7 +397,7 @@ def _wrong(backend: str, device: torch.device) -> str | None:
 
 
 def _self_check(backend: str, device: torch.device) -> str | None:
-    """Compute small experts in bfloat16; return a message about the first wrong result, or None."""
+    """Compare small experts in bfloat16 with float64; return a message about the first wrong result, or None."""
     experts, width, hidden, counts = 4, 512, 64, [5, 0, 17, 10]
     sizes = {"num_experts": experts, "d_model": width, "d_hidden": hidden}
     check(backend, F.silu, gated=True, dropout=0.0, **sizes)

@@ -80,8 +80,8 @@ class Stacked(nn.Module):
 class FFNExperts(Stacked):
     """L feed-forward experts, ``W_out act(W_in x + b_in) + b_out``.
 
-    In gated experts, W_in has twice the height, and ``act(first half) * second half`` replaces ``act`` (GLU variants,
-    arXiv 2002.05202). The activation "swiglu_oai" also transforms the second half.
+    In gated experts (GLU variants, arXiv 2002.05202), W_in has twice the height. The hidden units are then
+    ``act(first half) * second half`` of ``W_in x + b_in``. The activation "swiglu_oai" also transforms the second half.
 
     Args:
         num_experts: L, the number of experts of this rank.
@@ -95,13 +95,13 @@ class FFNExperts(Stacked):
         backend: "native" (C++ operations on the CPU, docs/native.md), "cuda" (kernels on GPUs, docs/cuda.md), "te" or
             "sonicmoe" (TransformerEngine or SonicMoE, if installed), "torch", or "auto". The constructor loads the
             backend, and builds it if needed.
-            "auto" uses native on the CPU and cuda on a GPU, or te or sonicmoe if one is installed and faster. If native
-            or cuda is unavailable or does not support the input, "auto" uses torch.
+            "auto" uses native on the CPU. On a GPU it uses cuda, or te or sonicmoe if one is installed and faster. If
+            native or cuda is unavailable or does not support the input, "auto" uses torch.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
             "auto". "auto" takes the value of the environment variable FMOE_GEMM, or measures which is fastest.
-        init_method, output_init_method: functions that fill one expert's matrix in place: [H, D] (gated [2 * H, D]) or
-            [D, H]. The bias is then zero. None draws matrix and bias from U(-1/sqrt(fan in), 1/sqrt(fan in)), as in
-            torch's Linear.
+        init_method: function that fills one expert's W_in in place, [H, D] or, if gated, [2 * H, D]. The bias of that
+            map is then zero. None draws matrix and bias from U(-1/sqrt(fan in), 1/sqrt(fan in)), as in torch's Linear.
+        output_init_method: the same for W_out, [D, H].
 
     Raises:
         UserError: an option is invalid, or the backend is unavailable or does not support the experts.
@@ -182,8 +182,8 @@ class FFNExperts(Stacked):
     def reset_parameters(self) -> None:
         """Draw each parameter from (seed, global id of the expert, name), so that it is equal at every EP size.
 
-        Values are drawn on the device of the parameters, with the same bits on every device. Meta tensors stay as they
-        are. An initializer other than `torch.nn.init.normal_` fills the matrices on the CPU, one expert at a time.
+        Values are drawn on the device of the parameters, with the same bits on every device. Only initializers
+        other than `torch.nn.init.normal_` run on the CPU, one expert at a time. Meta tensors stay as they are.
         """
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -214,11 +214,11 @@ class FFNExperts(Stacked):
                 target.copy_(self.own_part(name, value))
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Return the unsharded shape of one expert's parameter, given this rank's shape."""
+        """Return the unsharded shape of the parameter ``name`` of one expert, given its ``shape`` on this rank."""
         return shape
 
     def own_part(self, name: str, value: Tensor) -> Tensor:
-        """Return this rank's shard of one expert's parameter, given the unsharded ``value``."""
+        """Return this rank's shard of the parameter ``name`` of one expert, given the unsharded ``value``."""
         return value
 
     @property
@@ -228,7 +228,7 @@ class FFNExperts(Stacked):
 
     @property
     def wants_row_keys(self) -> bool:
-        """True if `forward` needs ``keys_R``, random keys that make dropout independent of the split over ranks."""
+        """True with dropout: pass ``keys_R`` to `forward`, so that dropout does not depend on the number of ranks."""
         return self.dropout > 0
 
     def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
@@ -247,7 +247,7 @@ class FFNExperts(Stacked):
         return f"{type(self).__name__}({activation}, gated={self.gated}, bias={self.bias_in is not None})"
 
     def shadow(self, local: int) -> list[Tensor]:
-        """Return the parameters of one expert, for `run_with` on another rank; differentiable."""
+        """Return the parameters of expert ``local`` of this rank, differentiable, for `run_with` on another rank."""
         stacks = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         return [stack[local] for stack in stacks if stack is not None]
 
@@ -285,11 +285,11 @@ class FFNExperts(Stacked):
         """Compute the experts by one operation of the backend; return None if no operation supports this input.
 
         Args:
-            x_TD: tokens, which the operation permutes before and combines after the experts; or rows sorted by expert.
+            x_TD: tokens, or rows sorted by expert. For tokens, the operation also permutes them to the order of
+                experts, and combines the outputs.
             counts_L: number of rows of each expert.
-            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan (order of assignments by expert) whose
-                experts are all on this rank. For rows, only ``weight_TK``, by which the backward pass multiplies the
-                gradients of the outputs.
+            arguments: for tokens, `DispatchPlan.fused_arguments` of a plan whose experts are all on this rank. For
+                rows, only ``weight_TK``, by which the backward pass multiplies the gradients of the outputs.
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
         operation = self._backend_ffn(x_TD, parameters)
@@ -310,7 +310,7 @@ class FFNExperts(Stacked):
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return the operation of fmoe's kernels, or `fastest_ffn` of it and of installed libraries."""
+        """Return fmoe's CUDA operation or, if other packages can compute these experts, `fastest_ffn` of them all."""
         ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
             weights = (parameters[0], parameters[2])
@@ -326,7 +326,7 @@ class FFNExperts(Stacked):
         )
 
     def own_hidden(self, x_RH: Tensor) -> Tensor:
-        """Return this rank's slice along the hidden dimension."""
+        """Return this rank's slice of ``x_RH`` along the hidden dimension."""
         return x_RH
 
     def _activate(self, hidden: Tensor) -> Tensor:
@@ -347,7 +347,9 @@ def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Paramete
 
 
 class ExpertCall:
-    """One forward pass of a layer's experts. Hooks of the experts, such as FSDP's, see every call except `run_with`.
+    """One forward pass of a layer's experts.
+
+    Module hooks of the experts, such as FSDP's, run in every call except `run_with`.
 
     Args:
         module: the experts.
@@ -356,8 +358,8 @@ class ExpertCall:
         training: whether dropout drops hidden units.
 
     Attributes:
-        needs_keys: whether the last tensor of ``rows`` must be the random keys of the rows, int64 [R, 1], from which
-            dropout is drawn (`FFNExperts.wants_row_keys`).
+        needs_keys: whether the list ``rows`` of a call must end with the random keys of the rows, int64 [R, 1], from
+            which dropout is drawn (`FFNExperts.wants_row_keys`).
 
     Raises:
         UserError: tokens and experts have different dtypes, and autocast is off.
@@ -398,7 +400,8 @@ class ExpertCall:
         """Permute tokens to the order of experts, run the experts, and return the combined outputs.
 
         Args:
-            plan: order of the assignments by expert, without those to experts of other ranks.
+            inputs: the tokens, as tensors [T, ...].
+            plan: permutation of the assignments to the order of experts; only experts of this rank.
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)
@@ -408,9 +411,14 @@ class ExpertCall:
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
     def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
-        """Return the result of `FFNExperts.fused_forward`, which may be None.
+        """Return the outputs of `FFNExperts.fused_forward`, or None if these experts cannot use it.
 
-        Return None also if the experts have hooks, use dropout now, or do not use `FFNExperts.forward`.
+        The result is None in these cases:
+
+        * `FFNExperts.fused_forward` returns None;
+        * the experts have module hooks;
+        * the experts apply dropout in this call;
+        * the experts are not `FFNExperts`, or override `FFNExperts.forward`.
         """
         if self.needs_keys or not self._is_plain():
             return None
@@ -422,7 +430,7 @@ class ExpertCall:
         return is_ffn and not any(getattr(self.module, hooks) for hooks in _HOOKS)
 
     def shadow(self, local: int) -> list[Tensor]:
-        """Return the parameters of local expert ``local``."""
+        """Return the parameters of expert ``local`` of this rank."""
         return self.module.shadow(local)
 
     def run_with(
@@ -449,5 +457,5 @@ class ExpertCall:
 
 
 def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:
-    """Return whether ``owner``'s method is still ``function``: neither a subclass nor the instance replaces it."""
+    """Return whether the method ``name`` of ``owner`` is ``function``: neither class nor instance overrides it."""
     return getattr(type(owner), name) is function and name not in owner.__dict__

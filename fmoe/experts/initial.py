@@ -20,7 +20,7 @@ _AT_ONCE_ON_GPU = 1 << 24
 
 
 def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is_normal: bool) -> Tensor:
-    """Return random numbers of mean 0, float32 [L, count]; row l is a pure function of ``keys[l]``.
+    """Return random numbers of mean 0, float32 [len(keys), count]; row l depends only on ``keys[l]``.
 
     Args:
         scale: bound of the uniform numbers, or standard deviation of the normal ones.
@@ -43,10 +43,10 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
 
 
 def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
-    """Return (mean, standard deviation) of an initializer that is `torch.nn.init.normal_`; None for all others.
+    """Return (mean, standard deviation) if ``method`` is `torch.nn.init.normal_`; otherwise None.
 
-    It may also be a ``functools.partial`` of that function that sets only the keywords ``mean`` and ``std``, as in
-    Megatron-core.
+    The same holds for a ``functools.partial`` of that function that sets only the keywords ``mean`` and ``std``, which
+    Megatron-core uses.
     """
     if method is nn.init.normal_:
         return 0.0, 1.0

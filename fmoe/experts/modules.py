@@ -38,7 +38,7 @@ class ModuleExperts(nn.ModuleList):
         """Return the outputs of rows that are sorted by expert, in the same order.
 
         Raises:
-            UserError: the outputs of two experts differ in shape or structure. The message has their local indices.
+            UserError: the outputs of two experts differ in shape or structure.
         """
         return ModuleExperts._run([expert.__call__ for expert in self], list(self), rows, counts_L)
 
@@ -48,7 +48,7 @@ class ModuleExperts(nn.ModuleList):
         return "modules"
 
     def shadow(self, local: int) -> list[Tensor]:
-        """Return the parameters of one module, for `run_with` on another rank.
+        """Return the parameters of expert ``local`` of this rank, for `run_with` on another rank.
 
         Raises:
             UserError: the modules differ in class or parameter shapes, or have buffers, which are not sent.

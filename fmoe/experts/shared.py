@@ -12,9 +12,9 @@ from fmoe.experts.ffn import FFNExperts
 
 
 class SharedExpert(nn.Module):
-    """An expert in parallel with the routed ones, which processes every token (DeepSeekMoE, arXiv 2401.06066).
+    """Shared expert: it processes every token, in parallel with the routed experts.
 
-    Section 3.2 of the paper describes it. Every rank has a replica.
+    The source is DeepSeekMoE (arXiv 2401.06066 section 3.2). Every rank has a replica.
 
     Args:
         d_model: width of tokens.

@@ -26,7 +26,10 @@ metrics = {
 
 
 def reset_balance_profile(balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None) -> None:
-    """Set each metric in ``balance_dict``, and the loss of ``balance_strategy`` if given, to ``num_layers`` Nones."""
+    """Set every metric in ``balance_dict`` to a list of ``num_layers`` Nones.
+
+    If ``balance_strategy`` is given, the gate's loss is also a metric.
+    """
     names = [*metrics, f"{balance_strategy}_loss"] if balance_strategy else list(metrics)
     balance_dict.update({name: [None] * num_layers for name in names})
 
@@ -41,7 +44,7 @@ def update_balance_profile(
     num_expert: int,
     balance_strategy: str | None,
 ) -> None:
-    """Store one layer's balance metrics in ``balance_dict``; call it in the layer's ``gate_hook`` (`FMoE`).
+    """Store one layer's balance metrics in ``balance_dict``; call this in the ``gate_hook`` of the layer (`FMoE`).
 
     Args:
         gate_top_k_idx: expert ids chosen by the gate, of any shape; -1 is not counted.

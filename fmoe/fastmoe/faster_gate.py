@@ -19,10 +19,12 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 class FasterGate(NaiveGate):
     """Top-2 gate that keeps most choices within the node if too many tokens have their best expert on another node.
 
-    The limit is ``int(ogn_ratio * T)`` such tokens of a rank's T. Up to the limit, every token gets its two best
-    experts of all nodes. Above it, the first choice of every token is the best expert within its node. Of the tokens
-    whose best expert is on another node, those with the largest logits, up to the limit, have that expert as second
-    choice. All other tokens have the second best expert within their node, or -1 if the node has only one expert.
+    Of a rank's T tokens, let n have their best expert on another node, and let ``limit = int(ogn_ratio * T)``.
+
+    * If ``n <= limit``, every token gets its two best experts of all nodes.
+    * If ``n > limit``, the first choice of every token is the best expert within its node. Of the n tokens, the
+      ``limit`` ones with the largest logits have their best expert, on another node, as second choice. All other tokens
+      have the second best expert within their node, or -1 if the node has only one expert.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.
@@ -76,7 +78,7 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a function that builds the `FasterGate` of one rank of ``moe_group``, to pass as a layer's ``gate``."""
+    """Return a function to pass as a layer's ``gate``: it builds the `FasterGate` of ``rank`` in ``moe_group``."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:

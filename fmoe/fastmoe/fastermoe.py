@@ -87,14 +87,14 @@ def _fmoe_general_global_forward(
     experts: Sequence[nn.Module] | None = None,
     stored_models: Tensor | None = None,
 ) -> Tensor:
-    """Send tokens to their experts and the outputs back, unweighted.
+    """Send tokens to their experts, call ``expert_fn``, and send the outputs back, unweighted.
 
     Args:
         inp: [T, D].
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
         expert_fn: called with an expert's rows [R, D], a tensor [1] that holds R, and the expert's index on its rank.
-            It is called once per expert of this rank, and once per shadowed expert (`get_shadow_policy`), whose
-            parameters ``experts[index]`` then has.
+            It is called once per expert of this rank, and once per shadowed expert (`get_shadow_policy`). During the
+            call for a shadowed expert, the module ``experts[index]`` has the parameters of that expert.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
         stored_models: bool [W * L], True for experts to shadow; None for the policy of `get_shadow_policy`. A single
             rank ignores it.

@@ -54,7 +54,7 @@ def get_moe_group() -> dist.ProcessGroup | None:
 
 
 def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
-    """Send X counts to each of W ranks; return the X counts that each rank sent to this one, [W * X]."""
+    """Send an equal part of ``counts`` to each of W ranks; return the parts received, in order of ranks."""
     if world_size == 1:
         return counts
     return all_to_all(moe_group_of(world_size), counts, what="a gate's exchange of counts").wait(for_host=True)
@@ -64,7 +64,7 @@ def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
 def count_by_gate(
     gate: Tensor, num_expert: int, world_size: int, require_pos: bool = True
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Sort the choices by expert, and count them.
+    """Sort the choices in ``gate`` by expert, and count them.
 
     Args:
         gate: int64 [T] or [T, K], ids among the ``num_expert * world_size`` experts; -1 for no choice.
@@ -106,7 +106,7 @@ def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: 
 
 
 class MOEScatter:
-    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; rows arrive sorted by the rank's experts."""
+    """Namespace of `MOEScatter.apply`, which sends tokens to the ranks of their experts."""
 
     @staticmethod
     def apply(
@@ -117,7 +117,7 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map tokens [T, D] to rows [R, D].
+        """Send tokens [T, D] to the ranks of their experts; return the rows [R, D] of this rank, sorted by expert.
 
         Args:
             pos: [M], the token of each choice, sorted by expert.
@@ -130,7 +130,7 @@ class MOEScatter:
 
 
 class MOEGather:
-    """Return of rows to their tokens, by ``MOEGather.apply(...)``; the inverse of `MOEScatter`."""
+    """Namespace of `MOEGather.apply`, which sends rows back to the ranks of their tokens."""
 
     @staticmethod
     def apply(
@@ -141,7 +141,7 @@ class MOEGather:
         local_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map rows [R, D] to [local_batch_size, D].
+        """Send rows [R, D] back to the ranks of their tokens; return this rank's rows, [local_batch_size, D].
 
         Args:
             pos: [M], the index in the result at which each choice's row is written; other rows are zero.
@@ -153,11 +153,15 @@ class MOEGather:
 
 
 class AllGather:
-    """Concatenation of the slices of all ranks, by ``AllGather.apply(...)``; the inverse of `Slice`."""
+    """Namespace of `AllGather.apply`, the inverse of `Slice.apply`."""
 
     @staticmethod
     def apply(inp: Tensor, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-        """Concatenate the slices of all ranks of the group; ``rank`` is this rank.
+        """Return the concatenated slices of all ranks of ``group``.
+
+        Args:
+            inp: this rank's slice.
+            rank: this rank's index in the group.
 
         Raises:
             UserError: the slices do not have the lengths that `Slice` returns.
@@ -177,11 +181,14 @@ class AllGather:
 
 
 class Slice:
-    """This rank's slice of a tensor that all ranks of the group hold, by ``Slice.apply(...)``."""
+    """Namespace of `Slice.apply`, the inverse of `AllGather.apply`."""
 
     @staticmethod
     def apply(inp: Tensor, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-        """Return this rank's rows; a remainder is spread over the first ranks. ``rank`` is ignored."""
+        """Return this rank's slice of ``inp``, along the first dimension.
+
+        If the rows are not divisible by the number of ranks, the first ranks get one more. ``rank`` is ignored.
+        """
         return inp if world_size == 1 else take_slice(inp, get_torch_default_comm() if group is None else group)
 
 

@@ -102,8 +102,8 @@ class NaiveGate(BaseGate):
 class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
-    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise.
-    In evaluation, and in training if K = E, the load of an expert is its number of tokens.
+    Evaluation adds no noise. The gate's loss is the sum of the importance loss and the load loss (equations 6-11). In
+    evaluation, or if K = E, the load loss counts the tokens of each expert instead of estimating their number.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -175,7 +175,7 @@ class GShardGate(NaiveGate):
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices, with -1 in place of those over the capacity, given its factor."""
+        """Return ``index_TK`` with -1 for choices beyond an expert's capacity, given the capacity ``factor``."""
         capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
         return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
 
@@ -227,8 +227,9 @@ class SwitchGate(NaiveGate):
 class SwipeGate(NaiveGate):
     """Top-k gate with equal load on all ranks in training.
 
-    In training, choices beyond the capacity of a rank move to ranks with free capacity. First choices move in the first
-    round, second choices in the second, and so on. All ranks must hold the same number of tokens.
+    In training, the experts of a rank accept T * K choices together. Choices beyond this capacity move to ranks with
+    free capacity. First choices move in the first round, second choices in the second, and so on. All ranks must hold
+    the same number T of tokens.
     """
 
     runs_collectives = True
@@ -285,15 +286,15 @@ class SwipeGate(NaiveGate):
 
 
 class DCGate(GShardGate):
-    """`GShardGate` whose experts accept ``ceil(factor * T)`` choices of all ranks together, in order of ranks.
+    """`GShardGate` in which an expert accepts at most ``ceil(factor * T)`` choices of all ranks together.
 
-    T is the number of tokens of the expert's rank.
+    T is the number of tokens of the expert's rank. Choices are accepted in order of ranks.
     """
 
     runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices, with -1 in place of those over the capacity, given its factor."""
+        """Return ``index_TK`` with -1 for choices beyond an expert's capacity, given the capacity ``factor``."""
         capacity = math.ceil(factor * index_TK.shape[0])
         return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
 
@@ -334,12 +335,13 @@ def limit_by_capacity(
 
 
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
-    """Return how many choices of each rank are accepted, [W, X]: up to capacity, in order of ranks.
+    """Return how many choices of each of W ranks are accepted by each of X receivers, [W, X].
 
-    The capacity is that of each of X receivers, which are experts or ranks.
+    Receivers are experts or ranks. Each accepts choices in order of ranks, up to its capacity.
 
     Args:
         offered_WX: number of choices of each rank for each receiver.
+        capacity_X: capacity of each receiver, or one number for all of them.
     """
     before_WX = offered_WX.cumsum(0) - offered_WX
     capacity_X = torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64)

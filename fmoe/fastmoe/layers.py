@@ -31,10 +31,10 @@ from fmoe.runtime.adapters import adapted
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """`LocalTokens` of an input that is a nest of tensors: a pytree of lists, tuples and dicts.
+    """`LocalTokens` of an input that is a pytree of tensors.
 
     Attributes:
-        nest: structure of the input.
+        nest: pytree structure of the input.
         filled: FastMoE's integer ``mask`` of these tokens; None without a mask.
     """
 
@@ -43,10 +43,7 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """`Layout` of inputs that are pytrees of tensors, which agree with each other in every dimension but the last.
-
-    Experts get rows of all tensors.
-    """
+    """`Layout` of inputs that are pytrees of tensors, of equal shape except for the last dimension."""
 
     def split(
         self,
@@ -101,14 +98,14 @@ class NestedLayout(Layout):
 
 
 class NestedCall(ExpertCall):
-    """`ExpertCall` for nests (pytrees) of tensors, which calls `FMoE.expert_fn`.
+    """`ExpertCall` for rows that are pytrees of tensors; it calls `FMoE.expert_fn`.
 
     Args:
         layer: layer whose ``expert_fn`` and experts are called.
         tokens: tokens of this forward pass.
 
     Attributes:
-        nest: structure of the outputs, set by each call.
+        nest: pytree structure of the outputs, set by each call.
     """
 
     def __init__(self, layer: "FMoE", tokens: NestedTokens):
@@ -152,8 +149,8 @@ def _of(part: str, name: str) -> property:
 class FMoE(MoE):
     """A Mixture-of-Experts layer that replaces a feed-forward block (FastMoE, arXiv 2103.13262).
 
-    ``y = sum of weight * expert(x)`` over the K experts that the gate chooses. With ``moe_group``, the experts are
-    split over its ranks. The result equals that of one rank with all experts. There are two signatures:
+    The output is the sum of ``weight * expert(x)`` over the K experts that the gate chooses. With ``moe_group``, the
+    experts are split over its ranks, and the output equals that of one rank with all experts. There are two signatures:
 
     ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
         The options of `fmoe.MoE.build` (`fmoe.build.Spec`). ``num_experts`` counts the experts of all ranks. By
@@ -258,7 +255,7 @@ class FMoE(MoE):
         return 0 if self.slice_group is None else self.slice_group.rank()
 
     def expert_fn(self, inp: Any, fwd_expert_count: Tensor) -> Any:
-        """Return the experts' outputs for their rows; a subclass may override this method."""
+        """Return the experts' outputs for the rows ``inp``, sorted by expert; a subclass may override this method."""
         if type(self.experts) is nn.ModuleList:  # set by a subclass; FastMoE calls its items, not the list
             forward: Callable[..., Any] = ModuleExperts.forward
             return forward(self.experts, inp, fwd_expert_count)
@@ -267,7 +264,7 @@ class FMoE(MoE):
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
         """Set the parameters' attribute ``dp_comm``: "gate" for the gate, ``expert_dp_comm`` for the experts.
 
-        It names the group over which `DistributedGroupedDataParallel` averages gradients.
+        ``dp_comm`` names the group over which `DistributedGroupedDataParallel` averages gradients.
         """
         mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
@@ -277,9 +274,9 @@ class FMoE(MoE):
         """Route tokens and combine the outputs of their experts, as `MoE.forward` does.
 
         Args:
-            x: as in `MoE.forward`, or a pytree of tensors that agree in every dimension but the last. Experts get
-                all tensors. In FastMoE's signature, so do gates whose ``forward`` has one required argument. Other
-                gates get the first tensor.
+            x: as in `MoE.forward`, or a pytree of tensors of equal shape except for the last dimension. Experts get the
+                whole pytree, and gates the first tensor. In FastMoE's signature, a gate whose ``forward`` has one
+                required argument gets the whole pytree, too.
 
         Returns:
             A tensor of the shape of ``x``; for pytrees, a pytree with the structure of the experts' outputs.
@@ -347,7 +344,7 @@ def _fmoe_general_global_forward(
     """Send tokens to their experts, call ``expert_fn(rows, counts)``, and send the outputs back, unweighted.
 
     Args:
-        inp: [T, D], or a nest of such tensors.
+        inp: [T, D], or a pytree of such tensors.
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
         kwargs: ignored.
 

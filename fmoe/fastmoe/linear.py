@@ -69,6 +69,13 @@ class MOELinear:
         weight: Tensor,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Return ``rows @ weight[e].T + bias[e]`` for the rows of each expert e: [R, I], weight [L, O, I] -> [R, O]."""
+        """Return ``rows @ weight[e].T + bias[e]`` for the rows of each expert e, [R, O].
+
+        Args:
+            global_input_buf: rows of all experts, sorted by expert, [R, I].
+            fwd_expert_count: number of rows of each expert.
+            weight: [L, O, I].
+            bias: [L, O].
+        """
         counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
         return grouped_linear(global_input_buf, weight, bias, counts)

@@ -59,7 +59,7 @@ def megatron_groups() -> ModuleType | None:
 
 
 def gone(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises a UserError, whose message names a substitute for the function ``name``."""
+    """Return a function that raises a UserError: FastMoE's function ``name`` is not supported, use ``instead``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(
@@ -88,7 +88,10 @@ def get_balance_profile() -> dict[str, list]:
 
 
 def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[[Tensor, Tensor, Any], None]:
-    """Return a gate hook that stores the metrics of one layer, unless `reset_gate_hook` was given fewer layers."""
+    """Return a gate hook that stores the metrics of the layer ``layer_idx``.
+
+    It stores nothing if the number of layers given to `reset_gate_hook` does not exceed ``layer_idx``.
+    """
     strategy = _strategy()
 
     def hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
@@ -115,12 +118,12 @@ STRATEGIES: dict[str, type[nn.Module]] = {
 
 
 def _megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
-    """Draw a normal weight with standard deviation ``sigma`` by a numpy generator; set the bias to zero."""
+    """Fill the weight of the linear map ``self`` by ``rng.normal`` with deviation ``sigma``, and zero its bias."""
     _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
 
 
 def _random_init_weight(self: Any, rng: Any) -> None:
-    """Draw weight and bias from U(-1/sqrt(I), 1/sqrt(I)), with input width I, by a numpy generator."""
+    """Fill weight and bias of the linear map ``self`` by ``rng.uniform`` in -1/sqrt(fan in)..1/sqrt(fan in)."""
     bound = 1 / math.sqrt(self.weight.shape[-1])
     weight = rng.uniform(-bound, bound, size=tuple(self.weight.shape))
     _fill(self, weight, 0.0 if self.bias is None else rng.uniform(-bound, bound, size=tuple(self.bias.shape)))
@@ -137,11 +140,17 @@ class MegatronMLP(FMoETransformerMLP):
     """`FMoETransformerMLP` with the constructor and the call of the MLP of Megatron-LM 2.2 to 3.0.
 
     Args:
-        args: arguments of Megatron-LM and FastMoE. ``fmoe_num_experts`` (per rank) and ``hidden_size`` are required.
-            The others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
-            ``top_k`` (the default of the gate), ``balance_strategy`` (naive), ``distributed_experts`` (False),
-            ``data_parallel_size`` (number of processes; ignored if Megatron has process groups), ``init_method_std``
-            (0.02), ``num_layers`` (1).
+        args: arguments of Megatron-LM and FastMoE, as attributes of one object:
+
+            * ``fmoe_num_experts``: number of experts per rank, required;
+            * ``hidden_size``: model width, required;
+            * ``hidden_hidden_size``: hidden width of an expert, by default ``4 * hidden_size``;
+            * ``top_k``: experts per token, by default that of the gate;
+            * ``balance_strategy``: name of the gate, by default "naive";
+            * ``distributed_experts``: whether the experts are split over ranks, by default False;
+            * ``data_parallel_size``: number of these ranks, by default all; ignored if Megatron has process groups;
+            * ``init_method_std``: standard deviation of the initial weights, by default 0.02;
+            * ``num_layers``: number of layers, by default 1, for the initial weights.
         layer_idx: index of the layer, from 0.
         gate: gate to use instead of that of ``balance_strategy``.
 
@@ -215,16 +224,17 @@ def fmoefy(
 
     In models with the layout of Megatron-LM 2.2 to 3.0 (``model.language_model.transformer.layers``, or
     ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``), each MLP becomes a `MegatronMLP`. Megatron-core
-    and other models are passed to `fmoe.fmoefy`. As in FastMoE, the experts are new; `fmoe.fmoefy` upcycles by default.
-    Arguments that are None come from Megatron-LM's arguments, if it is initialized.
+    and other models are passed to `fmoe.fmoefy`. As in FastMoE, the experts get new random weights; the weights of the
+    MLPs are not reused. Arguments that are None come from Megatron-LM's arguments, if it is initialized.
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether experts are split over ranks: those of the data parallel group or, in
-            megatron-core, those of the expert parallel group. Without Megatron, these are all ranks.
+        distributed_experts: whether experts are split over ranks. The ranks are those of Megatron-LM's data parallel
+            group or of megatron-core's expert parallel group. Without Megatron, they are all ranks.
         hidden_hidden_size: hidden width of an expert, by default the MLP's.
-        gate: a gate class of FastMoE; None for the gate of ``balance_strategy``. In megatron-core and other models, a
-            class of `STRATEGIES`, or any router by name or class; None for the default of `fmoe.fmoefy`.
+        gate: for MLPs that become a `MegatronMLP`, a gate class of FastMoE, or None for the gate of
+            ``balance_strategy``. For other models, a gate class in `STRATEGIES`, any router by name or class, or None
+            for the default of `fmoe.fmoefy`.
         megatron_version: ignored; the model's layout determines the version.
 
     Raises:
@@ -266,7 +276,7 @@ def _old_layers(model: Any) -> list[Any]:
 
 
 def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
-    """Return D and H of an MLP, which are the sizes of its first matrix [H, D]."""
+    """Return the model width D and the hidden width H of ``mlp``, whose first matrix is [H, D]."""
     if isinstance(mlp, FMoETransformerMLP):
         raise UserError(f"the mlp of layer {index} has experts already: call fmoefy once")
     for parameter in mlp.parameters():

@@ -39,8 +39,8 @@ class FMoETransformerMLP(FMoE):
         expert_rank: FastMoE's signature only; ignored.
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
-        activation: function or module or, with ``num_experts=``, a name in `fmoe.experts.ffn.ACTIVATIONS`; None for
-            the experts' default, which is GELU unless ``expert`` is set.
+        activation: a function or a module. With ``num_experts=``, also a name in `fmoe.experts.ffn.ACTIVATIONS`. None
+            for GELU or, if ``expert`` is set, for the activation of these experts.
         options: all other arguments of `FMoE`.
     """
 

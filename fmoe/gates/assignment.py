@@ -56,10 +56,8 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
-    """Return a price per expert, [G, E]; tokens that choose by score minus price spread roughly evenly.
-
-    The prices come from the column scalings of Sinkhorn's iteration at decreasing temperatures.
-    """
+    """Return a price per expert, [G, E]; if tokens choose by score minus price, loads are nearly even."""
+    # The prices come from the column scalings of Sinkhorn's iteration at decreasing temperatures.
     # The prices decide between solutions of equal sum. They are rounded, because rounding errors vary with the number
     # of groups in a matrix product.
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
@@ -80,10 +78,9 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
 
 
 def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
-    """Return ``expert_GS`` after moves of tokens along the cheapest chains of experts, until no chain helps.
-
-    Positions without a token are E in ``expert_GS``, and -1 in the result.
-    """
+    """Return the expert of each token after moves that make loads even and the sum of values maximal, [G, S]."""
+    # Tokens move along the cheapest chains of experts, until no chain helps. Positions without a token are E in
+    # `expert_GS`, and -1 in the result.
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
     floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)
@@ -91,8 +88,7 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
     ones_GS = torch.ones_like(expert_GS)
     loss_GES = torch.empty_like(value_GES)
 
-    def slope(count_GE: Tensor) -> Tensor:
-        """Return the penalty that the ``count_GE``-th token of an expert adds."""
+    def slope(count_GE: Tensor) -> Tensor:  # the penalty that the count_GE-th token of an expert adds
         return _PENALTY * (count_GE - floor_G1).clamp(-1024, 1024)
 
     while True:

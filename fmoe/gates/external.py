@@ -16,9 +16,10 @@ from fmoe.runtime.adapters import adapted
 
 
 def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
-    """Call the gate, and return its `Routing`. It is checked if the gate is not a `Router` or ``check`` is set.
+    """Call the gate on tokens, and return its `Routing`.
 
-    A gate takes ``(x_TD, groups)`` or only ``x_TD``, and returns a `Routing` or FastMoE's ``(index, score)``.
+    A gate takes ``(x_TD, groups)`` or only ``x_TD``, and returns a `Routing` or FastMoE's ``(index, score)``. The
+    result is checked, unless the gate is a `Router` and ``check`` is False.
 
     Args:
         name: the layer's name in errors.
@@ -36,11 +37,16 @@ def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, n
 
 
 def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
-    """Return the result of a gate as a `Routing`.
+    """Convert the ``result`` that ``gate`` returned to a `Routing`, check it, and return it.
+
+    Args:
+        name: the layer's name in errors.
+        check: also raise if a combine weight is not finite, and check expert ids even on a GPU. The host then waits for
+            the GPU.
 
     Raises:
         UserError: the result is neither a `Routing` nor (index, score), has an invalid shape, or has an expert id out
-            of range (checked on a GPU only with ``check``). With ``check``, also if a combine weight is not finite.
+            of range.
     """
     num_tokens = groups.num_tokens
     routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)

@@ -51,11 +51,11 @@ def best_by_hash(noise_TE: Tensor, top_k: int) -> Tensor:
 class HashRouter(FixedRouter):
     """Gate by token id: a token's experts are a fixed function of its id (Hash layers, arXiv 2106.04426).
 
-    With K > 1, a token has K different experts, each weighted 1 / K. This differs from the paper's MultiHash, where K
-    hash functions pick one segment each of a single expert's weights.
+    With K > 1, a token has K different experts, each weighted 1 / K. The paper's MultiHash is different: there, K hash
+    functions assemble one expert from K segments of weights.
 
-    Ids of padding are ignored. The values of ids are checked only on the CPU, and not under torch.compile. Elsewhere, a
-    negative id counts from the end of the table.
+    Ids of padding are ignored. The values of ids are checked on the CPU only, and not under torch.compile. Without the
+    check, a negative id counts from the end of the table.
 
     Args:
         seed: seed of the hash function ("random hash"). Layers with different seeds assign tokens differently.

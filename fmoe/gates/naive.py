@@ -90,10 +90,11 @@ class NaiveRouter(TopKRouter):
 
 
 def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_of: int = 1) -> Tensor:
-    """Return the scores, with -inf outside each token's ``num_kept`` best of ``num_groups`` groups of experts.
+    """Return the scores, with -inf for experts outside each token's ``num_kept`` best groups.
 
-    A group's score is the sum of the scores of its ``best_of`` best experts: one in DeepSeek-V2 (arXiv 2405.04434
-    section 2.2.2), two in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
+    The experts form ``num_groups`` groups of equal size. A group's score is the sum of the scores of its ``best_of``
+    best experts: one in DeepSeek-V2 (arXiv 2405.04434 section 2.2.2), two in DeepSeek-V3 (arXiv 2412.19437 section
+    2.1.2).
     """
     grouped_TGE = scores_TE.unflatten(-1, (num_groups, -1))
     group_TG = grouped_TGE.topk(min(best_of, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
@@ -106,7 +107,8 @@ def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept:
     """Check the settings of group-limited routing.
 
     Raises:
-        UserError: ``num_groups`` does not divide ``num_experts``, or ``num_kept`` groups are too many or too few for K.
+        UserError: ``num_groups`` does not divide ``num_experts``; ``num_kept`` is not in 1..num_groups, or not 1
+            without groups; or ``num_kept`` groups have fewer than ``top_k`` experts.
     """
     if num_groups is None:
         if num_kept != 1:

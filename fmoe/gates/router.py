@@ -31,8 +31,7 @@ class Scores:
     """Logits and probabilities of a router, at least float32.
 
     Attributes:
-        x_TD: the router's input. If `Router.routes_by_logits` is True, these are this rank's tokens only, in their
-            own dtype.
+        x_TD: the router's input. With `Router.routes_by_logits`, it has this rank's tokens only, and may be 16-bit.
         logits_TE: the router's output.
         probs_TE: softmax of the logits, or other scores that sum to one.
         logsumexp_T: logsumexp of each token's logits.
@@ -68,7 +67,7 @@ class Router(nn.Module):
         top_k: K, experts per token; None for the gate's own default.
         capacity_factor: in training, an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments
             of a routing group (`fmoe.routing.RoutingGroups`); None for no limit (dropless).
-        eval_capacity_factor: the same in evaluation. It does not default to ``capacity_factor``.
+        eval_capacity_factor: the same in evaluation; None for no limit, even if ``capacity_factor`` is set.
 
     Raises:
         UserError: ``top_k`` is not in 1..E, or a capacity factor is not positive and finite.
@@ -114,7 +113,7 @@ class Router(nn.Module):
         return Routing(expert_TK, choice.weight_TK, choice.losses, stats, self.max_load(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the choices, with -1 in place of those over an expert's capacity."""
+        """Return ``expert_TK`` with -1 for choices beyond an expert's capacity."""
         factor = self._factor()
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
@@ -213,7 +212,10 @@ class TopKRouter(Router):
                 self.bias.zero_()
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the router's input for this rank's tokens. An override gets ``x_TD`` in at least float32."""
+        """Return the input of the router's linear map, by default the tokens ``x_TD`` themselves.
+
+        An override, which may add noise for example, gets ``x_TD`` in at least float32.
+        """
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
@@ -221,10 +223,10 @@ class TopKRouter(Router):
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """Return the rule by which a CUDA kernel can replace `choose`, and the bias that it adds to the scores.
+        """Return the rule by which a CUDA kernel can replace `choose`, and the bias that the kernel adds to the scores.
 
-        None, the default, lets no kernel replace `choose`. An override must check with `decides_as` that no subclass
-        changes `choose` or `scores`.
+        The default None means that no kernel replaces `choose`. An override must return None if a subclass changes
+        `choose` or `scores` (`decides_as`).
         """
         return None
 
@@ -237,19 +239,22 @@ class TopKRouter(Router):
         return type(self).choose is cls.choose and type(self).scores is cls.scores
 
     def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        """Complete a choice of experts and weights, for example with losses of the scores, and return it."""
+        """Return the `Choice` of these experts and weights; an override may drop experts or add losses."""
         return Choice(expert_TK, weight_TK)
 
     def probs(self, score_TE: Tensor) -> Tensor:
-        """Return probabilities (`Scores.probs_TE`) from the scores of all experts, which a kernel computed."""
+        """Convert the scores of all experts to probabilities, `Scores.probs_TE`."""
         return score_TE
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
-        """Return the choices that the load balancing loss counts: all K, unless the gate's paper counts fewer."""
+        """Return the choices in ``expert_TK`` that the load balancing loss counts, by default all."""
         return expert_TK
 
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """Return the router's input and output. If ranks hold parts of the tokens, the output is gathered over them."""
+        """Return the router's input and its output, the logits.
+
+        If several ranks hold parts of the tokens to route together, the logits are gathered over these ranks.
+        """
         x_TD = self.router_input(x_TD, groups)
         is_16 = x_TD.element_size() == 2
         logits_TE = _Linear16.apply(x_TD, self.weight) if is_16 else F.linear(x_TD, self.weight.to(x_TD.dtype))
@@ -301,7 +306,8 @@ class TopKRouter(Router):
         return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
 
     def _takes_16_bits(self) -> bool:
-        """Return whether 16-bit tokens need no cast: only `TopKRouter.logits` reads them, and computes in float32."""
+        """Return whether this gate accepts 16-bit tokens without a cast to float32."""
+        # Only `TopKRouter.logits` reads them then, and it computes in float32.
         kind, base = type(self), TopKRouter
         is_plain = kind.logits is base.logits and kind.router_input is base.router_input
         return is_plain and routes_by_logits(self)
@@ -370,13 +376,13 @@ def routes_by_logits(gate: Any) -> bool:
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:
-    """Return each token's entropy in nats."""
+    """Return the entropy of each token's probabilities, in nats."""
     # torch.special.entr and xlogy are slower: not vectorized on CPUs.
     return -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
 
 
 def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-    """Return the choices, with -1 for padding."""
+    """Return ``expert_TK`` with -1 for padding tokens."""
     return expert_TK if groups.mask_T is None else torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
 
 
@@ -384,7 +390,7 @@ def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
 def routing_stats(
     expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
 ) -> RoutingStats:
-    """Return the statistics of a routing.
+    """Return the statistics of a routing: load of each expert, dropped choices, entropy and number of tokens.
 
     Args:
         expert_TK, kept_TK: the choices before and after the capacity limit; -1 for no expert.
@@ -407,14 +413,14 @@ def routing_stats(
 
 
 def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:
-    """Return the number of assignments of each group to each expert, int64 [G, E]; -1 is not counted."""
+    """Return the number of assignments of each routing group to each expert, int64 [G, E]; -1 is not counted."""
     expert_GN = groups.split(expert_TK, pad=-1).flatten(1) + 1
     counts = expert_GN.new_zeros(expert_GN.shape[0], num_experts + 1)
     return counts.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))[:, 1:]
 
 
 def capacity(factor: float, assignments: int, num_experts: int) -> int:
-    """Return how many assignments of a group an expert accepts: ``ceil(factor * assignments / E)``, at least 1.
+    """Return how many of a group's assignments an expert accepts: ``ceil(factor * assignments / E)``, at least 1.
 
     The formula is from GShard (arXiv 2006.16668 section 2.2) and Switch (arXiv 2101.03961 equation 3).
     """
@@ -447,7 +453,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
 
 
 def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
-    """Return the `capacity` of an expert in each group, int64 [G]."""
+    """Return the `capacity` of an expert in each routing group, int64 [G]."""
     if groups.mask_T is None:
         limit_G = [capacity(factor, n * top_k, num_experts) for n in groups.sizes()]
         return torch.tensor(limit_G, device=device, dtype=torch.int64)

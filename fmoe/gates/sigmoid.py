@@ -147,7 +147,9 @@ class SigmoidRouter(TopKRouter):
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add ``bias_step * sign(mean load - load)`` to the bias, with the loads since the last call, and reset them.
+        """Add ``bias_step * sign(mean load - load)`` to the bias, and reset the loads.
+
+        The loads are those that the layer recorded since the last call.
 
         Args:
             group: data and expert parallel ranks, which share this gate and see different tokens. Loads are summed over

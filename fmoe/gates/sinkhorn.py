@@ -58,9 +58,9 @@ class SinkhornRouter(TopKRouter):
         return Choice(expert_TK, weight_TE.gather(-1, expert_TK))
 
     def balance(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the logits plus the logarithm of the factor by which each expert's column is scaled, [T, E].
+        """Return the logarithm of the scores that Sinkhorn's iteration balances, [T, E].
 
-        The factors of the rows are left out, because they do not change a token's order of experts.
+        Only columns (experts) are scaled: scaling a row would not change the order of a token's experts.
         """
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         prices = _prices_op if torch.compiler.is_compiling() else _prices
@@ -68,7 +68,7 @@ class SinkhornRouter(TopKRouter):
 
 
 def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
-    """Return each token's experts, best first, by balanced scores. Scores equal up to rounding rank by logits."""
+    """Return each token's experts in descending order of balanced scores; equal ones, up to rounding, by logits."""
     largest_T1 = balanced_TE.amax(-1, keepdim=True)
     size_T1 = 1 + logits_TE.abs().amax(-1, keepdim=True) + balanced_TE.abs().amax(-1, keepdim=True)
     steps_TE = ((balanced_TE - largest_T1) / (64 * torch.finfo(balanced_TE.dtype).eps * size_T1)).round()
@@ -78,7 +78,7 @@ def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
 
 
 def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Return the negative logarithm of the factor by which each expert's column is scaled, [G, E]."""
+    """Return the negative logarithm of the factor by which Sinkhorn's iteration scales each expert's column, [G, E]."""
     valid_GS1 = valid_GS.unsqueeze(-1)
     log_share_G1 = (valid_GS1.sum(1).to(logits_GSE.dtype) / logits_GSE.shape[-1]).clamp(min=1e-9).log()
     price_GE = logits_GSE.new_zeros(logits_GSE.shape[0], logits_GSE.shape[2])

@@ -26,10 +26,8 @@ class SparseMixerRouter(TopKRouter):
     softmax over the logits of the competitors. The probability is also its weight, so the weights of a token do not sum
     to one. Training samples by Gumbel noise; evaluation takes the largest logit.
 
-    In training, the weight of an expert other than the most probable one is divided by 3 with probability 3/4, but its
-    gradient is not. The factors 1/3 and 1 are the nodes of Heun's third-order quadrature. The quadrature approximates
-    the change of the loss between a zero output and the expert's output. This change replaces the loss in the
-    score-function estimator.
+    In training, if the sampled expert is not the most probable one, its weight is divided by 3 with probability 3/4.
+    The gradient of the weight is not divided. This is the paper's third-order (Heun) estimate of the gradient.
 
     Args:
         margin: maximum relative distance to the largest logit; twice ``router_jitter_noise`` of Phi-3.5-MoE.
@@ -60,6 +58,9 @@ class SparseMixerRouter(TopKRouter):
                 gumbel_TE = -noise_KTX[k][:, :-1].clamp(min=_LEAST).log().neg().log()
                 expert_T1 = (competing_TE.detach() + gumbel_TE).argmax(-1, keepdim=True)
                 weight_T1 = prob_TE.gather(-1, expert_T1)
+                # The factors 1/3 and 1 are the nodes of Heun's third-order quadrature. It approximates the change of
+                # the loss between a zero output and the expert's output, which replaces the loss in the score-function
+                # estimator.
                 is_divided_T1 = (noise_KTX[k][:, -1:] <= 0.75) & (expert_T1 != prob_TE.argmax(-1, keepdim=True))
                 weight_T1 = weight_T1 - torch.where(is_divided_T1, weight_T1.detach() * (2 / 3), 0)
             else:

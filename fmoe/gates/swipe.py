@@ -16,8 +16,8 @@ class SwipeRouter(TopKRouter):
     moved. Second choices follow, up to ``ceil(2 tokens / E)`` including the first ones, and so on. Evaluation moves no
     tokens. Weights are a softmax over the logits of the final experts.
 
-    FastMoE moves a token to the next expert with room, which may be one that the token already has. Here, a token's
-    experts differ. The moved tokens make loads as even as possible, with the maximal sum of their logits.
+    The moved tokens make loads as even as possible, with the maximal sum of their logits. A token's experts always
+    differ, whereas FastMoE may move a token to an expert that it already has.
     """
 
     routes_by_logits = True

@@ -104,7 +104,7 @@ class TopologyRouter(TopKRouter):
         share_G = valid_GS1.sum((1, 2)).to(logits_TE.dtype) * self.top_k / num_experts
 
         def best(scores_GSE: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the K best experts of each token, and the largest load in each group."""
+            # The K best experts of each token, and the largest load in each group.
             best_GSK = scores_GSE.topk(self.top_k).indices
             load_GE = torch.zeros(num_groups, num_experts, dtype=torch.int64, device=device)
             load_GE.scatter_add_(1, best_GSK.flatten(1), valid_GS1.expand_as(best_GSK).flatten(1).long())

@@ -31,15 +31,14 @@ def causal_attention(
     seen: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the attention outputs [B, H, S, v]. The last query has the position of the last key.
+    """Return the attention outputs [B, H, S, v]. The last query is at the position of the last key.
 
     Args:
         scale: factor of the scores.
         window: number of keys that a query sees, up to and including its own; None for all of them.
         sinks_H: logit of each head's attention sink; None for no sinks.
-        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see. It must also hide all keys
-            after the query. None shows each query all keys up to its own position. ``window`` applies with and without
-            this mask.
+        seen: boolean mask, broadcast to [B, 1, S, K], False where a query must not see a key. The mask must itself be
+            causal. With None, each query sees all keys up to its own position. ``window`` applies in both cases.
         dropout: dropout rate of the attention probabilities.
     """
     queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
@@ -59,17 +58,21 @@ def causal_attention(
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the causal mask [S, K], True where a query sees a key. The last query has the position of the last key."""
+    """Return the causal mask [queries, keys], True where a query sees a key.
+
+    The last query is at the position of the last key.
+
+    Args:
+        window: number of keys that a query sees, up to and including its own; None for all of them.
+    """
     position_S1 = torch.arange(keys - queries, keys, dtype=torch.int64, device=device).unsqueeze(1)
     distance_SK = position_S1 - torch.arange(keys, dtype=torch.int64, device=device)
     return (distance_SK >= 0) if window is None else (distance_SK >= 0) & (distance_SK < window)
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Return the attention outputs for a sliding window, given as many keys as queries.
-
-    It computes blocks of ``window`` queries, which see the keys of their own block and of the previous one.
-    """
+    """Return the outputs of sliding-window attention in blocks of ``window`` queries, for as many keys as queries."""
+    # A block of queries sees keys of its own block and of the previous one.
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []
@@ -96,10 +99,7 @@ def _attend(
     sinks_H: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Return the attention outputs under the mask ``seen``; for None, under the causal mask.
-
-    For None, a single query sees all keys.
-    """
+    """Return the attention outputs under the mask ``seen``; for None, a causal mask, or none if there is one query."""
     is_causal = seen is None and query.shape[2] > 1
     width = value.shape[-1]
     if sinks_H is not None:
@@ -119,10 +119,8 @@ def _attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value with the attention sink as an additional first key.
-
-    If causal, they also have an additional first query, whose output is not used.
-    """
+    """Return query, key and value with the attention sink as an additional first key; if causal, also a dummy query."""
+    # The dummy is the first query, which sees only the sink. Its output is not used.
     score_H = sinks_H.to(torch.promote_types(sinks_H.dtype, torch.float32)) / scale
     high_H = score_H.to(query.dtype)
     low_H = (score_H - high_H).to(query.dtype)  # rounding error of the first term in 16 bits

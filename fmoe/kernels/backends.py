@@ -92,8 +92,8 @@ def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_segments(receive_S: Tensor) -> bool:
-    """Return whether `fmoe.kernels.cuda.calls.segment_order` takes ``receive_S``.
+    """Return whether `fmoe.kernels.cuda.calls.segment_order` takes ``receive_S``, the number of rows of each segment.
 
-    It must be on a device with CUDA kernels, and have at most `MAX_SEGMENTS` elements.
+    The tensor must be on a device with CUDA kernels, and have at most `MAX_SEGMENTS` elements.
     """
     return cuda_takes(receive_S) and len(receive_S) <= MAX_SEGMENTS

@@ -234,7 +234,7 @@ def last_failure(key: str) -> str | None:
 def clean() -> int:
     """Wait for running builds; then remove all entries, failure reports and unfinished builds.
 
-    Folders that `find` skips are left alone.
+    Untrusted folders, such as those with write access for all users, are left alone.
 
     Returns:
         Number of removed entries.
@@ -278,7 +278,7 @@ def _temporary() -> Path:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return a reason not to load libraries from a folder, such as other users' write access; None if there is none."""
+    """Return why libraries in a folder must not be loaded; None if they may be."""
     found = folder.lstat() if folder == _temporary() else folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         return "not a folder"
@@ -294,7 +294,7 @@ def _distrust(folder: Path) -> str | None:
 
 
 def _lock(path: Path, what: str) -> tuple[int, bool]:
-    """Wait for other processes and lock a file; return its handle, and whether it is locked."""
+    """Lock a file, after waiting for other processes; return its descriptor, and whether it is locked."""
     while True:
         # O_CLOEXEC: a compiler that inherited the handle would hold the lock after this process ends.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

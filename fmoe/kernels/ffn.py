@@ -135,7 +135,7 @@ def _relu_backward(upstream: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor
 
 
 class _Between:
-    """The activation of up to ``most_rows`` rows of one expert. Each call overwrites the previous results."""
+    """Forward and backward pass of an activation. Each call overwrites the results of previous ones."""
 
     def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
         (self._forward, self._backward), self._most_rows, self._like = kernels, most_rows, like
@@ -146,7 +146,6 @@ class _Between:
         return memory.empty((self._most_rows, width), self._like)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
-        """Return the activation of ``hidden_nP``: [n, P] -> [n, H]."""
         return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 class SwiGLUOAI:
     """Activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)``.
 
-    The gate g is clamped to at most 7, and the value v to [-7, 7]. A call with gates returns the first factor, ``g
-    sigmoid(1.702 g)``. `second` returns the second factor, ``v + 1``.
+    The gate g is clamped to at most 7, and the value v to [-7, 7]. Calling the instance returns the first factor, ``g
+    sigmoid(1.702 g)``, for given gates. `second` returns the second factor, ``v + 1``, for given values.
     """
 
     alpha, limit = 1.702, 7.0
@@ -27,7 +27,7 @@ class SwiGLUOAI:
         return values.clamp(-self.limit, self.limit) + 1
 
     def slopes(self, gates: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of the two factors. They are zero where the input is clamped."""
+        """Return the derivatives of the factors ``g sigmoid(1.702 g)`` and ``v + 1``, zero where g or v is clamped."""
         clamped = gates.clamp(max=self.limit)
         sigmoid = (self.alpha * clamped).sigmoid()
         slope = sigmoid * (1 + self.alpha * clamped * (1 - sigmoid))

@@ -2,8 +2,8 @@
 
 glibc returns a large block to the system as soon as it is freed. The system maps and clears the pages of a new block
 when they are first written. Gathering 32 MB of rows takes 35 ms into new memory and 10 ms into reused memory. Writing
-256 MiB of gradients takes 112 ms and 9 ms. Therefore blocks for rows are kept for the next caller, and the memory of a
-gradient is kept with its parameter.
+256 MiB of gradients takes 112 ms into new memory and 9 ms into reused memory. Therefore blocks for rows are kept for
+the next caller, and the memory of a gradient is kept with its parameter.
 
 Memory is reused only under three conditions. Nothing else refers to its storage, no other process can see it, and its
 storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a reference.

@@ -23,8 +23,8 @@ class PaddedPlan:
 
     Args:
         plan: the assignments, sorted by expert, with at most ``slots`` rows per expert.
-        slots: S, a multiple of ``num_chunks``.
-        num_chunks: C.
+        slots: S, the number of slots per expert; a multiple of ``num_chunks``.
+        num_chunks: C, the number of chunks per expert.
     """
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class PaddedPlan:
         self.inverse_TK = place_N[plan.inverse_TK]
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
-        """Return the token of each slot, zero in empty slots: [T, D] -> [P, D]. ``num_rows`` is P."""
+        """Return the token of each slot, zero in empty slots: [T, D] -> [num_rows, D], a row per slot."""
         return _Permute.apply(x_TD, self)
 
     def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
@@ -61,16 +61,16 @@ class PaddedPlan:
         return _Combine.apply(rows_PD, weight_TK, self)
 
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
-        """Return the combine weight of each slot, zero in empty slots: [P]. ``num_rows`` is P."""
+        """Return the combine weight of each slot, zero in empty slots: [num_rows], one per slot."""
         if not weight_TK.numel():
             return F.pad(weight_TK.reshape(-1), (0, num_rows))  # in the graph: the gate gets zeros as its gradient
         return torch.where(self.valid_P, weight_TK.reshape(-1).index_select(0, self.assignment_P), 0)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """Return the token of each slot, zero in empty slots: [P, D].
+        """Return the token of each slot times its combine weight, zero in empty slots: [T, D] -> [P, D].
 
         Args:
-            weight_TK: combine weights, by which the tokens are multiplied; None for no weights.
+            weight_TK: combine weights; None for weights of 1.
         """
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])

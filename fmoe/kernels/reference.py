@@ -13,7 +13,7 @@ from fmoe.kernels.glu import gate
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return ``x_TD[perm_N[:num_rows] // K]``, the tokens of the first assignments: [T, D] -> [num_rows, D]."""
+    """Return the token of each of the first ``num_rows`` rows, ``x_TD[perm_N[:num_rows] // K]``: [T, D] -> [M, D]."""
     return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 

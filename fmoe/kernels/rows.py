@@ -27,11 +27,11 @@ from fmoe.routing import Routing
 class DispatchPlan:
     """Order of the experts' rows: by default, assignments sorted by expert and then by token, dropped ones last.
 
-    An assignment is a token and one of its K experts. All N = T * K assignments have a row, so the host need not wait
-    for M, the number of those that are kept.
+    An assignment is a token and one of its K experts; M of the N = T * K assignments are kept. Dropped assignments have
+    rows too, so that the host need not wait for M. `kept_only` removes these rows.
 
     Attributes:
-        perm_N: the assignment (token * K + choice) of each row. A plan from `kept_only` has only the M kept rows.
+        perm_N: the assignment (token * K + choice) of each row.
         inverse_TK: the row of each assignment, the inverse of ``perm_N``. Dropped assignments have the rows from M on.
         kept_TK: whether each assignment is kept.
         count_E: number of rows of each expert.
@@ -190,7 +190,7 @@ def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, ke
 
     Args:
         weight_TK: weights; None for weights of 1.
-        kept_TK: assignments to sum over; None for all.
+        kept_TK: bool, True for assignments to sum over; None for all.
     """
     if rows_MD.shape[0] == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
@@ -224,7 +224,8 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
 
 
 def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
-    """Return whether ``embedding_bag`` suits these rows. It rounds 16-bit sums at each step, and is slow in float64."""
+    """Return whether ``embedding_bag`` suits these rows."""
+    # It rounds 16-bit sums at each step, and is slow in float64.
     return (
         rows_MD.dtype == torch.float32
         and (weight_TK is None or weight_TK.dtype == torch.float32)
@@ -241,7 +242,8 @@ def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
 
 
 def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Compute `_gather_sum` on the CPU for few rows and many assignments. Its ``index_add_`` adds in a fixed order."""
+    """Compute `_gather_sum` on the CPU for few rows and many assignments."""
+    # On the CPU, index_add_ adds in a fixed order.
     perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
     num_tokens, top_k = inverse_TK.shape
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
@@ -315,10 +317,10 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
 
 
 def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
-    """Return ``out_RD``. The backward pass multiplies each row's gradient by the row's weight.
+    """Return ``out_RD`` unchanged; in the backward pass, multiply each row's gradient by the row's weight.
 
-    It also computes the gradient of each weight: the dot product of the row and its incoming gradient. See
-    `combine_unsaved`. ``out_RD`` is saved for the backward pass.
+    The backward pass also computes the gradient of each weight: the dot product of the row and its incoming gradient.
+    ``out_RD`` is saved for this. See `combine_unsaved`.
     """
     return _WeighGradient.apply(out_RD, weight_R)
 

@@ -38,8 +38,8 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _experts(*columns):
-    """Yield weight, gradient and state of each expert as views; all but the first get a copy of ``step``."""
-    *tensors, step = columns
+    """Yield the weight, gradient, state and step of each expert, from those of the stack."""
+    *tensors, step = columns  # torch increments `step` once per expert: all but the first get a copy
     for expert in range(tensors[0].shape[0]):
         views = [None if tensor is None else tensor[expert] for tensor in tensors]
         yield *views, step if expert == 0 else step.clone()

@@ -60,7 +60,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
-        """Return values as the moment ``exp_avg`` or ``exp_avg_sq`` of a parameter, quantized if the moment has 8 bits.
+        """Return ``values`` in the format of the parameter's moment ``name``: 8-bit, or in the parameter's dtype.
 
         Values that come from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
@@ -74,7 +74,8 @@ class AdamW8bit(Optimizer):
 
 @contextlib.contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """Set the default dtype to float32. torchao makes maps, scales and steps in it."""
+    """Set torch's default dtype to float32 within this context."""
+    # torchao makes maps, scales and steps in the default dtype.
     before = torch.get_default_dtype()
     if before == torch.float32:
         yield
@@ -91,7 +92,7 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Set scale and codes of each block whose values they can reproduce exactly; leave the others."""
+    """Set scale and codes of each block of ``moment`` that then has exactly the values; leave the other blocks."""
     # The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to the map's lowest value
     # q < 0. The scale is this magnitude divided by abs(q), up to two units in the last place.
     largest_B = values_BS.abs().amax(1)

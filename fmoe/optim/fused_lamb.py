@@ -24,7 +24,7 @@ _WORDS = 6  # of struct Chunk in cuda/lamb.cu
 
 
 def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
-    """Return whether the kernels are loaded for the device and support all of these tensors."""
+    """Return whether the kernels are loaded for the slots' device, and support their tensors, gradients and moments."""
     device = slots[0].tensor.device
     if not backends.cuda_is_loaded(device):
         return False
@@ -57,7 +57,7 @@ class _Table:
 
 
 class FusedLamb:
-    """Steps of one LAMB optimizer by fused kernels."""
+    """Fused CUDA kernels that take the steps of one LAMB optimizer."""
 
     def __init__(self):
         self._key: tuple = ()
@@ -71,7 +71,7 @@ class FusedLamb:
         ratios: Tensor,
         reduce: Callable[[], None],
     ) -> None:
-        """Update the tensors and their moments.
+        """Update the tensors of ``slots`` and their moments in ``state``.
 
         Args:
             slots: pieces of tensors that have gradients.

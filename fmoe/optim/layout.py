@@ -21,7 +21,10 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """Return the attribute ``is_stacked`` of the parameter; call `fmoe.runtime.ownership.refresh` before, to set it."""
+    """Return the parameter's attribute ``is_stacked``; False if it has none.
+
+    `fmoe.runtime.ownership.refresh` sets the attribute. Call it first, or use `is_stacked`.
+    """
     return getattr(parameter, "is_stacked", False)
 
 
@@ -55,9 +58,9 @@ class Blocks:
     Attributes:
         numel: number of elements of the parameter, which may itself be a tensor parallel slice.
         count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
-        groups: process groups whose ranks hold parts of the blocks. These are the data parallel group of a distributed
-            optimizer (ZeRO-1) and the tensor parallel group of a split weight, but no groups of replicas. Squares of
-            norms are summed over each of them in turn.
+        groups: process groups whose ranks hold different parts of the blocks: the data parallel group of a distributed
+            optimizer (ZeRO-1), and the tensor parallel group of a split weight. Squared norms are summed over each
+            group in turn, so a group of replicas must not be listed.
     """
 
     numel: int

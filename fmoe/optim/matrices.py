@@ -47,7 +47,7 @@ class Matrices:
 
     @classmethod
     def of(cls, parameter: Tensor, parts: int = 1, **split: Any) -> "Matrices | None":
-        """Return the description of a matrix or a stack of experts; None for other tensors and for empty ones.
+        """Describe ``parameter``, a matrix or a stack of experts' matrices; None for other or empty tensors.
 
         Args:
             parts: number of matrices of equal height that are fused along the rows.
@@ -71,17 +71,17 @@ class Matrices:
 
     @property
     def kind(self) -> tuple:
-        """Key that is equal for descriptions whose blocks can be orthogonalized together."""
+        """Key: blocks of parameters with equal keys can be orthogonalized in one batch."""
         return self.rows, self.columns, self.sections, self.axis, self.group
 
     def cut(self, x_BMN: Tensor) -> list[Tensor]:
-        """Return the matrix of each section, [B, m, N], with the rows of all repetitions of the pattern."""
+        """Return one matrix [B, m, N] per section, with the section's rows from all repetitions of the pattern."""
         if len(self.sections) == 1:
             return [x_BMN]
         return [part.flatten(1, 2) for part in x_BMN.unflatten(1, (-1, sum(self.sections))).split(self.sections, 2)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Undo `cut`."""
+        """Return the fused weight [B, M, N], given what `cut` returns."""
         if len(parts) == 1:
             return parts[0]
         repeated = [part.unflatten(1, (-1, rows)) for part, rows in zip(parts, self.sections, strict=True)]

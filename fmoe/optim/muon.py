@@ -174,7 +174,7 @@ class Muon(Optimizer):
         return loss
 
     def _begin(self, tensors: list[Tensor], *names: str) -> list[list[Tensor]]:
-        """Count a step of the tensors and create missing state; return one list of states per name, then the steps."""
+        """Create missing state of ``tensors``; return a list of their states for each of ``names``, and for "step"."""
         for tensor in tensors:
             state = self.state[tensor]
             if not state:
@@ -215,13 +215,13 @@ class Muon(Optimizer):
                 tensor.copy_(weight)
 
     def _direction(self, piece: _Piece) -> Tensor:
-        """Return this piece of the matrix to orthogonalize, u in the formula of `Muon`."""
+        """Return the elements of ``piece`` in u, the matrix to orthogonalize in the formula of `Muon`."""
         gradient = piece.part.of(_gradient(piece.tensor))
         buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
 
     def _exchange(self, plan: _Plan) -> dict[tuple[int, int], Tensor]:
-        """Gather the blocks of which this rank steps a part, from the ranks that step the other parts."""
+        """Return the blocks of which this rank steps only a part, with the other ranks' parts, by `_Piece.key`."""
         if self._shards is None or self._shards.group is None or not plan.exchanges:
             return {}
         ranks = self._shards.group.size()
@@ -317,7 +317,7 @@ class Muon(Optimizer):
         )
 
     def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[int]]]:
-        """Return for each rank of the shards' group the range of each parameter that it steps."""
+        """Return [begin, end) of each parameter that each rank of the shards' group steps: [ranks][parameters][2]."""
         if self._shards is None or self._shards.group is None or not numbers:
             return []
         held = [[0, 0] for _ in numbers]

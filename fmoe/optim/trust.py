@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the tensor, which must have one."""
+        """The gradient of the tensor; raises a RuntimeError if it has none."""
         if self.tensor.grad is None:
             raise RuntimeError(f"a tensor of shape {list(self.tensor.shape)} has no gradient: callers must skip it")
         return self.tensor.grad
@@ -76,7 +76,7 @@ class TrustOptimizer(Optimizer):
         self._layout, self._plan_now = layout, None
 
     def trust_ratios(self) -> list[Tensor]:
-        """Return the trust ratios of the last step: a tensor [blocks] per parameter of the layout. Vectors have none.
+        """Return the trust ratios of the last step: a tensor [blocks] per parameter, which is empty for vectors.
 
         They are float32, or float64 if a parameter is, on the device of the parameters. The ratio is NaN for a block
         that this rank never stepped, because it holds no slice of the block or because there was no gradient yet.
@@ -146,7 +146,7 @@ class TrustOptimizer(Optimizer):
         return False
 
     def _reduce(self, plan: Plan) -> None:
-        """Sum the squares of norms over the ranks that hold slices of the blocks."""
+        """Sum ``plan.squares`` over the ranks that hold slices of the same block."""
         for group, blocks in plan.reductions:
             part = plan.squares if blocks is None else plan.squares[:, blocks]
             collectives.run(dist.all_reduce, part, group=group)
@@ -160,7 +160,7 @@ class TrustOptimizer(Optimizer):
         return [slot.part.of(self.state[slot.tensor][name]) for slot in slots]
 
     def _scale(self, plan: Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
-        """Multiply the updates by their trust ratios, in place."""
+        """Multiply ``updates`` by their trust ratios in place, and write the ratios to ``plan.ratios``."""
         weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
         ratio = self._ratio(weight_norms, compared_norms, slots[0].group).to(updates[0].dtype)
         plan.ratios[blocks] = ratio.to(plan.ratios.dtype)
@@ -267,7 +267,7 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
 
 
 def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
-    """Set the named state from ``state_dict`` in the saved dtypes; call it after ``optimizer.load_state_dict``.
+    """Load the state called ``names`` again in the saved dtypes; call it after ``optimizer.load_state_dict``.
 
     torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
     """
@@ -280,7 +280,7 @@ def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], n
 
 
 def stepped_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the tensor's state and updates."""
+    """Return the dtype of the tensor's state and updates: the tensor's own, but at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

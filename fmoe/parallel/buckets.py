@@ -30,8 +30,8 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
 class Reduction:
     """Asynchronous sum of gradients over a group. Missing gradients become zeros.
 
-    Construct it on every rank of the group, for the same parameters in the same order, including experts without
-    tokens on this rank.
+    Construct it on every rank of the group, for the same parameters in the same order. Include the parameters of
+    experts that got no tokens on this rank.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):

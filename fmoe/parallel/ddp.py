@@ -98,7 +98,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._running: list[Reduction] = []
 
     def _begin(self) -> None:
-        """Queue `_finish`, which reduces missing gradients as zeros, for the end of the backward pass."""
+        """Queue `_finish` for the end of the backward pass."""
         if self._syncs and not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -173,7 +173,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the buffers that differ between ranks: (name, buffer) for experts, else (name, None) if not persistent."""
+    """Yield (name, buffer) for buffers of experts, and (name, None) for other buffers that are not persistent."""
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""
         for module_name, module in layer.named_modules():

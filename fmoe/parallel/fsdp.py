@@ -100,10 +100,8 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Return a ``shard_placement_fn`` for ``ranks`` ranks.
-
-    It shards dimension 1 if ``ranks`` divides its size but not that of dimension 0, else dimension 0.
-    """
+    """Return a ``shard_placement_fn`` of torch's `fully_shard` for ``ranks`` ranks."""
+    # Dimension 1 is sharded if only its size is a multiple of `ranks`; otherwise, dimension 0.
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

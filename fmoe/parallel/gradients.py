@@ -47,8 +47,8 @@ def average_gradients(
     """Replace each gradient by its mean over the data parallel ranks.
 
     Call it once per step after the last backward pass, for models without DDP or FSDP. A dense parameter without a
-    gradient is skipped, and must have no gradient on any rank. A missing gradient of an expert becomes zeros if other
-    ranks hold the expert too.
+    gradient is skipped; it must then lack a gradient on every rank. A missing gradient of an expert becomes zeros if
+    other ranks hold the expert too.
 
     Args:
         group: the data parallel group.
@@ -142,7 +142,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise on all ranks if the norm is not finite; synchronizes host and GPU.
 
     Raises:
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        RuntimeError: ``error_if_nonfinite`` is True, and the norm is not finite.
     """
     parameters = list(parameters)
     norm = grad_norm(parameters, moe_group, groups=groups)
@@ -160,7 +160,7 @@ def clip_grad_norm_(
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """Return this rank's shard of the gradient, which shares memory with the DTensor."""
+    """Return this rank's shard of a DTensor, sharing its memory, or a plain tensor as it is."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 

@@ -96,7 +96,7 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait up to `_SETTLE_SECONDS` until threads release every completed ``Work``; keep unfinished ones permanently."""
+    """Wait until threads have released every completed ``Work``, and leak references to unfinished ones."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]
@@ -109,7 +109,7 @@ def _settle() -> None:
 
 
 def _keep() -> None:
-    """Keep CPU tensors permanently: if C++ code dropped the last reference, it would need the interpreter's lock."""
+    """Leak references to CPU tensors that C++ code uses: dropping the last one takes the interpreter's lock."""
     objects, held = gc.get_objects(), []
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
     for one in [one for one in objects if type(one) in kinds]:
@@ -139,7 +139,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Keep unfinished collectives permanently: the child lacks the threads that would release them."""
+    """Leak references to unfinished collectives: the child lacks the threads that would release them."""
     _leak(set(_started))
     _started.clear()
 

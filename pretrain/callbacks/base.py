@@ -51,13 +51,13 @@ class Callback:
         return f"run.callbacks.{self.registered}" if self.registered else type(self).__name__
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
-        """Run before the first step of this process; ``trainer.step`` steps are completed.
+        """Run before the first step of this process; ``trainer.step`` is 0, or the step of the checkpoint resumed from.
 
-        May add metrics, which are logged at that step.
+        Metrics that the hook adds to ``metrics`` are logged at that step.
         """
 
     def before_step(self, trainer: Loop) -> None:
-        """Run before every step; ``trainer.step`` steps are completed."""
+        """Run before every step; ``trainer.step`` does not count this step yet."""
 
     def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
         """Run within a step, before the model changes; ``trainer.step`` does not count the step yet.
@@ -72,10 +72,13 @@ class Callback:
         """
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
-        """Run after a step, which ``trainer.step`` counts. May add metrics, which later callbacks see."""
+        """Run after every step, which ``trainer.step`` now counts.
+
+        Later callbacks see the metrics that the hook adds to ``metrics``.
+        """
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        """Run when the run ends, also with an error. Called for every callback whose `on_start` was called."""
+        """Run when training ends, also with an error. Called for every callback whose `on_start` was called."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callback's state for checkpoints, the same on all ranks.

@@ -54,7 +54,7 @@ class Checkpointing(Callback):
             self.finish()
 
     def save(self, trainer: Loop) -> None:
-        """Save this step unless it has been saved already. Collective."""
+        """Write a checkpoint of the trainer's current step, unless that step has been saved already. Collective."""
         step = trainer.step
         if self._saved == step:
             return

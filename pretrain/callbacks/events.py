@@ -74,7 +74,7 @@ class Events(Callback):
 
 
 class _Handler(logging.Handler):
-    """Forward warnings to the event log without changing whether they are printed."""
+    """Handler that passes each warning to ``add``."""
 
     def __init__(self, add: Callable[[tuple[int, str] | None, str], None]):
         super().__init__(logging.WARNING)

@@ -26,10 +26,9 @@ _SIGMA_OF_MAD = 1.4826
 def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
     """Return median + sigma * spread of the history.
 
-    The spread is the scaled median absolute deviation, or ``floor`` if that is larger. Unlike mean and standard
-    deviation, both medians are robust to a few outliers.
+    The spread is the scaled median absolute deviation, or ``floor`` if that is larger.
     """
-    middle = median(history)
+    middle = median(history)  # medians, unlike mean and standard deviation, are robust to a few outliers
     spread = _SIGMA_OF_MAD * median(abs(value - middle) for value in history)
     return middle + sigma * max(spread, floor)
 
@@ -37,10 +36,11 @@ def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
 class StepGuard(Callback):
     """Skip steps or end the run according to the recipe's ``guard.*`` keys.
 
-    Adds the metric ``guard/skipped``: 1 if the guard skipped the step, else 0 (also for an fp16 overflow).
+    Adds the metric ``guard/skipped``: 1 if the guard skipped the step, else 0. It is also 0 for an fp16 overflow, which
+    the loss scaler skips.
 
-    The guard's decisions are the same on every rank, because its inputs are. A skipped step counts as a step: it
-    consumes its samples and advances the learning-rate schedule.
+    The decision is the same on every rank. A skipped step counts as a step: it consumes its samples and advances the
+    learning-rate schedule.
     """
 
     def __init__(self, config: GuardConfig):

@@ -4,9 +4,10 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class Validation(Callback):
-    """Add the metric ``val/loss`` before the first step, every ``every`` steps, and after the last step.
+    """Add the metric ``val/loss`` before the first step of a new run, every ``every`` steps, and after the last step.
 
-    A signal that stops the run skips the validation, because the run may have only seconds left.
+    If a signal stops the run before its last step, no validation follows, because the process may have only seconds
+    left.
     """
 
     def __init__(self, every: int, sequences: int):

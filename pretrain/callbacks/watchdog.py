@@ -37,8 +37,10 @@ class Watchdog(Callback):
         self._thread: threading.Thread | None = None
 
     def start(self, trainer: Loop) -> None:
-        """Watch from the first micro batch on. Call it before the trainer runs, and call `stop` afterwards in any
-        case."""
+        """Start the timer thread, which watches from the first micro batch on.
+
+        Call `start` before training, and `stop` after it, even if training raised.
+        """
         self._trainer = trainer
         trainer.engine.on_progress = self._progress
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -14,13 +14,13 @@ Work = Callable[[dist.ProcessGroup | None], object]
 
 
 class BackgroundWriter:
-    """Runner of a function (the work) in a background thread of every rank, one function at a time.
+    """Background thread on every rank that runs one function (the work) at a time.
 
-    The work may end at different training steps on different ranks. `poll` reports the end only when it has ended on
-    all ranks. An error is therefore raised, and the next work begins, at the same step on every rank.
+    The work may end earlier on some ranks than on others. `poll` raises an error of the work only once it has ended on
+    every rank. The error is therefore raised at the same training step everywhere.
 
-    The constructor, `start`, `poll` and `wait` are collective. With one rank, the work gets None instead of a process
-    group.
+    The constructor, `start`, `poll` and `wait` are collective. The work gets a process group as its argument, or None
+    if there is only one rank.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,15 @@ class BackgroundWriter:
         return self._thread is not None
 
     def start(self, work: Work) -> None:
-        """Wait for earlier work and raise its error, if any. Then call ``work(group)`` in a thread."""
+        """Wait for earlier work, then call ``work(group)`` in a thread. If the earlier work failed, raise its error
+        instead."""
         self.wait()
         # A daemon thread: a rank that fails with another error must not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """If the work has ended on every rank, do as `wait` does. Cheap when there is no work."""
+        """Call `wait` if the work has ended on every rank; else return at once."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 
@@ -58,7 +59,7 @@ class BackgroundWriter:
                 raise error
 
     def abandon(self) -> None:
-        """Wait for the thread and log its error. Call it when this rank fails and the others' state is unknown."""
+        """Wait for this rank's thread and log its error, if any. Not collective: call it on a rank that fails."""
         if self._thread is not None and (error := self._join()) is not None:
             logger.warning("the thread that writes checkpoints has failed: %s", error)
 

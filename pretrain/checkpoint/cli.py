@@ -131,7 +131,8 @@ def _summary(checkpoint: Checkpoint) -> str:
 
 
 def _split(tensor: StoredTensor) -> str:
-    """Describe a tensor's split: number of blocks along each axis (``2x1``), then number of flat ranges, if any."""
+    """Return the number of blocks along each axis of a tensor, such as ``2x1``, and the number of flat ranges, if
+    any."""
     regions = [piece.region for piece in tensor.pieces]
     blocks = "x".join(str(len({region.offset[axis] for region in regions})) for axis in range(len(tensor.shape)))
     num_ranges = sum(not region.is_whole for region in regions)

@@ -15,14 +15,16 @@ from pretrain.checkpoint.shard import CODES, bytes_of, dtype_named, name_of
 
 
 def dumps(value: Any, name: str) -> bytes:
-    """Encode a value as JSON: dicts with string keys, lists, tuples, str, int, float, bool, None, bytes and tensors.
+    """Encode a value as JSON.
+
+    Supported types are dict with string keys, list, tuple, str, int, float, bool, None, bytes and tensors.
 
     Args:
         name: name of the value in errors.
 
     Raises:
-        TypeError: a value has another type, a tensor has a dtype not in `pretrain.checkpoint.shard.CODES`, or a
-            key is not a string or begins with ``$``. The message has the path of the value, such as
+        TypeError: a value has another type; a tensor has a dtype that is not in `pretrain.checkpoint.shard.CODES`; a
+            key is not a string; or a key begins with ``$``. The message has the path of the value, such as
             ``state.optimizer.lr``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()

@@ -16,8 +16,7 @@ CHUNK = 16 << 20  # bytes written or hashed at a time
 
 
 class SaveError(UserError):
-    """The operating system refused to read or write a file (disk full, no permission). A failed save leaves nothing
-    behind.
+    """The operating system refused to read or write a file (disk full, no permission).
 
     Attributes:
         errno: the system's error number (``errno.ENOSPC``, ...), or None.
@@ -39,7 +38,7 @@ class FileRecord:
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file, sync it to disk and return its record.
 
-    The digest is that of the given bytes: the file is not read back.
+    The record's SHA-256 is that of ``buffers``: the file is not read back.
 
     Raises:
         OSError: writing failed. The error always names the file, unlike the errors of ``write`` and ``fsync``.
@@ -72,12 +71,12 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that an unprivileged process may still write on the folder's filesystem; ignores quotas."""
+    """Return the free bytes of the folder's filesystem, as an unprivileged process may use them. Quotas are ignored."""
     return shutil.disk_usage(folder).free
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether the error is a full disk or an exhausted quota."""
+    """Return whether the error reports a full disk or an exhausted quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -98,7 +97,7 @@ def sync_folder(path: Path) -> None:
 
 
 def size_problem(path: Path, record: FileRecord) -> str | None:
-    """Return the problem if the file is missing, unreadable, not regular (a link) or of another size; else None."""
+    """Return the problem of a file, such as ``"is missing"``; None if it is a regular file of the recorded size."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -113,7 +112,8 @@ def size_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def content_problem(path: Path, record: FileRecord) -> str | None:
-    """Return the problem if `size_problem` finds one or the SHA-256 differs from the recorded one; else None."""
+    """Return the problem of a file as `size_problem` does, or that its SHA-256 differs from the recorded one; else
+    None."""
     if problem := size_problem(path, record):
         return problem
     try:

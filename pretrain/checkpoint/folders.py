@@ -56,10 +56,9 @@ def steps(folder: Path) -> list[int]:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return all folders with the name of a step, newest first, including those without a manifest.
+    """Return the step folders in ``folder``, newest first.
 
-    A folder without a manifest is damaged, not unfinished: folders get their name when they are complete. Links are
-    included too, even without a target. Files are not.
+    Folders without a manifest, which are damaged checkpoints, are included. So are links, even broken ones.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -75,7 +74,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a step folder, or a file or link with its name, if it exists. The target of a link stays."""
+    """Remove a folder, file or link, if it exists. The target of a link stays."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -84,11 +83,9 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
-    """Remove folders that dead processes left partly written or partly removed.
+    """Remove the folders ``step-N`` + suffix that dead processes left in ``folder``, for each of ``suffixes``.
 
     Call it on one rank, while no rank saves.
-
-    Files with names that this package does not create belong to the user, and stay.
     """
     for suffix in suffixes:
         for left in Path(folder).glob(f"step-*{suffix}"):
@@ -97,7 +94,7 @@ def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> 
 
 
 def _discard(path: Path) -> None:
-    """Remove an obsolete file or folder; a failure is only logged."""
+    """Remove a file or folder; log an OSError instead of raising it."""
     try:
         remove(path)
     except OSError as error:
@@ -118,7 +115,7 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
     """Remove all complete checkpoints but the newest ``n`` and the multiples of ``keep_every``. Call it on one rank.
 
     A checkpoint is renamed to ``step-N.trash`` before its removal, so that a crash never leaves a partial one under its
-    final name. Trash of an earlier crash is removed too.
+    final name. Folders ``step-N.trash`` of an earlier crash are removed too.
 
     Args:
         n: at least 1.

@@ -34,7 +34,7 @@ class Box:
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, offset, self.shape, strict=True))
 
     def common(self, other: "Box") -> "Box | None":
-        """Return the intersection, or None if it is empty. The result's ``position`` has no meaning."""
+        """Return the intersection with ``other``, or None if it is empty. The result's ``position`` has no meaning."""
         low = tuple(map(max, self.offset, other.offset))
         high = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -45,8 +45,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` builds a region, by default
-    of the whole block."""
+    """A flat range [start, stop) of a block of a global tensor, flattened in row-major order.
+
+    `Region.of` takes the whole block by default.
+    """
 
     offset: Shape  # of the block in the tensor
     block: Shape  # shape of the block
@@ -68,8 +70,10 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """The region as disjoint, non-empty boxes in the order of its data: at most ``max(2 * len(block) - 1, 1)``
-        boxes."""
+        """Disjoint, non-empty boxes that make up the region, in the order of its data.
+
+        There are at most ``max(2 * len(block) - 1, 1)``.
+        """
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
@@ -90,7 +94,7 @@ class Region:
 
 
 def merged(regions: Iterable[Region]) -> list[Region]:
-    """Merge regions that are adjacent ranges of the same block. Each element stays covered as often as before."""
+    """Merge adjacent flat ranges of the same block into one. Overlapping ranges stay separate."""
     result: list[Region] = []
     for region in sorted(regions, key=lambda r: (r.offset, r.block, r.start)):
         last = result[-1] if result else None
@@ -102,9 +106,9 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 
 
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
-    """Return the labels of two boxes that share elements, and the offset of the first shared element; else None.
+    """Return the labels of two boxes that share elements, and the offset of their first shared element.
 
-    The time for n boxes is about n log n.
+    Return None if no boxes share elements. The time for n boxes is about n log n.
     """
     labelled = list(boxes)
     if len(labelled) < 2:
@@ -127,7 +131,7 @@ def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | 
 
 
 def _boxes_of_range(block: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (corner, shape) of the boxes that make up the flat range [start, stop) of a block, in flat order."""
+    """Yield the (corner, shape) of each box in the flat range [start, stop) of a block, in row-major order."""
     if start == 0 and stop == prod(block):
         if stop:
             yield (0,) * len(block), block

@@ -9,8 +9,8 @@ from torch import Tensor
 class HostBuffers:
     """Reusable host copies of tensors, one buffer per tensor.
 
-    The copies made up to a `finish` are one snapshot. They overwrite the previous snapshot, which must be on disk by
-    then.
+    The copies between two calls of `finish` form a snapshot. They overwrite the previous snapshot, which must be on
+    disk already.
     """
 
     def __init__(self) -> None:

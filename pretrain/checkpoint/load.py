@@ -23,7 +23,7 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Open a step folder, or the newest one in a checkpoints folder or a run folder. The shards are not read yet.
+    """Open a step folder, or the newest one in a checkpoints folder or a run folder. Tensors are not read yet.
 
     Args:
         verify: compare the SHA-256 of each file with the manifest's before the file is first used.
@@ -71,7 +71,7 @@ class Checkpoint:
         self.state: dict[str, Any] = self._json(STATE)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """Return the state of one rank, numbered as in the run that saved the checkpoint.
+        """Return the state of one rank. Ranks are numbered as in the run that saved the checkpoint.
 
         Raises:
             UserError: the checkpoint has no state of this rank, or the rank's file is damaged.
@@ -104,15 +104,14 @@ class Checkpoint:
     ) -> Tensor:
         """Return a block of a tensor, or a flat range [start, stop) of the block; by default, the whole tensor.
 
-        The split at which the tensor was saved does not matter. Only stored pieces that overlap the block or range are
-        read, apart from the verification of whole files.
+        The tensor may have been saved at any parallel split. Only files with elements of the block or range are read.
 
         Args:
             offset: offset of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
             start, stop: the range, in elements of the flattened block, row-major.
-            out: tensor on any device, to fill instead of a new CPU tensor. It must have the tensor's dtype and as
-                many elements as the block or range, and be contiguous unless it has the block's shape.
+            out: tensor on any device, to fill instead of a new CPU tensor. It must have the tensor's dtype, and as many
+                elements as the block or range. It must be contiguous unless it has the block's shape.
 
         Returns:
             ``out`` or a new tensor. The new one has the shape ``block``, or is 1-D if a range was given.
@@ -159,7 +158,7 @@ class Checkpoint:
         self.read(piece.name, piece.offset, piece.block, piece.start, piece.stop, out=piece.data)
 
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """Compare all files with the manifest, content included, and check that every tensor is complete.
+        """Check the size and SHA-256 of all files against the manifest, and that every tensor is complete.
 
         Args:
             share, of: for ranks that verify together: check only every ``of``-th file, beginning with number ``share``.
@@ -220,7 +219,7 @@ class Checkpoint:
             raise UserError(f"{path} cannot be read: {error}") from error
 
     def _load(self, tensor: StoredTensor, piece: StoredPiece, source: Box, common: Box) -> Tensor:
-        """Return the elements of ``common``, a part of the piece's box ``source``, from the mapped file."""
+        """Read the elements of the box ``common``, which lies in the piece's box ``source``."""
         region = piece.region
         try:
             stored = self._open_shard(piece.file).get_slice(piece.key)
@@ -240,7 +239,7 @@ class Checkpoint:
 
 
 def _places(out: Tensor, wanted: Region) -> list[tuple[Box, Tensor]]:
-    """Return the boxes of a region, each with a view of its elements in ``out``."""
+    """Return each box of the region ``wanted`` with a view of its elements in ``out``."""
     if wanted.is_whole:
         return [(box, out if out.shape == box.shape else out.view(box.shape)) for box in wanted.boxes]
     flat = out.view(-1)

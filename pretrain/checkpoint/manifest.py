@@ -118,7 +118,7 @@ def _piece_from_json(fields: Mapping[str, Any]) -> StoredPiece:
 
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
-    """Return files, with sizes in bytes and checksums, as the JSON value of the manifest's key ``files``."""
+    """Return the files' sizes in bytes and SHA-256 as the JSON value of the manifest's key ``files``."""
     return {name: {"size": record.size, "sha256": record.sha256} for name, record in files.items()}
 
 
@@ -134,7 +134,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
-    """Return the content of manifest.json."""
+    """Return the content of manifest.json as a JSON value, without its digest."""
     return {
         "format": FORMAT,
         "step": manifest.step,
@@ -145,7 +145,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """Serialize a document as the content of manifest.json: canonical JSON with the document's digest."""
+    """Serialize a document as canonical JSON with its digest: the content of manifest.json."""
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 

@@ -31,12 +31,11 @@ class Ranks:
 
     @contextmanager
     def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """Make the ranks wait for each other at the end of a ``with`` block.
+        """Wait for all ranks at the end of a ``with`` block. If a rank has raised in the block, raise on every rank.
 
-        If any rank raises in the block, every rank raises. A failing rank raises its own exception. The other ranks
-        raise a copy of the exception of the lowest failing rank. The copy of a `UserError` or `SaveError` has the same
-        type, any other is a RuntimeError. An OSError becomes a `SaveError` on all ranks. The block must not call
-        collectives.
+        A failing rank raises its own exception, or a `SaveError` for an OSError. The other ranks raise a copy of the
+        exception of the lowest failing rank. The copy of a `UserError` or `SaveError` has the same type. The copy of
+        any other exception is a RuntimeError. The block must not call collectives.
 
         Args:
             undo: function to call on rank 0 if a rank has failed, after every rank has left the block. All ranks wait
@@ -87,7 +86,7 @@ class Ranks:
         return _from_wire(bytes(buffer.cpu().tolist()).rstrip(b"\0"), source)
 
     def device(self) -> torch.device:
-        """Return the device on which this group's collectives need their tensors."""
+        """Return the device on which tensors must be for this group's collectives."""
         # The backend of a group for several devices is "cpu:gloo,cuda:nccl" or "undefined"; it takes CPU tensors.
         backend = dist.get_backend(self.group)
         on_gpu = "nccl" in backend and "gloo" not in backend

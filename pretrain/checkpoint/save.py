@@ -97,9 +97,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
+    """One rank's share of a checkpoint, in host memory, as `write` takes it.
 
-    ``rank_state`` is None in `save_parts` for the parts after the last of its ``rank_states``.
+    ``state`` and ``rank_state`` are encoded by `codec.dumps`. ``rank_state`` is None for a share that is saved without
+    the state of a rank.
     """
 
     pieces: tuple[Piece, ...]
@@ -154,7 +155,7 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a checkpoint as ``folder/step-NNNNNNNN`` by `collect` and `write`. Collective over the group.
+    """Save a checkpoint as ``folder/step-NNNNNNNN``. Collective over the group.
 
     If it raises, no new step folder is left.
 
@@ -172,7 +173,7 @@ def save(
     Raises:
         UserError: on every rank, if any rank has an invalid argument. On the other ranks, the message names that rank.
         SaveError: on every rank, if the operating system refuses to write.
-        RuntimeError: on the other ranks, if a rank raises any other exception.
+        RuntimeError: another rank raised an exception that is neither of these.
     """
     with Ranks(group).together():
         snapshot = collect(pieces, state, rank_state)
@@ -233,9 +234,10 @@ def save_parts(
 
 
 def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGroup | None = None) -> Path:
-    """Write a snapshot. Collective over the group; other arguments, result and errors are as for `save`.
+    """Write a snapshot as ``folder/step-NNNNNNNN``. Collective over the group.
 
-    May run in a thread, if nothing else uses the group at the time.
+    Other arguments, result and errors are as for `save`. May run in a thread, if nothing else uses the group at the
+    time.
     """
     ranks = Ranks(group)
     final = Path(folder) / step_name(step)
@@ -261,7 +263,7 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
 
 
 class _Space:
-    """Check for a full disk; ``needed`` is the number of bytes that all ranks together write."""
+    """Check that a filesystem has the ``needed`` bytes that all ranks together write."""
 
     def __init__(self, folder: Path, needed: int):
         self._folder, self._needed = folder, needed
@@ -274,7 +276,6 @@ class _Space:
 
     @contextmanager
     def disk_full_as_save_error(self) -> Iterator[None]:
-        """Convert a full-disk error in the block to a SaveError with the needed and the free bytes."""
         try:
             yield
         except OSError as error:
@@ -305,7 +306,7 @@ def _index_name(rank: int) -> str:
 
 
 def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
-    """Write one rank's shard and state, and their manifest entries as a file for rank 0 to merge."""
+    """Write one rank's tensors and state, and an index of both for `_commit`."""
     shard, data, index = shard_name(rank), {}, _Index()
     for piece in snapshot.pieces:
         region = piece.region
@@ -327,8 +328,8 @@ def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
 
 
 def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes, num_parts: int | None = None) -> None:
-    """Merge the manifest entries of the ranks or parts, check that no element is missing, and publish the
-    checkpoint."""
+    """Merge the index files in ``tmp`` into a manifest, check that no element is missing, and rename ``tmp`` to
+    ``final``."""
     files, index = {STATE: write_file(tmp / STATE, [state])}, _Index()
     for rank in range(num_ranks if num_parts is None else num_parts):
         path = tmp / _index_name(rank)
@@ -351,8 +352,6 @@ def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes, num
 
 
 class _Index:
-    """Tensors collected from pieces; all pieces of a tensor must agree on its dtype and shape."""
-
     def __init__(self) -> None:
         self._known: dict[str, tuple[torch.dtype, Shape, list[StoredPiece]]] = {}
 

@@ -13,7 +13,7 @@ from pretrain.compare.runs import check_comparable, read_run
 
 
 def main(argv: list[str]) -> int:
-    """Print the comparison as tables or JSON; see docs/pretraining.md.
+    """Compare the validation losses of runs, print tables or JSON, and return 0; see docs/pretraining.md.
 
     Raises:
         UserError: a folder is given twice, is damaged, is not a run's or has no validation; losses are not comparable;

@@ -20,10 +20,10 @@ def check_path(path: Path) -> None:
 
 
 def draw(groups: Sequence[Group], path: Path) -> None:
-    """Plot each group's mean loss, and the band from its lowest to its highest loss over seeds.
+    """Plot each group's mean validation loss over training tokens, and write the figure to ``path``.
 
-    The left plot, with logarithmic axes, shows all of training except step 0. The right plot begins at half the longest
-    run's tokens.
+    For a group of several runs, a band spans their lowest and highest loss. The left plot has logarithmic axes and
+    shows all of training except step 0. The right plot has linear axes and begins at half the longest run's tokens.
 
     Raises:
         UserError: see `check_path`; or the file cannot be written.

@@ -13,7 +13,7 @@ from pretrain.compare.runs import Run
 
 @dataclass(frozen=True)
 class Point:
-    """Validation losses of a group's runs after a step, and the number of training tokens until then."""
+    """Validation losses of a group's runs at one step; ``tokens`` is the number of training tokens until then."""
 
     step: int
     tokens: int
@@ -96,8 +96,8 @@ class Group:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that have equal `Run.keys` and different seeds, in the order of their first runs.
 
-    A second run with equal keys and seed begins another group, because it repeats the losses of the first one. In one
-    group, the two runs would understate the spread.
+    A run with the keys and the seed of an earlier run begins another group: it repeats the earlier run's losses, so
+    that the spread over seeds would be understated.
 
     Raises:
         UserError: the runs of a group have no validated step in common.
@@ -151,7 +151,10 @@ def differing_keys(groups: Sequence[Group]) -> list[str]:
 
 
 def common_name(folders: Sequence[str]) -> str:
-    """Return the common part of folder names, without the seed. A single name is returned unchanged."""
+    """Return the beginning that all folder names share, without a ``seed`` or separator at its end.
+
+    A single name is returned unchanged.
+    """
     if len(folders) == 1:
         return folders[0]
     common = folders[0]

@@ -54,7 +54,7 @@ class File:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder describes it.
+    """A run, read from its folder.
 
     Attributes:
         folder: path of the folder, as given.
@@ -158,7 +158,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def _meaning(recipe: Recipe) -> list[str]:
-    """Return the recipe keys that must be equal, because they define the predicted tokens and their context."""
+    """Return the recipe keys that define the predicted tokens and their context."""
     keys = {"gpt": ["data.document_mask"], "bert": ["data.noise_density"]}
     return ["model.kind", *keys.get(recipe.model.objective, ["data.noise_density", "data.mean_span"])]
 
@@ -168,7 +168,7 @@ def _incomparable(first: Run, run: Run, why: str) -> UserError:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics. Where steps go back, as after a resume, the later rows replace the earlier ones."""
+    """Return the rows of a ``metrics.jsonl``. Rows of a resumed run replace earlier rows of the same or later steps."""
     rows: list[dict[str, Any]] = []
     for row in read_metrics(path):
         if rows and row["step"] < rows[-1]["step"]:
@@ -193,7 +193,7 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
 
 
 def _run_info(folder: Path) -> dict[str, Any]:
-    """Return ``run.json`` after a check of the fields that a comparison uses; empty if it is missing."""
+    """Return the content of the folder's ``run.json``; empty if there is no such file."""
     info, path = read_run_info(folder), folder / RUN_INFO
     for key in ("params", "active_params", "flops_per_token"):
         value = info.get(key, 0)

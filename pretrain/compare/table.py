@@ -172,7 +172,7 @@ def _steps(group: Group) -> int:
 
 
 def _count(number: float) -> str:
-    """Format with three digits and an SI prefix: 2.17 M."""
+    """Format a number with three digits and an SI prefix: 2.17 M."""
     for power, unit in enumerate("YZEPTGMk"):
         limit = 1000.0 ** (8 - power)
         if number >= 0.9995 * limit:

@@ -166,8 +166,7 @@ def check_values(recipe: Any) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each item of a list or table ``value``, at any depth, with its recipe key. The names in a table are items
-    too. Any other ``value`` is yielded itself, with ``key``."""
+    """Yield (recipe key, item) for each item of a list or table, at any depth, and for each name in a table."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield key, name

@@ -64,17 +64,20 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 
 def _relative_flops(model: ModelConfig) -> float:
-    """Return the operations per token that Transformer-XL adds: scores by relative position, and attention to the
-    memory. The memory is projected to keys and values again for each sequence, without gradient."""
+    """Return the operations per token that relative positions and memory add in a Transformer-XL."""
     memory, length, width = model.memory_length, model.sequence_length, model.head_width
     by_distance = 6.0 * model.num_heads * width * (length + memory)
     by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
+    # The memory is projected to keys and values again for each sequence, without gradient.
     projections = 4.0 * 2 * model.hidden_size * model.query_groups * width * memory / length
     return model.num_layers * (by_distance + by_content + projections)
 
 
 def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
-    """Return the numbers of (matrix, other) parameters of each layer, without norms and Transformer-XL's additions."""
+    """Return, for each layer, the numbers of its parameters in matrices and of its other parameters.
+
+    Norms and Transformer-XL's additions are not counted.
+    """
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
@@ -90,7 +93,10 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
 
 
 def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
-    """Return the numbers of (matrix, other) parameters of a router, ``experts`` routed experts and all shared ones."""
+    """Return the number of parameters in matrices, and that of other parameters, of one layer's experts and router.
+
+    The experts are ``experts`` routed ones and all shared ones.
+    """
     expert = [shape[1:] if shape[:1] == (1,) else shape for shape in expert_shapes(model)]  # without an axis of experts
     shapes = expert * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
@@ -99,7 +105,7 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
 
 
 def _shared(model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of (matrix, other) parameters of all shared experts (of kind ffn) and their gate."""
+    """Return the number of parameters in matrices, and that of biases, of a layer's shared experts and their gate."""
     options = model.expert_options if model.expert == "ffn" else {}
     rows = (1 + options.get("gated", model.gated)) * model.shared_width
     biases = rows + model.hidden_size if options.get("bias") else 0
@@ -107,18 +113,18 @@ def _shared(model: ModelConfig) -> tuple[int, int]:
 
 
 def _block(model: ModelConfig, hidden: int) -> int:
-    """Return the number of matrix parameters of a feed-forward block."""
+    """Return the number of parameters in the matrices of a feed-forward block."""
     return (3 if model.gated else 2) * model.hidden_size * hidden
 
 
 def _biases(model: ModelConfig) -> int:
-    """Return the number of biases of a layer with ``model.linear_bias``, in attention and the feed-forward block."""
+    """Return the number of biases in a layer's attention and feed-forward block with ``model.linear_bias=true``."""
     heads = (model.num_heads + 2 * model.query_groups) * model.head_width
     return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 
 
 def _attention(model: ModelConfig, number: int) -> int:
-    """Return the number of matrix parameters of a layer's attention, with cross-attention in a T5's decoder."""
+    """Return the number of parameters in the matrices of layer ``number``'s attention, cross-attention included."""
     width, head = model.hidden_size, model.head_width
     if model.kv_lora_rank is not None:
         return _latent_attention(model, model.kv_lora_rank)
@@ -127,7 +133,7 @@ def _attention(model: ModelConfig, number: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, rank: int) -> int:
-    """Return the number of matrix parameters of multi-latent attention with ``model.kv_lora_rank=rank``."""
+    """Return the number of parameters in the matrices of multi-latent attention with ``model.kv_lora_rank=rank``."""
     width, queries = model.hidden_size, model.num_heads * model.head_width
     rotary = model.qk_rope_head_dim or 0
     values = model.num_heads * model.value_width
@@ -137,7 +143,7 @@ def _latent_attention(model: ModelConfig, rank: int) -> int:
 
 
 def _norms(model: ModelConfig, number: int) -> int:
-    """Return the number of norm parameters of a layer, including norms of queries, keys and compressed vectors."""
+    """Return the number of parameters in the norms of layer ``number``, those in its attention included."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
     heads = 2 if model.qk_norm_over == "head" else model.num_heads + model.query_groups

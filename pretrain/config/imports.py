@@ -93,8 +93,11 @@ def _is_file(entry: str) -> bool:
 
 
 def _origin(module: str) -> Path | None:
-    """Return the file that Python finds for a module; None if it finds none. Raise UserError if importing a parent
-    package fails."""
+    """Return the file from which Python would import a module; None if there is none.
+
+    Raises:
+        UserError: importing a parent package fails.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except (Exception, SystemExit) as error:
@@ -105,7 +108,7 @@ def _origin(module: str) -> Path | None:
 
 
 def _import(entry: str, folders: list[Path]) -> str:
-    """Import an entry; return the name of an installed module, or the file's absolute path."""
+    """Import an entry of ``run.imports``; return the name of an installed module, or the file's absolute path."""
     check_path("run.imports", entry)
     names = [entry] if _is_file(entry) else [f"{entry.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
     files = [folder / name for folder in folders or [Path.cwd()] for name in names]
@@ -129,12 +132,12 @@ def _import(entry: str, folders: list[Path]) -> str:
 
 
 def _import_file(path: Path) -> None:
-    """Execute a file as a module under a unique name, which hides no installed module. While it runs, it can import
-    other files of its folder."""
+    """Execute a file as a module."""
     if path in _FILES:
         return
     is_package = path.name == "__init__.py"
     stem = path.parent.name if is_package else path.stem
+    # A unique name, which hides no installed module.
     name = f"{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(
         name, path, submodule_search_locations=[str(path.parent)] if is_package else None
@@ -143,7 +146,7 @@ def _import_file(path: Path) -> None:
         raise ImportError(f"{path.name} is not Python source")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.append(str(path.parent))
+    sys.path.append(str(path.parent))  # the file may import others of its folder
     # Files of this folder that were imported as plugins are not executed again.
     plugins = {file.stem: plugin for file, plugin in _FILES.items() if file.parent == path.parent}
     plugins = {stem: plugin for stem, plugin in plugins.items() if stem not in sys.modules}

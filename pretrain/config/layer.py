@@ -96,7 +96,7 @@ def expert_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def loss_weights(model: ModelConfig) -> dict[str, float]:
-    """Return the weights of the auxiliary losses that the recipe sets.
+    """Return the weights of auxiliary losses by name: ``balance``, ``z`` and those in ``model.loss_weights``.
 
     Raises:
         UserError: ``model.loss_weights`` has an unknown loss, a loss with a key of its own, or a weight that is
@@ -112,7 +112,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the options of the exchange, which brings tokens to their experts.
+    """Return the options of the exchange (token dispatcher) that ``parallel.exchange`` names.
 
     They are the table ``parallel.exchange_options``, and the exchange's keys in ``[parallel]`` that differ from their
     defaults.
@@ -146,9 +146,9 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
 def _from_table(
     part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None
 ) -> dict[str, Any]:
-    """Return a table of options after a check that their names are in ``known`` (None allows any name).
+    """Return ``options`` after a check that their names are in ``known`` (None allows any name).
 
-    ``owner`` names the gate, experts or exchange in errors.
+    ``table`` and ``owner`` are the recipe key of the options and the component that takes them, for errors.
     """
     homes = HOMES[part]
     for name, value in options.items():
@@ -163,9 +163,9 @@ def _from_table(
 
 
 def moe_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of `fmoe.build.Spec` that depend only on ``[model]``.
+    """Return the options of `fmoe.build.Spec` that ``[model]`` sets.
 
-    d_model, num_experts and shared_options are left out.
+    The result lacks ``d_model``, ``num_experts`` and ``shared_options``.
 
     Raises:
         UserError: an option of the gate, the experts or the losses is invalid.

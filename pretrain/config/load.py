@@ -79,7 +79,7 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
 
 
 def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a table in which the entry at ``path`` is ``value``; for an empty path, return ``value``."""
+    """Return a copy of ``table`` in which the entry at ``path`` is ``value``; for an empty path, return ``value``."""
     if not path:
         return value
     table = table if isinstance(table, Mapping) else {}
@@ -144,8 +144,7 @@ def _convert(value: Any, hint: Any, key: str, or_none: str = "") -> Any:
 
 
 def _option(value: Any, key: str) -> Any:
-    """Convert an option's value as far as is possible without its type, which only the gate, expert, or exchange
-    knows."""
+    """Return an option's value with "none" as None and tuples as lists, at any depth."""
     if isinstance(value, Mapping):
         return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):

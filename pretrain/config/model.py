@@ -208,7 +208,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """Prediction task, named after a kind of model: t5, bert, or gpt (also for kinds that plugins register)."""
+        """Prediction task: ``t5``, ``bert`` or, for any other kind of model, ``gpt``."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property
@@ -256,7 +256,7 @@ class ModelConfig:
 
     @property
     def decoder_layers(self) -> int:
-        """Layers of a T5's decoder; 0 for other models, whose one stack has `num_layers`."""
+        """Number of layers of a T5's decoder; 0 for other models."""
         if self.kind != "t5":
             return 0
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers

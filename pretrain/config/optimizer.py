@@ -98,7 +98,7 @@ class OptimizerConfig:
         return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
     def lr_factor(self, global_batch: int) -> float:
-        """Return the factor of the learning rate for a global batch of ``global_batch`` sequences."""
+        """Return the factor by which a global batch of ``global_batch`` sequences scales the learning rate."""
         if self.lr_scaling == "none" or self.base_batch is None:
             return 1.0
         ratio = global_batch / self.base_batch
@@ -106,7 +106,7 @@ class OptimizerConfig:
 
     @property
     def dynamic_scale(self) -> dict[str, float | int]:
-        """Megatron-core's options for a dynamic loss scale; keys that are not set have their defaults."""
+        """Megatron-core's options for a dynamic loss scale, with defaults for keys that are None."""
         given = {name: getattr(self, name) for name in _DYNAMIC_SCALE}
         return {name: _DYNAMIC_SCALE[name] if value is None else value for name, value in given.items()}
 

@@ -98,7 +98,7 @@ class ParallelConfig:
 
     @property
     def dense_data_name(self) -> str:
-        """Formula of `dense_data` in recipe keys, for errors."""
+        """Formula that computes `dense_data` from recipe keys, for error messages."""
         if self._experts <= self._dense:
             return "parallel.data"
         tensor = f"parallel.expert_tensor={self.expert_tensor} x " if self.expert_tensor > 1 else ""
@@ -107,7 +107,7 @@ class ParallelConfig:
 
     @property
     def world_size_name(self) -> str:
-        """Formula of `world_size` in recipe keys and their values, for errors."""
+        """Formula that computes `world_size` from recipe keys, with their values, for error messages."""
 
         def product(*names: str) -> str:
             shown = [name for name in names if getattr(self, name) > 1]

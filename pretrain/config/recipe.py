@@ -134,7 +134,6 @@ class Recipe:
             )
 
     def _check_kind(self) -> None:
-        """Raise UserError for the first value that is invalid for the kind of model or the blend of corpora."""
         model, data = self.model, self.data
         decoder_layers = model.num_decoder_layers
         if model.kind != "t5" and decoder_layers is not None:

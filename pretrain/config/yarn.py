@@ -15,7 +15,7 @@ from pretrain.config.model import ModelConfig
 
 
 def rotary_width(model: ModelConfig) -> int:
-    """Return the number of elements of a head that get a rotary position."""
+    """Return the number of elements of a head that are rotated by position."""
     return model.qk_rope_head_dim or int(model.head_width * model.rotary_fraction)
 
 
@@ -37,16 +37,15 @@ def rotary_factor(model: ModelConfig) -> float:
 
 
 def score_factor(model: ModelConfig) -> float:
-    """Return the additional factor of attention scores in multi-latent attention (DeepSeek-V2, arXiv 2405.04434).
+    """Return the factor by which YaRN multiplies the scores of multi-latent attention; 1 for other attention.
 
-    The factor is 1 in other attention.
+    Source: DeepSeek-V2, arXiv 2405.04434.
     """
     return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
-    """Return the index of the last pair of elements that keeps its frequency, and of the first pair whose frequency is
-    divided by the whole ``rope_factor``. With ``model.rope_truncate=false``, they are not rounded to whole numbers."""
+    """Return the indices of the pairs of elements between which frequencies are partly divided by ``rope_factor``."""
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (
@@ -60,5 +59,5 @@ def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
 
 
 def _m(factor: float, scale: float) -> float:
-    """Return 0.1 scale ln(factor) + 1: with scale 1, the factor of the paper's section 3.4."""
-    return 0.1 * scale * math.log(factor) + 1.0
+    """Return 0.1 * scale * ln(factor) + 1."""
+    return 0.1 * scale * math.log(factor) + 1.0  # YaRN's factor (section 3.4) for scale=1

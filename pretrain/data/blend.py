@@ -38,7 +38,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class Blend:
-    """Samples of several corpora (members), with a share of ``weights[i] / sum(weights)`` for member i.
+    """Blend of the samples of several corpora (members). Member i has the share ``weights[i] / sum(weights)``.
 
     Sample n depends only on n. Among the first n samples, for every n, a member's count differs from its exact share by
     less than one. Each member keeps its own order. A small member may begin its next epoch while others are in their
@@ -64,7 +64,7 @@ class Blend:
             self._rank[self._order == member] = np.arange(weight)
 
     def place(self, n: int) -> tuple[int, int]:
-        """Return the member of sample ``n`` and the sample's index in it."""
+        """Return the index of sample ``n``'s member, and the sample's index in that member."""
         period, slot = divmod(n, len(self._order))
         member = int(self._order[slot])
         return member, period * self._weights[member] + int(self._rank[slot])
@@ -82,11 +82,9 @@ class Blend:
 
 
 def _order(weights: Sequence[int]) -> np.ndarray:
-    """Return the index of the member that each sample is from, int32 [sum(weights)]; then the order repeats.
-
-    Earliest-deadline-first scheduling keeps each member's count within one of its share (Baruah et al. 1996,
-    Proportionate progress, with a single resource).
-    """
+    """Return the member index of each sample in one period of the blend, int32 [sum(weights)]."""
+    # Earliest-deadline-first scheduling keeps each member's count within one of its share (Baruah et al. 1996,
+    # Proportionate progress, with a single resource).
     # With W the sum of the weights, sample j (from 0) of member i must not be among the first floor(j W / w_i) samples,
     # and must be among the first ceil((j + 1) W / w_i). All deadlines are met, because the shares fill every position.
     total = sum(weights)

@@ -224,7 +224,7 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
-    """Return the paths given as INPUT, or the `Mixture` of ``--dataset``; raise UserError if options conflict."""
+    """Return the INPUT paths, or the `Mixture` of ``--dataset``; raise UserError if options conflict."""
     names, paths = arguments.dataset, arguments.inputs
     options = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
     given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
@@ -266,7 +266,7 @@ def _option(name: str) -> str:
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--format``."""
+    """Add the option ``--format`` to a parser."""
     parser.add_argument(
         "--format",
         default="auto",
@@ -276,9 +276,8 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path that is not empty. An unset shell variable gives an empty one, which would mean the current
-    folder."""
-    if not text:
+    """Convert a command line argument to a path; raise ArgumentTypeError if it is empty."""
+    if not text:  # from an unset shell variable; Path would read it as the current folder
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CorpusSplit:
-    """One split on disk.
+    """One split of a corpus on disk.
 
     Attributes:
         path: the JSON-lines file.
@@ -83,7 +83,7 @@ def write_python_library(out: Path, library: Path | None = None) -> dict[str, Co
 def write_documentation(
     out: Path, share: Path = Path("/usr/share"), library: Path | None = None
 ) -> dict[str, CorpusSplit]:
-    """Write English documentation of this machine as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
+    """Write the English documentation on this machine as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
 
     A line has the keys ``text``, ``path`` and ``license``. As in `write_python_library`, a hash of ``path`` decides the
     split, and the splits are returned by name. The sources of documents are
@@ -94,9 +94,15 @@ def write_documentation(
     * the texts in ``common-licenses`` below ``share``,
     * the texts in ``doc`` below ``share``.
 
-    A source without documents is skipped with a warning. Files in ``doc`` above 1 MiB, files that are not UTF-8,
-    duplicates, and documents below 200 bytes or with less than 70% letters and white space are left out. The only
-    module imported is Python's own ``pydoc_data.topics``.
+    A source without documents is skipped with a warning. Left out are
+
+    * files in ``doc`` above 1 MiB,
+    * files that are not UTF-8,
+    * duplicates,
+    * documents below 200 bytes,
+    * documents with less than 70% letters and white space.
+
+    The only module imported is Python's own ``pydoc_data.topics``.
 
     Args:
         out: folder for the three files; created if missing.

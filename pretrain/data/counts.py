@@ -23,7 +23,7 @@ _PENDING = 1 << 20  # tokens per np.bincount, which takes time for each id: one 
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """Token counts of a corpus by id.
+    """Number of tokens of each id in a corpus.
 
     Attributes:
         least: 0, or the lowest token id if that is negative.
@@ -48,7 +48,7 @@ class TokenCounts:
 
     @classmethod
     def from_json(cls, values: Any, num_tokens: int) -> "TokenCounts | None":
-        """Return the counts of a corpus of ``num_tokens`` tokens; None if ``values`` is of an unknown version.
+        """Parse the output of `as_json` for a corpus of ``num_tokens`` tokens; None if it has an unknown version.
 
         Raises:
             ValueError: the counts are incomplete, or contradict each other or ``num_tokens``.
@@ -147,8 +147,8 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
 
 
 def kept(prefix: Path, bin_path: Path, num_tokens: int) -> TokenCounts | None:
-    """Return the counts that `keep` wrote; None if they are missing or unreadable, or if the ``.bin`` file has
-    changed since."""
+    """Return the counts that `keep` wrote. Return None if they are missing, unreadable, or of an earlier state of the
+    ``.bin`` file."""
     try:
         values = json.loads(counts_path(prefix).read_bytes())
         if values["bin"] != _identity(bin_path):

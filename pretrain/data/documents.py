@@ -76,13 +76,19 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
     Args:
         paths: files and folders.
         text_key: key or column with the text.
-        format: format of all files, one of `FORMATS`. "auto" chooses it by the suffix, ignoring case, and uses a
-            ``.json`` file in a folder only if its first row has ``text_key``.
+        format: format of all files, one of `FORMATS`. "auto" chooses it by the suffix, ignoring case. It then skips a
+            ``.json`` file of a folder if the first row does not have ``text_key``.
 
     Raises:
-        UserError: ``format`` is unknown; there is no path; or a path is missing or unreadable, is neither a file nor a
-            folder, has an unknown suffix, is a compressed Parquet file, a folder without documents, or a folder written
-            by ``DatasetDict.save_to_disk``.
+        UserError: for each of
+
+            * an unknown ``format``,
+            * no path,
+            * a path that is missing, unreadable, or neither a file nor a folder,
+            * a file with an unknown suffix,
+            * a compressed Parquet file,
+            * a folder without documents,
+            * a folder written by ``DatasetDict.save_to_disk``.
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")
@@ -189,7 +195,7 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
 
 
 def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_error: OnError) -> bool:
-    """Return whether a text or bytes file, which is one document, is wholly readable; report its error otherwise."""
+    """Return whether ``source`` can be read to its end. If not, pass the error to ``on_error``."""
     try:
         for _ in read(source):
             pass
@@ -263,7 +269,8 @@ def _raise(error: OSError) -> None:
 
 
 def _holds_documents(source: Source, text_key: str) -> bool:
-    """Return whether the first row of a .json file is a document: settings and vocabularies are .json files too."""
+    """Return whether the first row of a JSON file is an object with the key ``text_key``."""
+    # Settings and vocabularies are .json files too.
     try:
         for _, row in json_rows(source, stop):
             return isinstance(row, dict) and text_key in row
@@ -273,8 +280,7 @@ def _holds_documents(source: Source, text_key: str) -> bool:
 
 
 def _read_text(source: Source) -> Iterator[Piece]:
-    """Yield a file as one document, with at most two pieces in memory."""
-    held, offset = b"", None
+    held, offset = b"", None  # holds at most two pieces
     for block, begin in read_blocks(source, lambda file: file.read(sources.PIECE_SIZE)):
         if offset is None:
             offset = begin
@@ -293,7 +299,7 @@ def _read_bytes(source: Source) -> Iterator[Piece]:
 
 
 def _last_character_start(data: bytes) -> int:
-    """Return the start of the last, maybe incomplete, UTF-8 character of ``data``."""
+    """Return the index at which the last UTF-8 character of ``data`` begins, even if it is incomplete."""
     start = len(data) - 1
     while start > len(data) - 4 and data[start] & 0b1100_0000 == 0b1000_0000:  # a continuation byte
         start -= 1
@@ -319,14 +325,13 @@ def _text_of_row(row: object, text_key: str, place: str) -> object:
 
 
 def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError) -> Iterator[Piece]:
-    """Yield a row's document in pieces. Report a value that is not a string, or not valid UTF-8: JSON can spell half a
-    surrogate pair."""
+    """Yield ``value`` in pieces. If it is not a string or not valid UTF-8, pass an error to ``on_error``."""
     if not isinstance(value, str):
         on_error(UserError(f"{place}: the value of {text_key!r} is a {type(value).__name__}, not a string"))
         return
     try:
         num_bytes = len(value.encode())
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
         code = ord(value[error.start])
         on_error(UserError(f"{place}: {text_key!r} has the lone surrogate U+{code:04X}, which is not valid in UTF-8"))
         return

@@ -44,7 +44,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-            with _locked(paths[-1].parent):
+            with _locked(paths[-1].parent):  # renames of another process would mix the files of two runs
                 if len(paths) > 1:
                     paths[-1].unlink(missing_ok=True)
                     _sync_folder(paths[-1].parent)
@@ -74,7 +74,7 @@ def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Pat
 
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
-    """Raise a `UserError` for the first output that is one of the inputs, under any name."""
+    """Raise a `UserError` for the first output that is one of the inputs, even under another name."""
     existing = [path for path in outputs if path.exists()]
     if not existing:
         return
@@ -117,7 +117,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove, and log, the temporary files of processes that were killed while they wrote ``path``."""
+    """Remove the temporary files of processes that were killed while they wrote ``path``."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)\.tmp")
     try:
         names = os.listdir(path.parent)
@@ -165,7 +165,7 @@ def _is_locked(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from renaming in this folder within `replacing`, which would mix the files of two runs."""
+    """Hold a lock on ``folder`` in the ``with`` block."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks

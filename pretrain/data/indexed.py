@@ -38,7 +38,7 @@ _CHUNK = 1 << 20  # entries checked or written at a time, to bound memory
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
-    """Return the token type for ids below ``vocab_size``: uint16 up to 65,536, else int32."""
+    """Return the dtype for token ids below ``vocab_size``: uint16 up to 65,536, else int32."""
     return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
 
@@ -172,8 +172,8 @@ class IndexedWriter:
 class IndexedCorpus:
     """Memory-mapped corpus, written by fmoe or by Megatron.
 
-    The index must be consistent and fit the size of the tokens' file. If ``PREFIX.json`` exists, the index must match
-    the checksum stored there.
+    The constructor checks that the index is consistent and fits the size of the ``.bin`` file. If ``PREFIX.json``
+    exists, it also compares the index with the checksum stored there.
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.
@@ -211,7 +211,7 @@ class IndexedCorpus:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [num_documents]."""
+        """Number of tokens of each document, int64 [num_documents]."""
         return np.diff(self._starts(self.document_boundaries))
 
     def document(self, i: int) -> np.ndarray:
@@ -262,7 +262,7 @@ class IndexedCorpus:
         return kept(self.prefix, bin_path, self.num_tokens)
 
     def keep_counts(self) -> str | None:
-        """Write `counts` next to the corpus if they are not stored yet. Return the reason if writing fails, else
+        """Write `counts` next to the corpus, unless they are stored already. Return the reason if writing fails, else
         None."""
         if self._has_kept_counts or self.counts is None:
             return None
@@ -277,7 +277,8 @@ class IndexedCorpus:
         return int(start), int(stop)
 
     def _starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the offset in tokens of each of these sequences; `num_tokens` for the index after the last one."""
+        """Return the index in `flat` of the first token of each sequence; `num_tokens` for an index past the last
+        sequence."""
         starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
         inside = sequences < len(self._pointers)
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
@@ -354,7 +355,7 @@ class IndexedCorpus:
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Map the file as a read-only plain array [count]; an empty file cannot be mapped and gives an empty array."""
+    """Map a file as a read-only array [count]; return an empty array if ``count`` is 0."""
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else np.empty(0, dtype)
 
 

@@ -61,10 +61,13 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """Open the tokenizer and the corpora of a recipe.
 
     Raises:
-        UserError: a file is missing or damaged; a corpus is shorter than a sequence or was prepared with another
-            tokenizer; the tokenizer's vocabulary or a token id exceeds the model's vocabulary (`with_counts` checks the
-            ids of a large training corpus without counts); or the recipe needs a special token of the
-            tokenizer, a package or a GPU that is missing.
+        UserError: for each of
+
+            * a file that is missing or damaged,
+            * a corpus that is shorter than a sequence, or that was prepared with another tokenizer,
+            * a tokenizer with a larger vocabulary than the model's,
+            * a token id outside the model's vocabulary (`with_counts` checks large training corpora without counts),
+            * a special token, a package or a GPU that the recipe needs and that is missing.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -111,13 +114,13 @@ def _doubts(
 
 
 def _is_same(prefix: str, sum_: str | None, other: str, other_sum: str | None) -> bool:
-    """Return whether two corpora hold the same tokens, by their SHA-256 or because they are one file."""
+    """Return whether two corpora have the same SHA-256 or are one file."""
     bins = [corpus_paths(path)[0] for path in (prefix, other)]
     return (sum_ is not None and sum_ == other_sum) or os.path.samefile(*bins)
 
 
 def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
-    """Return the inputs with their unigram entropy. Tokens of a corpus without stored token counts are counted first.
+    """Return the inputs with ``unigram_entropy``. Tokens of a corpus without stored token counts are counted first.
 
     Collective: each rank reads its share of such a corpus. Rank 0 then stores the counts next to the corpus, if it is
     allowed to write there.
@@ -159,7 +162,7 @@ def _count_together(corpus: IndexedCorpus, vocab_size: int, ranks: Ranks) -> Tok
 
 
 def _check_ids(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
-    """Raise UserError for a token id outside the vocabulary, except in a large corpus without counts."""
+    """Raise UserError for a token id outside the vocabulary. Large corpora without token counts are not checked."""
     for corpus in corpora:
         if corpus.counts is None and corpus.num_tokens <= _TOKENS_A_ROUND:
             corpus.counts = count_tokens(corpus)
@@ -168,7 +171,7 @@ def _check_ids(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
 
 
 def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str | None = None) -> Tokenizer:
-    """Open ``data.tokenizer``, or the same file at another path.
+    """Open the tokenizer of a recipe.
 
     Args:
         path: new location of ``data.tokenizer``; None if it has not moved.
@@ -197,7 +200,7 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
 
 
 def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tuple[str | None, ...]]:
-    """Return the samples that a run is validated on, and the SHA-256 of each corpus's tokens, if known.
+    """Return a recipe's validation samples, and the SHA-256 of each validation corpus's tokens (None if unknown).
 
     Raises:
         UserError: as for `open_inputs`; the message begins with ``data.validation``.
@@ -211,7 +214,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Convert a UserError or OSError of the block to a UserError that begins with ``key``."""
+    """Convert a UserError or OSError of the ``with`` block to a UserError whose message begins with ``key``."""
     try:
         yield
     except (UserError, OSError) as error:

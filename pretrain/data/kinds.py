@@ -22,7 +22,7 @@ def build_samples(
     seed: int,
     weights: Sequence[float] = (),
 ) -> Samples:
-    """Build the samples of a recipe's model. ``seed`` decides their order.
+    """Build the samples for a recipe's model, in an order that depends on ``seed``.
 
     Args:
         weights: weights of the corpora in a blend; empty to read them as one corpus.
@@ -43,8 +43,7 @@ def build_samples(
 
 
 def block_length(recipe: Recipe) -> int:
-    """Return the number of tokens from the start of one block to the next. A block has one more token, which
-    is also the first token of the next block."""
+    """Return the length of a block in tokens, without the last token, which is also the first of the next block."""
     if recipe.model.kind == "t5":
         return recipe.spans.block
     return recipe.model.sequence_length - (2 if recipe.model.kind == "bert" else 0)
@@ -53,7 +52,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return, for each corpus, the share of an epoch that a sample of the blend uses on average; () without weights."""
+    """Return the average number of epochs of each corpus that one sample of the blend takes; () without ``weights``."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)

@@ -19,8 +19,10 @@ def words(seed: int, n: int, count: int) -> np.ndarray:
 
 
 def choose(random_words: np.ndarray, count: int) -> np.ndarray:
-    """Return ``count`` indices into ``random_words``, drawn uniformly without replacement: ascending, int64. With
-    fewer words, return all indices."""
+    """Return ``count`` indices into ``random_words``, drawn uniformly without replacement, ascending, int64.
+
+    If there are fewer words than ``count``, return all indices.
+    """
     return np.sort(np.argsort(random_words, kind="stable")[:count])
 
 

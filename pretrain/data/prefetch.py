@@ -10,13 +10,13 @@ from pretrain.models.batch import Batch
 class Prefetch:
     """Builder of batches in a thread, up to ``ahead`` steps beyond the requested one.
 
-    Nothing needs to be saved: a resumed run builds its batches again.
+    It has no state that a checkpoint needs.
 
     Args:
         build: function that returns the batches of a step, called in the thread. If it raises an error, `take` of that
             step raises it again.
-        end: the step after the last.
-        ahead: number of steps; 0 builds within `take`, without a thread.
+        end: the step after the last step of the run.
+        ahead: number of steps to build ahead; 0 builds within `take`, without a thread.
     """
 
     def __init__(self, build: Callable[[int], list[Batch]], end: int, ahead: int):
@@ -25,7 +25,7 @@ class Prefetch:
         self._futures: deque[tuple[int, Future[list[Batch]]]] = deque()
 
     def take(self, step: int) -> list[Batch]:
-        """Return the batches of a step. A step other than the next one discards the batches built ahead."""
+        """Return the batches of a step. Batches built ahead are discarded unless ``step`` is the first of them."""
         if not self._ahead:
             return self._build(step)
         if self._pool is None:

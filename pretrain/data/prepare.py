@@ -171,15 +171,13 @@ def prepare(
 
 
 def _total(sources: Sequence[Source | Stream]) -> int | None:
-    """Return the bytes of all sources on disk; None if the size of one is unknown."""
+    """Return the total size of the sources in bytes on disk; None if the size of one is unknown."""
     sizes = [source.num_bytes for source in sources]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
 class _Counts:
-    """Running totals. Progress is in bytes on disk; in a source whose size is unknown, in bytes of text."""
-
     def __init__(self, sources: Sequence[Source | Stream]) -> None:
         self.text_bytes = 0
         self.empty_documents = 0
@@ -198,6 +196,7 @@ class _Counts:
 
     @property
     def bytes_done(self) -> int:
+        # Bytes on disk; bytes of text for a source of unknown size.
         # The text is larger than a compressed file, or smaller than JSON: do not count beyond the current source.
         size = self._sizes[self._source]
         return self._bytes_before + (self._bytes_inside if size is None else min(self._bytes_inside, size))
@@ -219,7 +218,8 @@ def _batches(sources: Sequence[Source | Stream], text_key: str, on_error: OnErro
 
 
 def _naming(source: Source | Stream, on_error: OnError) -> OnError:
-    """Wrap ``on_error``: in each error, replace the source's path by its name, so that no local path is recorded."""
+    """Wrap ``on_error`` to replace the source's path by its name in each error."""
+    # Errors are recorded, and must not contain local paths.
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
@@ -233,7 +233,7 @@ def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str | bytes]) -> 
 def _encoder(
     tokenizer: Tokenizer, dtype: np.dtype, num_workers: int
 ) -> Iterator[Callable[[Iterable[_Batch]], Iterator[tuple[_Batch, _Encoded]]]]:
-    """Yield a function that maps batches to (batch, encoded) in order, in this process or in ``num_workers`` others."""
+    """Yield a function that encodes batches in order. With ``num_workers`` above 1, it uses as many processes."""
     if num_workers == 1:
         encode = partial(_encode, tokenizer, dtype)
         yield lambda batches: ((batch, encode([piece.text for piece in batch.pieces])) for batch in batches)
@@ -288,10 +288,10 @@ def _start_worker(tokenizer_path: str, dtype: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is killed; otherwise it would wait for work forever."""
+    """End this process when its parent ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
+    parent.join()  # a worker whose parent was killed would wait for work forever
     os._exit(1)
 
 

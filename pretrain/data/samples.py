@@ -203,7 +203,7 @@ def count_tokens(corpus: IndexedCorpus) -> TokenCounts:
 
 
 def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """Return a random order of ``range(size)``, int64 [size]. It sorts raw Philox words, which numpy keeps stable
-    between versions, unlike ``Generator.permutation`` (NEP 19)."""
+    """Return a random order of ``range(size)``, int64 [size]."""
+    # numpy keeps raw Philox words stable between versions, unlike Generator.permutation (NEP 19).
     key = np.array([seed, 2 * epoch + purpose], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -72,7 +72,7 @@ OnError = Callable[[UserError], None]
 
 
 def stop(error: UserError) -> None:
-    """The `OnError` that raises the error, so that nothing is skipped."""
+    """Raise the error. This is the `OnError` that skips nothing."""
     raise error
 
 
@@ -125,8 +125,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:
-    """Open a file, decompressed as its suffix says, and skip the byte order mark of text. Return the file and the
-    length of the mark."""
+    """Open a file, decompress it by its suffix, and skip its byte order mark. Return the file and the mark's length."""
     suffix = source.path.suffix.lower()
     file: Any
     if suffix == ".gz":
@@ -211,14 +210,15 @@ def _parse(line: str, place: str, format: Format) -> object:
 
 
 def _items(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield the items of an array, holding one item and a piece of the file in memory."""
+    """Yield the (location, value) of each item of a JSON array."""
+    # Only one item and a piece of the file are in memory.
     decode_part = codecs.getincrementaldecoder("utf-8")().decode
     blocks = read_blocks(source, lambda file: file.read(PIECE_SIZE))
     scan = json.JSONDecoder().raw_decode
     text, at, number, is_over = "", 0, 0, False
 
     def more() -> None:
-        """Double the buffer, so that an item of any length is scanned only a few times."""
+        # Doubles the buffer, so that an item of any length is scanned only a few times.
         nonlocal text, at, is_over
         parts, size = [text[at:]], max(len(text) - at, 1)
         while size > 0 and not is_over:

@@ -47,7 +47,7 @@ class Spans:
     @classmethod
     @lru_cache
     def of(cls, sequence_length: int, density: float = 0.15, mean_span: float = 3.0) -> "Spans":
-        """Return the lengths for the longest block whose inputs are ``sequence_length`` tokens.
+        """Return the lengths for the longest block that becomes ``sequence_length`` encoder tokens.
 
         As in the T5 code, a share ``density`` of a block is removed, in spans of ``mean_span`` tokens on average. The
         numbers of removed tokens and of spans are rounded to integers (halves to even) and are at least one.
@@ -70,7 +70,8 @@ class Spans:
 
     @classmethod
     def of_block(cls, block: int, density: float, mean_span: float) -> "Spans":
-        """Return the lengths for a block of at least two tokens. Unlike `of`, accept fewer kept tokens than spans."""
+        """Return the lengths for a block of ``block`` tokens, at least two. Unlike `of`, accept fewer kept tokens than
+        spans."""
         left_out = min(max(noise.share(block, density), 1), block - 1)
         return cls(block, left_out, max(round(left_out / Fraction(repr(mean_span))), 1))
 
@@ -123,7 +124,9 @@ class SpanCorruption:
 def corrupt(
     tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: np.ndarray, end: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the encoder's inputs and the decoder's targets for a block whose parts are alternately kept and removed.
+    """Replace spans of a block by sentinels. Return the encoder's inputs and the decoder's targets.
+
+    The parts of the block are alternately kept and removed, beginning with a kept one.
 
     Args:
         tokens: int64 [block].
@@ -139,7 +142,7 @@ def corrupt(
 
 
 def _parts(total: int, count: int, words: np.ndarray) -> np.ndarray:
-    """Draw ``total`` as a sum of ``count`` positive integers, uniformly among all such sums; int64 [count]. ``words``
-    holds a random word for each gap between two tokens; ``count - 1`` gaps become cuts."""
+    """Draw ``count`` positive integers with the sum ``total``, uniformly among all such lists; int64 [count]."""
+    # ``words`` has a random word for each gap between two tokens; ``count - 1`` gaps become cuts.
     cuts = noise.choose(words, count - 1) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))

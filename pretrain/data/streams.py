@@ -106,8 +106,7 @@ class Stream:
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """Return name, config and revision of ``NAME[:CONFIG][@REVISION]``. Text that is an existing path is the name as a
-    whole."""
+    """Return name, config and revision of ``NAME[:CONFIG][@REVISION]``. An existing path is the name as a whole."""
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None
@@ -117,7 +116,7 @@ def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
 
 
 def open_mixture(mixture: Mixture) -> Stream:
-    """Open the datasets and read their first rows.
+    """Open the datasets of a mixture and read their first rows.
 
     Raises:
         UserError: a value out of range; a dataset, revision, config, split, column or file that does not exist; a
@@ -202,7 +201,7 @@ def _open(datasets, dataset: Dataset) -> _Opened:
     check_path("dataset", dataset.name)
     path = Path(dataset.name).expanduser()
     facts: dict[str, Any] = {"name": dataset.name, "config": dataset.config, "split": dataset.split, "revision": None}
-    is_builder = _is_builder(dataset.name)
+    is_builder = _is_builder(dataset.name)  # `load_dataset` prefers a builder to a folder of the same name
     if is_builder and not dataset.data_files:
         raise UserError(
             f"dataset={dataset.name!r} is a builder and needs data_files; for a folder of this name, pass "
@@ -304,15 +303,14 @@ def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[st
 
 
 def _is_builder(name: str) -> bool:
-    """Return whether ``datasets`` has a builder of this name, which ``load_dataset`` prefers to a folder. Raise
-    UserError for the builder that unpickles files."""
+    """Return whether ``datasets`` has a builder of this name. Raise UserError for the builder that unpickles files."""
     if name == "pandas":
         raise UserError("dataset='pandas' is not supported: it unpickles files, which can run code; convert to parquet")
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
 def _find_on_hub(datasets, dataset: Dataset) -> str | None:
-    """Return the commit of a dataset on the Hub, so that the recorded commit is the one read."""
+    """Return the current commit of a dataset's revision on the Hub."""
     name = dataset.name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"dataset={name!r} does not exist: pass a Hub id (owner/name), a folder or a builder")
@@ -369,12 +367,12 @@ def _only(**values: str | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _one_line_errors(what: str) -> Iterator[None]:
-    """Convert errors of ``datasets`` and of the libraries below it, which share no base class, to a UserError."""
+    """Convert any error of the ``with`` block to a UserError of one line."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # `datasets` and the libraries below it share no base class of errors
         if isinstance(error, ConnectionError):
             from datasets import config
 

@@ -34,7 +34,7 @@ def read_saved(path: Path, column: str) -> Iterator[object]:
     """Yield the values of one column of a folder written by ``Dataset.save_to_disk``, in order.
 
     Raises:
-        UserError: the folder is not such a folder or lacks the column; during iteration, it is damaged.
+        UserError: the folder was not written by ``save_to_disk`` or lacks the column; during iteration, it is damaged.
     """
     datasets = require("datasets", "pretrain", "reading a folder of datasets.save_to_disk")
     with _one_line_errors(path, "a folder of datasets.save_to_disk"):
@@ -56,10 +56,10 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 @contextmanager
 def _one_line_errors(path: Path, what: str) -> Iterator[None]:
-    """Convert errors of Arrow, which are subclasses of builtin errors, to a UserError."""
+    """Convert an error of Arrow in the ``with`` block to a UserError of one line."""
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
+    except (OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:  # the bases of Arrow's errors
         raise UserError(f"{path} cannot be read as {what}: {' '.join(str(error).split())[:200]}") from error

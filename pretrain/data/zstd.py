@@ -8,7 +8,7 @@ from fmoe.errors import UserError, require
 
 
 class _Stream(io.RawIOBase):
-    """Arrow's decompressed stream, with errors that name the file."""
+    """Stream of a zstd file's decompressed bytes."""
 
     def __init__(self, path: Path):
         arrow = require("pyarrow", "pretrain", "reading files compressed with zstd")

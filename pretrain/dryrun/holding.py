@@ -50,8 +50,8 @@ class Holding:
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
         distinct: number of distinct parameters on all ranks with these layers, without the copy of the embedding on a
             pipeline's last stage.
-        saved: bytes in a checkpoint: weights, masters and moments of the distinct parameters, and the hidden
-            states that these layers remember of all training streams.
+        saved: bytes in a checkpoint, of all ranks with these layers: weights, masters and moments of the distinct
+            parameters, and the remembered hidden states.
     """
 
     layers: tuple[int, ...]
@@ -67,7 +67,7 @@ class Holding:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
+        """Bytes of weights, gradients, masters, moments and memories."""
         return self.weights + self.gradients + self.masters + self.moments + self.memories
 
 
@@ -85,7 +85,7 @@ def groups() -> Groups:
 
 
 def build(recipe: Recipe, processes: Processes) -> Engine:
-    """Build the engine of this process' rank on the meta device."""
+    """Build the engine of this process's rank on the meta device."""
     # Offloaded moments would be allocated at once as pinned host memory: count them as if on the device.
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, cpu_offload=0.0))
     with cpu.on_meta():
@@ -93,7 +93,7 @@ def build(recipe: Recipe, processes: Processes) -> Engine:
 
 
 def hold(engine: Engine) -> Holding:
-    """Count the memory of the engine's rank."""
+    """Return the memory that the engine's rank holds."""
     parameters = list(engine.gpt.parameters())
     found = list(shards(engine.optimizer))
     buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -132,8 +132,7 @@ def _parts(parameter: Tensor) -> int:
 
 
 def _state_bytes(part: Any) -> int:
-    """Return the bytes of an optimizer's state on this rank. For a sharded Muon, whose ranks' states differ in size,
-    return those of the rank that holds the most."""
+    """Return the bytes of an optimizer's state on this rank; for a sharded Muon, on the rank that holds the most."""
     if not (isinstance(part.optimizer, Muon) and isinstance(part, DistributedOptimizer)):
         return sum(map(_moment_bytes, shards_of(part)))
     # Muon keeps one value per element of a hidden matrix and two per element of other parameters.
@@ -164,13 +163,14 @@ def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
 
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
-    """Return a parameter's bytes in a checkpoint, with its master and moments. 8-bit moments are saved dequantized."""
+    """Return the bytes of a parameter, its master and its moments in a checkpoint."""
     master = 0 if parameter.dtype == torch.float32 else 4 * parameter.numel()
     optimizer = optimizers(engine.optimizer)[0].optimizer
     whole = Shard(optimizer, parameter, parameter, 0, parameter.numel(), False)
     return (
         _bytes(parameter)
         + master
+        # 8-bit moments are saved dequantized.
         + sum(4 * math.prod(entry.along(parameter.shape, 1)) for entry in state_tensors(whole))
     )
 

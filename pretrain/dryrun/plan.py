@@ -31,7 +31,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class RankKind:
-    """Ranks with equal memory, apart from the alignment and padding of optimizer shards, and Muon's state.
+    """A group of ranks with equal memory.
+
+    Only the padding and alignment of optimizer shards, and Muon's state, may differ among them.
 
     Attributes:
         stages: pipeline stages of this kind, from 0.
@@ -109,8 +111,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Group pipeline stages with the same sequence of layer types. The first and the last stage, which have the
-    embedding and the output layer, are separate groups."""
+    """Group pipeline stages with experts at the same positions; the first and the last stage are separate groups."""
     model, parallel = recipe.model, recipe.parallel
     stages = parallel.pipeline
     if stages == 1:

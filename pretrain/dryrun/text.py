@@ -85,7 +85,7 @@ def _row(kind: RankKind) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns, the first to the left, the others to the right."""
+    """Format rows as lines with aligned columns: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     out = []
     for first, *rest in rows:

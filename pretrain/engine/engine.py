@@ -49,7 +49,8 @@ class StepResult:
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
         has_overflowed: True if the step was skipped for an fp16 overflow that a lower loss scale may cure.
-        mtp_losses: mean loss of the global batch for each of ``model.mtp_layers`` further tokens, in nats per token.
+        mtp_losses: mean loss of the global batch for each of the ``model.mtp_layers`` multi-token prediction layers, in
+            nats per token.
     """
 
     loss: float
@@ -97,7 +98,7 @@ class Engine:
 
     Attributes:
         chunks: this rank's parts of the model, unwrapped; several with ``parallel.virtual_pipeline``.
-        gpt: the only chunk, or a ModuleList of several.
+        gpt: the only one of ``chunks``, or a ModuleList of all.
         model: the chunks as the pipeline schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
@@ -245,7 +246,7 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """Text that follows "not finite" in a message if the loss scale cannot be lowered; else empty."""
+        """Text to append to "... is not finite" in a message if the fp16 loss scale cannot be lowered; else empty."""
         if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer
@@ -280,7 +281,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _unreduced(self) -> Iterator[None]:
-        """Disable the reduction of gradients in the block, including the one that overlaps with the backward pass."""
+        """Disable the reduction of gradients over ranks in the ``with`` block."""
         config = self.config
         finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
         config.finalize_model_grads_func = config.no_sync_func = None
@@ -294,10 +295,8 @@ class Engine:
 
     @torch.no_grad()
     def _update(self, grad_norm: float) -> None:
-        """Clip the gradients and apply them: the second half of Megatron's ``ChainedOptimizer.step``.
-
-        Between the halves, `train_step` decides whether to skip the step.
-        """
+        """Clip the gradients and make the optimizer step."""
+        # The second half of Megatron's ChainedOptimizer.step: after the first, `train_step` may skip the step.
         for part in self.optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_gradients(parameters, part.config.clip_grad, grad_norm)
@@ -313,8 +312,7 @@ class Engine:
 
     @property
     def _num_losses(self) -> int:
-        """Number of losses in a sum over all ranks. Only ranks of the last pipeline stage have a loss, and context
-        parallel ranks share one."""
+        # Only ranks of the last pipeline stage have a loss, and context parallel ranks share one.
         ranks = self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
         return ranks // self.context_group.size()
 
@@ -346,8 +344,7 @@ class Engine:
         return torch.stack([result["loss"] for result in results]).mean()
 
     def sync_parameters(self) -> None:
-        """Wait for updated parameters that are being gathered. Call it before reading parameters outside a forward
-        pass."""
+        """Wait for the all-gather of updated parameters. Call it before reading parameters outside a forward pass."""
         if self.recipe.parallel.overlap_parameters:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
@@ -366,12 +363,12 @@ class Engine:
         return [collate([samples[first + begin + i] for i in range(size)], vocab_size) for begin in self.begins(count)]
 
     def begins(self, count: int) -> range:
-        """Return the index of the first sample of each of this rank's micro batches among ``count`` samples."""
+        """Return the index of the first sample of each micro batch that this rank has among ``count`` samples."""
         size = self.recipe.train.micro_batch
         return range(self.data_group.rank() * size, count, self.data_group.size() * size)
 
     def _new_memories(self) -> list[StreamMemory]:
-        """Return an empty memory for each chunk of the model; an empty list without ``model.memory_length``."""
+        """Return an empty Transformer-XL memory for each chunk of the model; [] without ``model.memory_length``."""
         length, streams = self.recipe.model.memory_length, self.recipe.streams
         return [StreamMemory(chunk, length, streams) for chunk in self.chunks] if length else []
 
@@ -383,8 +380,7 @@ class Engine:
         step: int | None,
         memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
-        """Return one iterator per chunk of the model over this rank's share of ``count`` samples from ``first`` on.
-        With a ``step``, taking a batch calls `fmoe.random.set_position`, which decides the random numbers."""
+        """Return an iterator for each chunk of the model over this rank's micro batches."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self.begins(count)

@@ -21,7 +21,7 @@ from pretrain.process import Processes
 
 @contextlib.contextmanager
 def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
-    """Let this process act as one rank of the recipe's run in a ``with`` block, in groups that do not communicate.
+    """Make this process one rank of the recipe's run in a ``with`` block. Its process groups do not communicate.
 
     Raises:
         RuntimeError: this process is in a process group already.

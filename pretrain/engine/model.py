@@ -52,13 +52,12 @@ def build_model(
             exchange_options=exchange_options(recipe.parallel),
             seed=recipe.train.seed,
         )
-    _scale(module, model)
+    _scale(module, model)  # wraps blocks and dropout, so after all of their replacements
     return module.cuda() if torch.cuda.is_available() else module
 
 
 def _scale(module: Any, model: ModelConfig) -> None:
-    """Apply the factors of Granite (arXiv 2408.13359 section 3). Call this after all replacements of blocks and
-    dropout, because it wraps them."""
+    """Apply the embedding, residual and logit factors of Granite (arXiv 2408.13359 section 3) to a model."""
     for part in module.modules():
         if isinstance(part, LanguageModelEmbedding) and model.embedding_scale != 1:
             part.word_embeddings.register_forward_hook(lambda _, __, out: out * model.embedding_scale)
@@ -71,7 +70,7 @@ def _scale(module: Any, model: ModelConfig) -> None:
 
 
 def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *options: Any) -> Callable[..., Tensor]:
-    """Wrap Megatron-core's addition of a block's output to the residual stream, to scale output and bias."""
+    """Return the function ``make(*options)``, changed to multiply output and bias of a block by ``scale`` first."""
     add = make(*options)
 
     def scale_and_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -104,13 +103,13 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Complete the key with which a UserError of the ``with`` block begins: to ``section.table.KEY`` for a key of
-    ``options``, else to ``section.KEY``. Convert a TypeError or ValueError to a UserError."""
+    """Convert an error of the ``with`` block to a UserError that begins with a key of ``section``."""
     try:
         yield
     except UserError as error:
         if str(error).startswith(f"{section}."):
             raise
+        # A key of `options` is in the table, any other in the section.
         home = f"{section}.{table}" if str(error).partition("=")[0] in options else section
         raise UserError(f"{home}.{error}") from error
     except (TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ _NAME_BYTES = 256
 
 
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
-    """Return the ranks on which a step is not finite, with the first non-finite tensor of each. Collective.
+    """Name the ranks on which a step's loss or gradient is not finite, and each one's first such tensor. Collective.
 
     If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
     reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks
@@ -38,7 +38,7 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
 
 
 def _gather(mine: str | None) -> str:
-    """Return ``MINE on rank R, ...`` for at most eight ranks whose ``mine`` is not None; empty without such ranks."""
+    """Return ``"MINE on rank R, ..."`` for the ranks whose ``mine`` is not None; empty if there are none."""
     size = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     letters = list((mine or "").encode()[:_NAME_BYTES])

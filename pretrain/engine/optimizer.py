@@ -109,7 +109,7 @@ class StateTensor:
     axis: int | None = None
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Return a parameter's sizes or offsets, with ``value`` as the one for `axis`; unchanged if `axis` is None."""
+        """Return ``values``, one per axis of a parameter, with ``value`` for `axis`; unchanged if `axis` is None."""
         if self.axis is None:
             return tuple(values)
         axis = self.axis % len(values)

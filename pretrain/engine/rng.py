@@ -36,7 +36,7 @@ def states() -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Restore the result of `states`. The state of a missing device is ignored: a run may resume without a GPU."""
+    """Restore the generators from the result of `states`. The state of a device that is missing now is ignored."""
     random.setstate(found["python"])
     key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002

@@ -55,7 +55,7 @@ class RoutingReports:
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
     def _agree(self) -> None:
-        """Share the number of statistics and the names of the losses with pipeline stages that have no experts."""
+        """Copy the sizes and loss names to pipeline stages without MoE layers."""
         sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()

@@ -56,12 +56,13 @@ class ShardLocation:
         return self.begin + math.prod(self.block)
 
     def piece(self, prefix: str, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
-        """Return the piece to save: the block, or the range [start, stop) of the flattened block."""
+        """Return a `Piece` whose elements are ``data``: the block, or the range [start, stop) of the flattened
+        block."""
         return Piece(f"{prefix}{self.name}", self.shape, self.offset, self.block, data, start, stop)
 
 
 def _locations(chunks) -> dict[int, list[ShardLocation]]:
-    """Return locations by id of the parameter or buffer, for all chunks of the model on this rank."""
+    """Return the locations of each parameter and buffer of the chunks, by its ``id``."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     locations = {}
     for chunk in chunks:
@@ -93,7 +94,7 @@ def _location_of(piece: ShardedTensor, parameter: Tensor) -> ShardLocation:
 
 
 def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers (a gate's bias, a hash gate's table) of the chunks."""
+    """Yield the name and value of each parameter and persistent buffer of the chunks."""
     for chunk in chunks:
         yield from chunk.named_parameters()
         for prefix, module in chunk.named_modules():
@@ -103,7 +104,8 @@ def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield this rank's share of parameters, buffers, master weights, optimizer state and Transformer-XL's memory."""
+    """Yield this rank's pieces of a checkpoint: parameters, buffers, master weights, optimizer state and
+    Transformer-XL's memory."""
     engine.sync_parameters()
     locations = _locations(engine.chunks)
     for name, tensor in _tensors(engine.chunks):
@@ -133,7 +135,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _memory_pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield the hidden states that Transformer-XL remembers of this rank's streams: [streams, tokens, hidden_size]."""
+    """Yield the hidden states of this rank's Transformer-XL memory by layer, [streams, tokens, hidden_size]."""
     for memory in engine.memories:
         for stream, states in memory.states.items():
             for layer, state in zip(memory.layers, states, strict=True):
@@ -143,7 +145,7 @@ def _memory_pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _load_memories(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load the memory of this rank's streams; clear it if the checkpoint has none."""
+    """Load this rank's Transformer-XL memory; clear it if the checkpoint has none."""
     size, names = engine.recipe.train.micro_batch, set(checkpoint.names())
     for memory in engine.memories:
         memory.states.clear()
@@ -162,10 +164,7 @@ def _load_memories(engine: Engine, checkpoint: Checkpoint) -> None:
 def _factor_views(
     entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
 ) -> Iterator[tuple[ShardLocation, Tensor]]:
-    """Yield locations and values of a state tensor that has size 1 along an axis of its parameter.
-
-    Pieces of the parameter that differ only along that axis share a location.
-    """
+    """Yield the location and value of each part of a state tensor that has size 1 along ``entry.axis``."""
     seen = set()
     for location in locations:
         of = replace(
@@ -174,7 +173,7 @@ def _factor_views(
             offset=entry.along(location.offset, 0),
             block=entry.along(location.block, 1),
         )
-        if of.offset in seen:
+        if of.offset in seen:  # pieces of the parameter that differ only along the axis share a location
             continue
         seen.add(of.offset)
         whole = value.view((1,) * (len(location.block) - value.dim()) + tuple(value.shape))
@@ -231,9 +230,10 @@ def rank_state() -> dict[str, Any]:
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load model, optimizer, progress of the learning rate schedule, Transformer-XL's memory and random generators.
+    """Restore the whole state of a run into the engine.
 
-    The checkpoint may come from a run with another parallel split.
+    The state is the model, the optimizer, the step of the learning rate schedule, Transformer-XL's memory and the
+    random generators. The checkpoint may come from a run with another parallel split.
 
     Raises:
         UserError: the checkpoint lacks a tensor, or one differs in shape.
@@ -267,7 +267,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load only weights and buffers into the model. The optimizer starts anew.
+    """Load only weights and buffers into the engine's model. The optimizer starts anew.
 
     The checkpoint may come from a run with another parallel split.
 
@@ -312,7 +312,7 @@ def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: 
 
 
 def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
-    """Return the elements [start, stop) of a flattened parameter that consists of the pieces at ``locations``."""
+    """Read the elements [start, stop) of a flattened parameter, whose pieces are at ``locations``."""
     parts = []
     for location in locations:
         name = f"{prefix}{location.name}"
@@ -328,8 +328,7 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore the random generators of the saved rank with the same part of the model and of the data. If the model is
-    split differently now, restore rank 0's generators except Megatron's."""
+    """Restore the random generators of this rank."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
     if any(there != now for there, now in parts.values()):
@@ -337,6 +336,7 @@ def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
         states = checkpoint.rank_state(0)["rng"]
         rng.restore({name: state for name, state in states.items() if name != "megatron"})
         return
+    # The saved rank with the same part of the model and of the data.
     inner, stages = here.tensor * here.context, here.pipeline
     data, tensor = divmod(dist.get_rank() % (dist.get_world_size() // stages), inner)
     per_stage = checkpoint.num_ranks // stages

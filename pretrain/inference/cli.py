@@ -365,7 +365,7 @@ def _byte_lengths(trained: Trained) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int | None) -> Iterator:
-    """Show a progress bar if stderr is a terminal. Yield its update function, which takes the number of sequences."""
+    """Show a progress bar if stderr is a terminal; yield a function that sets the number of sequences done."""
     if not sys.stderr.isatty():
         yield lambda sequences: None
         return

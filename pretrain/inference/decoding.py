@@ -16,8 +16,10 @@ from pretrain.inference.sampling import Sampling, distribution, draw
 
 
 class Decoder(Protocol):
-    """Function from all tokens so far, [N, S], to the logits of the next token, float32 [N, V]. Each call must pass the
-    tokens of the previous call and one more."""
+    """Function from all tokens so far, [N, S], to the logits of the next token, float32 [N, V].
+
+    Each call must pass the tokens of the previous call and one more.
+    """
 
     def __call__(self, tokens_NS: Tensor) -> Tensor: ...
 
@@ -95,8 +97,10 @@ class MemoryDecoder:
 
 
 def window(count: int, length: int) -> int:
-    """Return the index of the first token of the window from which `GPTDecoder` predicts token ``count``. The window
-    has at most ``length`` tokens."""
+    """Return the index of the first token of `GPTDecoder`'s window after ``count`` tokens.
+
+    The window has at most ``length`` tokens.
+    """
     by = max(length // 8, 1)
     return -(-max(count - length, 0) // by) * by
 

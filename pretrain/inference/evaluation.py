@@ -39,7 +39,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy in nats per predicted token; NaN without any."""
+        """Mean cross-entropy in nats per predicted token; NaN if no token was predicted."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
@@ -49,12 +49,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the predicted tokens that the model ranked first; NaN without any."""
+        """Share of the predicted tokens that the model ranked first; NaN if no token was predicted."""
         return self.correct / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean cross-entropy in bits per byte of text; None without ``bytes``."""
+        """Mean cross-entropy in bits per byte of text; None if ``bytes`` is None."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
@@ -131,7 +131,6 @@ def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
 def _add(
     result: Evaluation, logits_SV: Tensor, labels_S: Tensor, mask_S: Tensor | None, byte_lengths: np.ndarray | None
 ) -> None:
-    """Add the tokens of one sequence to ``result``."""
     logits_SV, on_device_S = logits_SV.float(), labels_S.to(logits_SV.device)
     nats_S = F.cross_entropy(logits_SV, on_device_S, reduction="none").cpu()
     is_correct_S = (logits_SV.argmax(-1) == on_device_S).cpu()

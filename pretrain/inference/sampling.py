@@ -44,7 +44,7 @@ class Sampling:
             raise UserError(f"seed={self.seed} must be between 0 and 2^63 - 1")
 
     def generators(self, count: int) -> list[torch.Generator]:
-        """Return the generators of samples 0 to ``count - 1``, on the host: draws are the same on every device."""
+        """Return one random generator per sample, on the CPU, so that draws are the same on every device."""
         return [torch.Generator().manual_seed(random.key("sample", self.seed, i)) for i in range(count)]
 
 

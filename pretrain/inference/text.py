@@ -13,7 +13,9 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Incremental decoder: returns text once no later token can change it. A character may take several tokens.
+    """Incremental detokenizer: returns text once no later token can change it.
+
+    A character may take several tokens.
 
     Args:
         before: tokens that precede the first added token; their text is not returned.
@@ -44,8 +46,9 @@ class TextStream:
 
 
 def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Encode a text in which sentinels <extra_id_0>, <extra_id_1>, ... stand for the spans to fill in. Append the end
-    token that a T5's encoder expects.
+    """Encode a text in which sentinels <extra_id_0>, <extra_id_1>, ... stand for the spans to fill in.
+
+    The end token that a T5's encoder expects is appended.
 
     Raises:
         UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer has.

@@ -125,8 +125,7 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
-    """Yield samples of a T5 or a BERT. For a T5, a last block of one token is dropped, because span corruption needs at
-    least two."""
+    """Yield samples of a T5 (span corruption) or a BERT (masking)."""
     model, data = recipe.model, recipe.data
     if model.kind == "bert":
         for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):
@@ -134,7 +133,7 @@ def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int 
         return
     end, start = tokenizer.end_of_document, tokenizer.role("pad")
     for number, block in enumerate(cut(text.tokens(), recipe.spans.block)):
-        if len(block) == 1:
+        if len(block) == 1:  # a last block: span corruption needs at least two tokens
             return
         spans = Spans.of_block(len(block), data.noise_density, data.mean_span)
         spans = replace(spans, count=min(spans.count, spans.block - spans.noise))
@@ -154,7 +153,7 @@ class _One:
 
 
 def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield windows of a stream.
+    """Yield windows of a stream of tokens, which overlap if ``stride`` is less than ``length``.
 
     An end-of-document token is put before the stream, so that the stream's first token is predicted like the first
     token of any other document.

@@ -56,9 +56,9 @@ _STORAGES = {
 
 
 def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (offset, shape) of slices of a tensor along its first axis.
+    """Split a tensor of ``shape`` along its first axis, and yield (offset, shape) of each slice.
 
-    A slice has at most ``max_bytes``, or is a single larger row.
+    A slice has at most ``max_bytes``, unless a single row is larger.
     """
     rows = max(1, max_bytes // max(1, itemsize * prod(shape[1:]))) if shape else 1
     for row in range(0, max(1, shape[0]), rows) if shape else (0,):
@@ -67,7 +67,7 @@ def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape,
 
 
 def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequence[tuple[Shape, Shape]]]) -> None:
-    """Write and sync tensors of a checkpoint as one DCP file and ``.metadata``.
+    """Write and sync tensors of a checkpoint in DCP format: one data file and ``.metadata``.
 
     Args:
         slices: (offset, shape) of each tensor's slices, by tensor name. They are read one by one and become the chunks
@@ -85,7 +85,7 @@ def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequenc
 
 class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> None:
-        """Leave out the path of the folder and a random number, so that equal tensors give equal files."""
+        """Return None, because torch's path and random ID would make the files of equal tensors differ."""
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -115,7 +115,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor, stored in ``length`` bytes of ``file`` from ``position`` on."""
+    """A block of a tensor of a DCP folder, stored in ``length`` bytes of ``file`` from ``position`` on."""
 
     offset: Shape
     shape: Shape
@@ -126,7 +126,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunked:
-    """A tensor of a folder. Its chunks together hold each element once."""
+    """A tensor of a DCP folder, stored in chunks that together hold each element once."""
 
     dtype: torch.dtype
     shape: Shape
@@ -199,7 +199,7 @@ class DcpFolder:
 
 
 def _tensors_of(document: Any) -> dict[str, Chunked]:
-    """Return the tensors of a parsed ``.metadata``; raise an exception in `DAMAGE` if it is malformed."""
+    """Return the tensors that a parsed ``.metadata`` describes, by name."""
     if not _is(document, "Metadata"):
         raise ValueError("its pickle has no Metadata object")
     stored: dict[tuple[str, Shape], Any] = {}
@@ -240,7 +240,7 @@ def _is(value: Any, name: str) -> bool:
 
 
 def _size(value: Any) -> Shape:
-    """Return the numbers of a ``torch.Size``."""
+    """Return a parsed shape, offset or stride as a tuple of integers."""
     numbers = value.args[0] if _is(value, "Size") else value
     if not isinstance(numbers, tuple | list) or any(
         type(number) is not int or not 0 <= number < 2**63 for number in numbers
@@ -265,8 +265,7 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
 
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a file of ``torch.save``. Raise an exception in `DAMAGE` if the file has no tensor of
-    ``dtype``."""
+    """Return the tensor in an archive that ``torch.save`` wrote."""
     made = pickle_in(archive)
     if _is(made, "_rebuild_parameter"):
         made = made.args[0]
@@ -295,13 +294,16 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
 
 
 def pickle_in(archive: zipfile.ZipFile) -> Any:
-    """Return the parsed pickle in a file of ``torch.save``. Raise an exception in `DAMAGE` if it is missing or
-    malformed."""
+    """Parse the pickle in an archive that ``torch.save`` wrote, without running it.
+
+    Raises:
+        Exception: the pickle is missing or malformed. The type is one of `DAMAGE`.
+    """
     return parse(bytes(member(archive, "data.pkl")))
 
 
 def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytearray | bytes:
-    """Return the contents of a file in an archive of ``torch.save``, checked by its CRC-32.
+    """Return the contents of a file in an archive that ``torch.save`` wrote.
 
     Args:
         name: path of the file below the archive's top folder.
@@ -309,6 +311,7 @@ def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) ->
 
     Raises:
         ValueError: the file is missing and has no default, or is compressed or cut off.
+        zipfile.BadZipFile: the file differs from its CRC-32.
     """
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if not found:
@@ -332,7 +335,7 @@ def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) ->
 
 
 class _Part(io.RawIOBase):
-    """A readable file object with the bytes [begin, begin + length) of a file."""
+    """A readable file object with the ``length`` bytes of ``file`` from ``begin`` on."""
 
     def __init__(self, file: io.BufferedReader, begin: int, length: int):
         self._file, self._begin, self._length, self._at = file, begin, length, 0

@@ -103,7 +103,7 @@ def num_dense(model: ModelConfig) -> int:
 
 
 def is_dense_first(model: ModelConfig) -> bool:
-    """Return whether the model has experts, and its layers without experts, if any, come first."""
+    """Return whether all layers without experts precede those with experts. False for a model without experts."""
     return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.num_experts > 0
 
 
@@ -111,7 +111,7 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     """Return the recipe keys ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
 
     Args:
-        default: value assumed if ``first_k_dense_replace`` is missing.
+        default: default of ``first_k_dense_replace``.
 
     Raises:
         UserError: a value is invalid, or no layer has experts.
@@ -134,10 +134,10 @@ def write_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the gate's options for groups of experts; {} for one group.
+    """Return the gate's options for group-limited routing; {} for a single group of experts.
 
     Args:
-        groups, kept: values assumed if ``n_group`` or ``topk_group`` is missing.
+        groups, kept: defaults of ``n_group`` and ``topk_group``.
 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
@@ -151,7 +151,7 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
 
 
 def write_groups(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for groups of experts."""
+    """Return the keys ``n_group`` and ``topk_group`` of config.json, for group-limited routing."""
     groups = model.gate_options.get("expert_groups")
     return {"n_group": groups or 1, "topk_group": model.gate_options.get("kept_groups", 1) if groups else 1}
 
@@ -245,7 +245,7 @@ DEEPSEEK_V3_TABLE = (*DEEPSEEK_V2_TABLE, *CHOICE_BIAS, *MTP)
 
 
 def sums_weights(model: ModelConfig) -> bool:
-    """Return whether the sigmoid gate makes a token's combine weights sum to one. With ``top_k`` 1, it does not."""
+    """Return whether the sigmoid gate makes a token's combine weights sum to one. False if ``top_k`` is 1."""
     return model.normalize is not False and model.top_k > 1
 
 
@@ -269,7 +269,7 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     """Return the keys of ``[model]`` for the sigmoid gate and multi-token prediction.
 
     Args:
-        groups, kept: values assumed if ``n_group`` or ``topk_group`` is missing.
+        groups, kept: defaults of ``n_group`` and ``topk_group``.
 
     Raises:
         UserError: a value is invalid or not supported.
@@ -291,9 +291,9 @@ def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json with ``num_nextn_predict_layers`` set to 0 if the folder lacks the layers that it counts.
+    """Return config.json, with ``num_nextn_predict_layers`` set to 0 if the folder has no such layers.
 
-    These are the layers of multi-token prediction. transformers keeps their number, but does not save them.
+    transformers does not save the layers of multi-token prediction, but keeps their number in config.json.
     """
     first = f"model.layers.{config.get('num_hidden_layers')}."
     has_mtp = any(name.startswith(first) for name in folder.tensors)

@@ -34,7 +34,7 @@ from pretrain.interchange.tensors import Entry, Sizes
 
 
 class Twice:
-    """A matrix that export multiplies by two, and import divides by two."""
+    """Transform that multiplies a matrix by two on export, and divides it by two on import."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         doubled = ours * 2

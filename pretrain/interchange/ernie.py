@@ -31,8 +31,10 @@ from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
 
 class PairedQueryKeyValue:
-    """`QueryKeyValue` for rotary positions that pair elements 2 i and 2 i + 1 of a head. fmoe pairs ``i`` and
-    ``i + d / 2``."""
+    """`QueryKeyValue` for a format whose rotary positions pair elements 2 i and 2 i + 1 of a head.
+
+    fmoe pairs elements i and i + d / 2, for heads of width d.
+    """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         query, key, value = QueryKeyValue().split(ours, sizes)
@@ -46,7 +48,7 @@ class PairedQueryKeyValue:
 
 
 class Row:
-    """A vector, exported as a matrix of one row."""
+    """Transform that exports a vector as a matrix of one row."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours.unsqueeze(0),)
@@ -76,12 +78,12 @@ ERNIE_STACKED = (*_REST, *STACKED, _choice_bias("gate.moe_statics"))
 
 
 def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
-    """Return the layers with experts, counted from 1: the multiples of ``interval`` from start + 1 to end + 1."""
+    """Return the layers with experts, counted from 1: the multiples of ``interval`` in ``start + 1`` to ``end + 1``."""
     return tuple(number for number in range(start + 1, end + 2) if number % interval == 0)
 
 
 def _indices(model: ModelConfig) -> tuple[int, int, int]:
-    """Return the arguments of `_range` that give the layers with experts, if such arguments exist."""
+    """Return the first and the last layer with experts, counted from 0, and the step from the first to the second."""
     found = model.layers_with_experts
     return found[0] - 1, found[-1] - 1, found[1] - found[0] if len(found) > 1 else 1
 

@@ -27,12 +27,15 @@ FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:
-    """Return the family for the export of a model; "auto" picks the first that fits, and tries `FMOE` last.
+    """Return the family in whose format a model is exported.
+
+    Args:
+        name: a key of `FAMILIES`, or "auto" for the first family of transformers that supports the model and, if there
+            is none, `FMOE`.
 
     Raises:
-        UserError: ``name`` is unknown, or the family does not support the model. The message names a key and the
-            values that the family allows. With "auto", that family is `FMOE` for a GPT, and otherwise the one that
-            `_nearest` returns.
+        UserError: ``name`` is unknown, or the family does not support the model. The message names a key of ``[model]``
+            and its allowed values.
     """
     if name == "auto":
         family = _nearest(model)
@@ -48,14 +51,13 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
 
 
 def why_own(model: ModelConfig) -> str:
-    """Return why no family in the transformers library fits a model; empty if one does."""
+    """Return the reason why no family of transformers supports a model; empty if one does."""
     family = _nearest(model)
     return _misfit(family, model, is_nearest=True) if family.misfits(model) else ""
 
 
 def _nearest(model: ModelConfig) -> Family:
-    """Return the first family of transformers that fits a model. If none fits, return the nearest one, which has the
-    fewest unsupported keys; ``kind`` and ``num_experts`` count most."""
+    """Return the family of transformers with the fewest unsupported keys; ``kind`` and ``num_experts`` count most."""
 
     def distance(family: Family) -> tuple[bool, bool, int]:
         keys = [key for key, _ in family.misfits(model)]

@@ -61,7 +61,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class Only:
-    """The values of a key of config.json that import supports. None stands for null and for a missing key."""
+    """A condition on a key of config.json that import requires: its value must be one of ``values``.
+
+    None in ``values`` stands for null and for a missing key.
+    """
 
     theirs: str
     values: tuple[Any, ...]
@@ -119,7 +122,7 @@ class Family:
         return list(places(self.tables[0], model) if self.places is None else self.places(model))
 
     def forms(self, model: ModelConfig) -> list[list[Place]]:
-        """Return all tensors of a model, in each layout that import reads."""
+        """Return all tensors of a model, once for each layout that import reads."""
         return [list(places(table, model)) for table in self.tables] if self.places is None else [self.tensors(model)]
 
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:

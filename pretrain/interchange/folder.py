@@ -42,7 +42,7 @@ class Stored:
 
 
 class SafetensorsFolder:
-    """A folder of safetensors, in one file or in several with an index, that is read tensor by tensor.
+    """A folder of safetensors, read tensor by tensor: one file, or several with an index.
 
     Attributes:
         path: the folder.
@@ -153,7 +153,7 @@ class HuggingFaceFolder(SafetensorsFolder):
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -258,7 +258,8 @@ def refuse_output(out: Path) -> None:
 
 @contextlib.contextmanager
 def appearing(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a temporary folder next to ``out``; rename it to ``out`` after the block, or remove it after an error.
+    """Yield a temporary folder next to ``out``. Rename it to ``out`` after the ``with`` block, or remove it after an
+    error.
 
     Args:
         needed: estimate of the bytes to write.

@@ -34,7 +34,7 @@ from pretrain.interchange.tensors import Entry, Same, Sizes, Transform
 
 
 class Transposed:
-    """A stack of matrices [E, out, in], exported as [E, in, out]."""
+    """Transform that exports a stack of matrices [E, out, in] as [E, in, out]."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours.transpose(1, 2).contiguous(),)
@@ -44,9 +44,9 @@ class Transposed:
 
 
 class InTurn:
-    """Rows of the experts' gate and value matrices [E, 2 * H, ...], exported as columns [E, ..., 2 * H].
+    """Transform that exports the experts' gate and value matrices [E, 2 * H, ...] as [E, ..., 2 * H].
 
-    In fmoe, all rows of the gate come before those of the value. In GPT-OSS, the two alternate.
+    In fmoe, the H rows of the gate come before the H rows of the value. In GPT-OSS, gate and value alternate.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -88,7 +88,7 @@ def _packed(ours: str, name: str, rows: str, blocks: str, of_rows: Transform) ->
 
 
 class _RowsInTurn(InTurn):
-    """`InTurn` for tensors in which gate and value alternate along axis 1."""
+    """`InTurn` that imports [E, 2 * H, ...], with gate and value alternating along axis 1."""
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return super().join([theirs[0].movedim(1, -1)], sizes)
@@ -128,8 +128,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Add GPT-OSS's default YaRN settings if config.json has no settings of rotary positions. Drop
-    ``quantization_config`` if it is MXFP4's."""
+    """Return config.json, with YaRN's settings if it has none for rotary positions, and without those of MXFP4."""
     config = dict(config)
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE

@@ -101,11 +101,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """Return the family's tensors, in the layout that fits the folder best.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or of another shape, or differs from a tensor that it should equal.
-    """
+    """Return the family's tensors in the layout that fits the folder best, after a check of their names and shapes."""
     forms = family.forms(model)
     names = set(folder.tensors)
     found = max(forms, key=lambda form: sum(name in names for place in form for name in place.theirs))

@@ -57,8 +57,13 @@ DENSE = (
 
 
 def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Return the entries of router and experts in module ``block``; the other arguments name the matrices of an
-    expert."""
+    """Return the entries of a layer's router and experts.
+
+    Args:
+        block: the module of both in the Hugging Face format, such as "mlp".
+        gate, value, output: names of an expert's matrices in that format, such as "gate_proj", "up_proj" and
+            "down_proj".
+    """
     expert = f"{LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.{block}.gate.weight": "E D"}),
@@ -73,8 +78,12 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of the shared experts, which module ``block`` has as one wide expert. ``output`` converts the
-    output matrix."""
+    """Return the entries of the shared experts, which the Hugging Face format has as one wide expert.
+
+    Args:
+        block: name of that expert's module.
+        output: transform of the output matrix.
+    """
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
@@ -100,7 +109,7 @@ def weights_sum_to_one(model: ModelConfig) -> bool:
 
 
 def drops_in_evaluation(model: ModelConfig) -> bool:
-    """Return whether experts may drop tokens in evaluation: the capacity factor is below num_experts / top_k."""
+    """Return whether experts may drop tokens in evaluation: ``eval_capacity_factor < num_experts / top_k``."""
     factor = model.eval_capacity_factor
     return factor is not None and factor * model.top_k < model.num_experts
 
@@ -157,10 +166,10 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``head_dim``, None for the default; check that ``layer_types`` has only full attention.
+    """Return the recipe key ``head_dim``; None for its default.
 
     Raises:
-        UserError: a value is invalid or not supported.
+        UserError: ``head_dim`` is invalid, or a layer in ``layer_types`` has other than full attention.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):

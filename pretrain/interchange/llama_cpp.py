@@ -51,7 +51,7 @@ _NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "model
 
 
 def _is_lite(model: ModelConfig) -> bool:
-    """Return whether llama.cpp expects uncompressed queries, which it infers from the model's sizes."""
+    """Return whether llama.cpp, judging by the model's size, expects queries that are not compressed."""
     return model.num_layers in (26, 27) or (model.num_layers == 48 and model.vocab_size == 128256)
 
 
@@ -110,14 +110,14 @@ _OWN_VOCABULARY = ("Glm4MoeForCausalLM", "Ernie4_5_MoeForCausalLM")
 def check_convertible(
     llama_cpp: Path, family: Family, model: ModelConfig, tokenizer: Tokenizer | None, files: Mapping[str, bytes]
 ) -> str:
-    """Check that llama.cpp computes the same tokens and logits as fmoe.
+    """Check that llama.cpp supports an exported model and its tokenizer.
 
     Args:
         llama_cpp: folder of llama.cpp's source.
         files: the export's files by name, including the tokenizer's.
 
     Returns:
-        llama.cpp's name of the pre-tokenizer; empty if its converter finds it out.
+        llama.cpp's name of the pre-tokenizer; empty if its converter detects it.
 
     Raises:
         UserError: the folder has no converter; llama.cpp does not support the model or the tokenizer.
@@ -175,8 +175,11 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
 
 
 def convert() -> None:
-    """Run llama.cpp's converter; ``sys.argv`` has llama.cpp's folder, the pre-tokenizer's name, and the converter's
-    arguments."""
+    """Run llama.cpp's converter in this process, extended for the tokenizers and models that fmoe exports.
+
+    ``sys.argv[1:]`` is llama.cpp's folder, the pre-tokenizer's name (empty to detect it), and the converter's
+    arguments.
+    """
     root, pre = sys.argv[1:3]
     del sys.argv[1:3]
     sys.path.insert(0, root)
@@ -206,8 +209,9 @@ def convert() -> None:
 
 
 def _name_as_deepseek_moe(script: Any) -> None:
-    """Make the converter read a DeepSeekMoE, which was exported as a Qwen2-MoE, as DeepSeekMoE. llama.cpp's Qwen2-MoE
-    has experts in every layer, and divides by the gate of the shared experts, which is zero in the export."""
+    """Make the converter read a DeepSeekMoE as such, although it was exported as a Qwen2-MoE."""
+    # llama.cpp's Qwen2-MoE has experts in every layer, and divides by the gate of the shared experts, which is zero in
+    # the export.
     load = script.ModelBase.load_hparams
 
     def load_hparams(*arguments: Any) -> dict[str, Any]:

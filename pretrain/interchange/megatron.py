@@ -41,7 +41,7 @@ _SAME_NORMS = (
 
 @dataclass(frozen=True)
 class Renamed:
-    """A tensor of an fmoe checkpoint, and its location in a folder of Megatron-core.
+    """A tensor of an fmoe checkpoint, and its location in a checkpoint folder of Megatron-core.
 
     Attributes:
         name: name in a checkpoint of fmoe, with the prefix ``model/``.
@@ -60,11 +60,12 @@ class Renamed:
 
 
 def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
-    """Return the model's tensors under fmoe's names, without the optimizer's tensors.
+    """Return the model's tensors in a Megatron-core folder, with their names in fmoe.
+
+    The optimizer's tensors are left out.
 
     Args:
-        wanted: fmoe's names of the tensors of the recipe's model. They determine the number of layers and the names of
-            norms.
+        wanted: names of the model's tensors in fmoe. They determine the number of layers and the names of norms.
 
     Raises:
         UserError: a tensor is empty, has no axis of layers, or has another number of layers than the recipe's model.
@@ -95,7 +96,7 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
 
 
 def _num_layers(wanted: Collection[str]) -> dict[str, int]:
-    """Return the number of layers of each stack of layers, such as ``decoder.layers``."""
+    """Return the number of layers by the name of their stack, such as ``decoder.layers``."""
     found: dict[str, int] = {}
     for name in wanted:
         match = _IN_LAYER.fullmatch(name.removeprefix("model/"))
@@ -105,7 +106,7 @@ def _num_layers(wanted: Collection[str]) -> dict[str, int]:
 
 
 def _renamed_in_layer(name: str) -> tuple[str, bool]:
-    """Return fmoe's name of a tensor of a layer, and whether fmoe's has a leading axis that Megatron-core's lacks."""
+    """Return fmoe's name of a layer's tensor, and the value of `Renamed.is_stacked`."""
     before, mlp, inside = name.rpartition("mlp.")
     ours = sharded_names().get(inside) if mlp else None
     return (name, False) if ours is None else (f"{before}{mlp}{ours}", ours.startswith("shared.expert."))
@@ -121,7 +122,7 @@ def _with_norms_of(wanted: Collection[str], layer: str, rest: str) -> str:
 
 
 def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
-    """Yield the data of renamed tensors, one chunk of the folder after another."""
+    """Read renamed tensors from a folder chunk by chunk, and yield the data under fmoe's names."""
     by_name: dict[str, dict[int | None, Renamed]] = {}
     for each in tensors:
         by_name.setdefault(each.theirs, {})[each.row] = each
@@ -138,17 +139,18 @@ def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
 
 
 def check_arguments(path: Path, model: ModelConfig) -> bool:
-    """Compare a recipe's model with the arguments that Megatron-LM saved in common.pt.
+    """Compare a recipe's model with the arguments of Megatron-LM in a checkpoint's common.pt.
 
-    The arguments decide what the tensors compute, such as routing and positions.
+    Args:
+        path: folder of the checkpoint.
 
     Returns:
         True if the arguments were compared. False if common.pt has none, because a program other than Megatron-LM saved
             it.
 
     Raises:
-        UserError: an argument differs from the recipe; fmoe does not support an argument; Megatron-LM does not support
-            a key of the recipe; common.pt is missing, unreadable or damaged.
+        UserError: an argument differs from the recipe; an argument or a key of the recipe is not supported; common.pt
+            is missing, unreadable or damaged.
     """
     arguments = _arguments_in(path / COMMON)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
@@ -172,7 +174,8 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Format a plain value or a flat tuple for a message. Any other value may be cyclic, so only its type is named."""
+    """Format a number, string or flat tuple for a message; of any other value, give only the type."""
+    # Values other than these may be cyclic.
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"
@@ -195,7 +198,7 @@ def _arguments_in(path: Path) -> Mapping[str, Any]:
 
 
 def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield each argument of Megatron-LM, the value that the recipe implies, and a description of that value."""
+    """Yield each argument of Megatron-LM, the value that the recipe implies, and the recipe's keys in words."""
 
     def key(name: str) -> str:
         return f"model.{name}={toml(getattr(model, name))}"

@@ -70,7 +70,7 @@ class FMoEConfig(PretrainedConfig):
 
     @property
     def recipe_model(self) -> ModelConfig:
-        """The section ``[model]``, typed."""
+        """The recipe's section ``[model]``, as a `ModelConfig`."""
         return build_recipe({"model": self.model}).model
 
 
@@ -113,7 +113,11 @@ class _Attention(nn.Module):
         raise NotImplementedError
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
-        """Attend; ``mask`` is bool [B or 1, 1, S, K], True where a query sees a key, or None for causal attention."""
+        """Return the output of attention, [B, S, D].
+
+        Args:
+            mask: bool [B or 1, 1, S, K], True where a query sees a key; None for causal attention.
+        """
         query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
         if cache is not None:
             keys, values = cache.update(keys, values, self.index)
@@ -129,8 +133,10 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Attention with grouped queries. The rows of ``linear_qkv`` are, for each key/value head, those of its queries,
-    its key and its value."""
+    """Grouped-query attention.
+
+    The rows of ``linear_qkv`` are ordered by key/value head: the head's queries, its key, its value.
+    """
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
@@ -157,7 +163,10 @@ class SelfAttention(_Attention):
 
 
 class LatentAttention(_Attention):
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1). The cache holds keys and values per head."""
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1).
+
+    The cache holds each head's keys and values, not the compressed ones.
+    """
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
@@ -204,7 +213,7 @@ class PositionBiases(nn.Module):
             nn.init.normal_(bias, std=self.std)
 
     def forward(self, query_BHSd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries plus u, to score contents, and the queries plus v, to score distances."""
+        """Return the queries plus Transformer-XL's bias u, for content scores, and plus v, for distance scores."""
         content, position = (bias.to(query_BHSd.dtype).view(self.shape) for bias in (self.content, self.position))
         return query_BHSd + content, query_BHSd + position
 
@@ -212,7 +221,8 @@ class PositionBiases(nn.Module):
 class RelativeAttention(SelfAttention):
     """Attention with Transformer-XL's scores (arXiv 1901.02860 section 3.3).
 
-    The input is a segment. With ``memory_length``, it sees itself and the last ``memory_length`` cached positions.
+    The input is one segment. With ``memory_length``, queries see their segment and the last ``memory_length`` cached
+    positions.
 
     The cache holds keys and values, where Transformer-XL's memory holds hidden states. The results are equal, because
     keys and values are computed from each position alone.
@@ -248,7 +258,7 @@ class RelativeAttention(SelfAttention):
 
 
 def _sinusoids(count: int, width: int, device: torch.device) -> Tensor:
-    """Return the encodings of the distances ``count - 1`` down to 0, sines, then cosines: [count, width]."""
+    """Return sinusoidal encodings [count, width] of the distances ``count - 1`` down to 0: sines, then cosines."""
     distances = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
     rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     angles = distances.unsqueeze(1) * rates
@@ -256,14 +266,14 @@ def _sinusoids(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _relative_shift(scores: Tensor) -> Tensor:
-    """Move scores [..., S, K], whose column c has the distance K - 1 - c, to the keys at that distance."""
+    """Convert scores [..., S, K] by distance, K - 1 in the first column and 0 in the last, to scores by key."""
     length, count = scores.shape[-2:]
     padded = F.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
     return padded[..., length:].unflatten(-1, (length, count))
 
 
 def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
-    """Rotate the pairs (i, i + r / 2) of the first r elements of each head by the angles of its position."""
+    """Apply rotary positions to the first r elements of each head, in pairs (i, i + r / 2)."""
     if rotary is None:
         return x_BSHd
     cos, sin = (part.to(x_BSHd.dtype) for part in rotary)
@@ -273,7 +283,7 @@ def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
 
 
 def _pairs_apart(x: Tensor) -> Tensor:
-    """Move elements 2 i and 2 i + 1, which multi-latent attention pairs, to i and i + d / 2."""
+    """Move elements 2 i and 2 i + 1 of the last axis, of length d, to i and i + d / 2, where `_rotated` pairs them."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
@@ -396,14 +406,15 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 ``memory_length``, the input is a segment, and the last positions of the cache are its memory.
             inputs_embeds: [B, S, D], in place of ``input_ids``.
             labels: [B, S], not shifted: usually ``input_ids``. A label of -100 is left out of the loss.
-            use_cache: return a cache. By default, the configuration decides, but there is no cache in training mode or
-                if a token's output depends on later tokens.
+            use_cache: return a cache. None for the configuration's value, except that there is no cache in training
+                mode or if a token's output depends on later tokens.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
-            UserError: a cache has a fixed length, or is used with a setting that `looks_ahead` names, or in training
-                with ``memory_length``; the mask has another shape or, with relative positions, padding between tokens;
-                there are more tokens than learned positions.
+            UserError: ``past_key_values`` has a fixed length. A cache is used although `looks_ahead` names a setting. A
+                cache is used in training, and ``memory_length`` is set. ``attention_mask`` has another shape.
+                ``attention_mask`` has padding between tokens, and positions are relative. There are more tokens than
+                learned positions.
         """
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
         x_BSD = x_BSD * self.embedding_scale
@@ -462,7 +473,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         )
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """Generate as transformers does, without a limit of the experts' capacity.
+        """Generate as transformers does, without the experts' capacity limit.
 
         Raises:
             UserError: the gate is ``expert_choice``, which chooses among all tokens of a sequence.
@@ -489,7 +500,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         return f"model.memory_length={self.recipe_model.memory_length}"
 
     def looks_ahead(self) -> str:
-        """Return the setting by which a token's output depends on later tokens; empty for none."""
+        """Return the setting by which a token's output depends on later tokens; empty if there is none."""
         for gate in self._gates():
             if isinstance(gate, ExpertChoiceRouter):
                 return "gate=expert_choice"
@@ -533,13 +544,13 @@ def _angles(position_BS: Tensor, model: ModelConfig) -> Rotary:
 
 
 def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-    """Return bool [B or 1, 1, S, K], True where a query sees a key. Every query sees itself, because padding that sees
-    nothing would give NaN."""
+    """Return the attention mask, bool [B or 1, 1, S, K], True where a query sees a key."""
     query_S1 = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(1)
     key_K = torch.arange(past + length, device=device, dtype=torch.int64)
     causal_SK = key_K <= query_S1
     if seen_BK is None:
         return causal_SK[None, None]
+    # Every query sees itself, because padding that sees nothing would give NaN.
     return ((causal_SK & seen_BK.unsqueeze(1)) | (key_K == query_S1)).unsqueeze(1)
 
 

@@ -15,13 +15,13 @@ _BIAS = 127  # of the scales' exponents (E8M0); 255 is NaN
 
 
 class FromMXFP4:
-    """Decoder of MXFP4 weights to bfloat16 matrices [E, out, in], without rounding. It supports import only.
+    """Import-only transform that decodes MXFP4 weights to bfloat16 matrices [E, out, in], without rounding.
 
     The inputs are blocks, uint8 [E, out, in / 32, 16], and scales, uint8 [E, out, in / 32]. The lower four bits of a
     byte hold the first of its two numbers.
 
     Args:
-        of_rows: transform that imports the decoded matrices [E, out, in].
+        of_rows: transform whose ``join`` then converts the decoded matrices.
     """
 
     def __init__(self, of_rows: Transform):

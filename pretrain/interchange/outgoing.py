@@ -160,7 +160,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
         shape = checkpoint.shape(name)
         whole = shape if place.expert is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
-            raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
+            raise UserError(f"{checkpoint.path}: the shape of {name} is {shape}, but the recipe requires another")
     dtypes = {checkpoint.dtype(name) for name, place in ours.items() if place.dtype is None}
     if len(dtypes) > 1:
         raise UserError(

@@ -27,7 +27,10 @@ def without_mtp(model: ModelConfig) -> ModelConfig:
 
 
 def tensors(model: ModelConfig) -> Iterator[Place]:
-    """Yield the tensors of a model except multi-token prediction's. Names are those of Megatron-core's modules."""
+    """Yield the tensors of a model in fmoe's own export format, named after Megatron-core's modules.
+
+    Tensors of multi-token prediction are left out.
+    """
     model = without_mtp(model)
     for name, shape in _shapes(model):
         ours, layer = name, None

@@ -66,7 +66,10 @@ _VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
 
 
 def parse(data: bytes | BinaryIO) -> Any:
-    """Return the value of a pickle, with `Name`, `Made` and `Persistent` in place of other objects.
+    """Parse a pickle without running it, and return its value.
+
+    `Name`, `Made` and `Persistent` take the place of classes, of objects that unpickling would make, and of external
+    data.
 
     Raises:
         ValueError: the pickle is damaged, or has an instruction or a value that the pickles of torch do not need.
@@ -170,7 +173,7 @@ def _tuple(values: list[Any]) -> tuple:
 
 
 def _key(value: Any) -> Any:
-    """Return a dict key or an element of a set after a check of its type."""
+    """Return ``value``, a dict key or an element of a set, after a check of its type."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, str | int | float | bytes | Name | Made | None):
             kind = "tuple" if isinstance(each, tuple) else type(each).__name__
@@ -185,7 +188,7 @@ def _as(kind: type, value: Any) -> Any:
 
 
 def _items_of(value: Any) -> dict:
-    """Return the dict to which items are added: the value, or the state of an OrderedDict."""
+    """Return the dict behind ``value``, which is a dict, or an OrderedDict parsed as `Made`."""
     if isinstance(value, Made):
         value.state = {} if value.state is None else value.state
         value = value.state

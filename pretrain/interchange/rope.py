@@ -26,7 +26,10 @@ YARN = ("rope_scaling", "rope_original_length", "rope_truncate", *(ours for _, o
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for rotary positions, except the ``rope_theta`` of transformers 4."""
+    """Return the keys ``rope_scaling`` and ``rope_parameters`` of config.json, for rotary positions.
+
+    ``rope_scaling`` is the key of transformers 4, and ``rope_parameters`` that of transformers 5.
+    """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is None:
         return {"rope_scaling": None, "rope_parameters": rope}
@@ -38,7 +41,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``partial_rotary_factor``, each if it is set.
+    """Return ``rope_theta`` and ``partial_rotary_factor``, each if config.json has it.
 
     They are read from ``rope_parameters`` or ``rope_scaling`` and, if missing there, from the top level of config.json.
 

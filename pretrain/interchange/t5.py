@@ -24,9 +24,9 @@ SHARED, HEAD = "shared.weight", "lm_head.weight"
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply by a power of two; raise UserError if the product is rounded, because it is subnormal or overflows."""
+    """Multiply a tensor by a power of two; raise UserError if the product is not exact."""
     product = tensor * factor
-    if not torch.equal(product / factor, tensor):
+    if not torch.equal(product / factor, tensor):  # subnormal or overflowing
         dtype = str(tensor.dtype).removeprefix("torch.")
         advice = "" if tensor.dtype == torch.float32 else ": use float32 weights"
         raise UserError(
@@ -36,7 +36,10 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
 
 
 class Query:
-    """A query matrix, which includes the factor d^-0.5 of the scores in T5's format but not in fmoe's."""
+    """Transform of a query matrix.
+
+    In T5's format, the matrix includes the factor d^-0.5 of attention scores, for heads of width d.
+    """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (_times(ours, sizes["d"] ** -0.5),)
@@ -46,7 +49,7 @@ class Query:
 
 
 class ScaledQueryKeyValue(QueryKeyValue):
-    """`QueryKeyValue`, with its queries converted as by `Query`."""
+    """`QueryKeyValue` that also converts the queries as `Query` does."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         query, key, value = super().split(ours, sizes)
@@ -58,7 +61,7 @@ class ScaledQueryKeyValue(QueryKeyValue):
 
 
 def _queries(entry: Entry) -> tuple[Entry, Entry]:
-    """Return two entries for the same queries: unchanged if ``attention_scale`` is set, scaled otherwise."""
+    """Return the entry for models with ``attention_scale``, and the entry for others, which scales the queries."""
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
     return (
         replace(entry, when=lambda model: model.attention_scale is not None),
@@ -67,9 +70,9 @@ def _queries(entry: Entry) -> tuple[Entry, Entry]:
 
 
 class KeyValue:
-    """Megatron-core's fused matrix of cross attention, exported as a key and a value matrix.
+    """Transform of Megatron-core's fused matrix of cross attention, exported as a key matrix and a value matrix.
 
-    The fused rows are, for each head, those of its key, then those of its value.
+    The rows of the fused matrix are ordered by head: the head's key, then its value.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -83,7 +86,7 @@ class KeyValue:
 
 
 def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
-    """Return the entries of a stack in T5 or Switch; ``block`` is the family's name for feed-forward blocks."""
+    """Return the entries of the encoder or decoder; ``block`` is the Hugging Face name of a feed-forward block."""
     ours, theirs = f"model/{stack}.layers.{{layer}}", f"{stack}.block.{{layer}}.layer"
     attention, last = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if stack == 'decoder' else 1}"
     entries = [
@@ -248,9 +251,10 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Set ``tie_word_embeddings`` according to the weights: transformers 5 writes it as true for every T5. A missing
-    ``scale_decoder_outputs`` takes the value that ``tie_word_embeddings`` had."""
+    """Return config.json, with ``tie_word_embeddings`` set according to the weights."""
     config = dict(config)
+    # The default is the stored tie_word_embeddings. The weights then decide that key, because transformers 5 writes it
+    # as true for every T5.
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     parts = [folder.tensors.get(name) for name in (HEAD, SHARED)]
     if None not in parts:
@@ -296,12 +300,12 @@ T5 = Family(
 
 
 def _with_experts(depth: int, step: int) -> list[int]:
-    """Return the layers with experts, counted from 0, of a stack whose sparse step in transformers is ``step``."""
+    """Return the layers with experts, counted from 0, of a stack of ``depth`` layers with the sparse step ``step``."""
     return [n for n in range(depth) if step == 1 or (step > 1 and n % step == 1)]
 
 
 def _steps(model: ModelConfig) -> list[int] | None:
-    """Return the sparse steps of encoder and decoder; None if a stack's layers with experts fit no sparse step."""
+    """Return ``encoder_sparse_step`` and ``decoder_sparse_step``; None if the layers with experts match no step."""
     steps = []
     for first, depth in ((1, model.num_layers), (model.num_layers + 1, model.decoder_layers)):
         found = [n - first for n in model.layers_with_experts if first <= n < first + depth]

@@ -26,7 +26,7 @@ Sizes = Mapping[str, int]
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """Return the size of each letter that stands for a dimension in shapes such as ``"2H D"``."""
+    """Return the sizes that letters stand for in shapes such as ``"2H D"``: ``D`` is the hidden size."""
     return {
         "V": model.vocab_size,
         "D": model.hidden_size,
@@ -57,8 +57,10 @@ def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
 
 
 class Transform(Protocol):
-    """Conversion between one tensor of fmoe and one or more tensors of Hugging Face. `split` exports, and `join`
-    imports."""
+    """Conversion between one tensor of fmoe and one or more tensors of Hugging Face.
+
+    `split` exports, and `join` imports.
+    """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]: ...
 
@@ -66,7 +68,7 @@ class Transform(Protocol):
 
 
 class Same:
-    """A tensor that is the same in both formats."""
+    """Transform of a tensor that is the same in both formats."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours,)
@@ -76,7 +78,7 @@ class Same:
 
 
 class Halves:
-    """The matrix [2 * H, D] of a gated block, exported as two matrices [H, D]: first the gate's, then the value's."""
+    """Transform that exports a gated block's matrix [2 * H, D] as two matrices [H, D]: the gate's, then the value's."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return ours.chunk(2, 0)
@@ -87,7 +89,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class OfOne:
-    """A tensor with a leading axis of size 1, exported by another transform without that axis."""
+    """Transform that drops a tensor's leading axis of size 1, and exports the rest by another transform."""
 
     transform: Transform
 
@@ -99,10 +101,10 @@ class OfOne:
 
 
 class QueryKeyValue:
-    """Megatron-core's fused matrix or bias of attention, exported as three tensors: queries, keys and values.
+    """Transform that exports attention's fused matrix or bias as three tensors: queries, keys and values.
 
-    The fused rows are, for each key/value head, those of its queries, its key and its value. Rows keep their order
-    within a head, because both formats rotate the pairs (i, i + r / 2) of a head's first r elements.
+    The fused rows are ordered by key/value head: the head's queries, its key, its value. Rows keep their order within a
+    head, because both formats rotate the pairs (i, i + r / 2) of a head's first r elements.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:

@@ -119,8 +119,8 @@ def _proto(tokenizer: Tokenizer) -> Any:
 
 
 def _suits_llama_cpp(proto: Any) -> bool:
-    """Return whether llama.cpp encodes text as the sentencepiece model does. llama.cpp merges by score, falls back to
-    bytes, and normalizes nothing."""
+    """Return whether llama.cpp encodes text as the sentencepiece model does."""
+    # llama.cpp merges by score, falls back to bytes, and normalizes nothing.
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
     return trainer.model_type == _BPE and trainer.byte_fallback and not is_normalized
@@ -183,7 +183,7 @@ def _normalizers(tokenizers, spec) -> Iterator[Any]:
 
 
 def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield sentencepiece's merges, best first: a merge of two pieces has the score of the piece that they form."""
+    """Yield pairs of pieces that together form a third, ordered by the score of the third, best first."""
     normal = {piece for piece, _, type_ in pieces if type_ == NORMAL}
     ranked = sorted((p for p in pieces if p[0] in normal), key=lambda p: (-p[1], vocabulary[p[0]]))
     for piece, _, _ in ranked:
@@ -193,12 +193,12 @@ def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) ->
 
 
 def _compare(tokenizer: Tokenizer, data: bytes) -> None:
-    """Raise UserError unless the tokenizer.json gives the same ids for sample texts. Of two equally likely ways to cut
-    a text, either is accepted, because rounding decides between them."""
+    """Raise UserError unless the tokenizer.json ``data`` encodes sample texts as ``tokenizer`` does."""
     exported = load_json(data, tokenizer.path.with_name(TOKENIZER))
     spelled = "".join(name for name in SPECIAL_NAMES if name in tokenizer.ids)
     for text in (*_PROBES, f"a{spelled}b"):
         found, expected = exported.encode(text), tokenizer.encode(text)
+        # Of two equally likely ways to cut a text, either is accepted, because rounding decides between them.
         if found != expected and not are_equally_likely(tokenizer, found, expected):
             raise UserError(
                 f"the tokenizer {tokenizer.path} is not supported: written as {TOKENIZER}, it tokenizes {text!r} "
@@ -207,8 +207,10 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
 
 
 def are_equally_likely(tokenizer: Tokenizer, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether two lists of ids are the same text with the same score. False unless the tokenizer is
-    sentencepiece's."""
+    """Return whether two lists of ids decode to the same text and have the same total score in a sentencepiece model.
+
+    False for any other tokenizer.
+    """
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
         return False
     scores = [sum(map(tokenizer.score, ids)) for ids in (one, other)]

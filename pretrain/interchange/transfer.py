@@ -59,8 +59,8 @@ class Transferred:
     Attributes:
         num_tensors, nbytes: number of tensors, and their size in bytes.
         is_resumable: True if a run can resume from the result.
-        is_checked: False if a checkpoint of Megatron-core has no arguments of Megatron-LM, with which import would
-            compare the recipe's routing, positions and norms.
+        is_checked: False if import could not check the recipe's routing, positions and norms, because a checkpoint of
+            Megatron-core has no arguments of Megatron-LM.
     """
 
     num_tensors: int
@@ -256,21 +256,21 @@ def _of_megatron(
 
 
 def _layouts(recipe: Recipe) -> dict[str, Layout]:
-    """Return the shapes and dtypes of the tensors of the recipe's model, built on the meta device."""
+    """Return shape and dtype of each tensor of the recipe's model, by name."""
     from pretrain.engine.meta import checkpoint_layouts  # imports megatron-core
 
     return {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(recipe).items()}
 
 
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
-    """Check the names, shapes and dtypes of the model's tensors. A weight may have another precision than the
-    recipe's."""
+    """Raise UserError unless ``layouts`` has the names, shapes and dtypes of ``wanted``."""
     for name, (shape, dtype) in wanted.items():
         if name not in layouts:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
         found, found_dtype = layouts[name]
         if found != shape:
             raise UserError(f"{source}: {name} has shape {list(found)}, but the recipe's model has {list(shape)}")
+        # A weight may have another precision than the recipe's.
         if found_dtype != dtype and not {found_dtype, dtype} <= PRECISIONS:
             raise UserError(
                 f"{source}: {name} has dtype {name_of(found_dtype)}, but the recipe's model has {name_of(dtype)}"
@@ -281,8 +281,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the state of the run and of each rank. Without optimizer tensors, return `weights_only` and one empty rank
-    state."""
+    """Return the state of the run and of each rank; without optimizer tensors, `weights_only` and one empty state."""
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []

@@ -104,11 +104,11 @@ def context_slice(batch: Batch, group: dist.ProcessGroup) -> Batch:
 
 
 def loss_function(batch: Batch, slices: int = 1) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """Return the function that the pipeline schedule calls with the output of ``forward``.
+    """Return the loss function of a micro batch, which the pipeline schedule calls with the model's output.
 
     Args:
-        slices: context parallel size. The losses of the context parallel ranks, each of one slice of the sequences,
-            add up to the loss of the micro batch.
+        slices: context parallel size. The losses of the context parallel ranks, each of one slice of the sequences, add
+            up to the loss of the micro batch.
     """
     return partial(_loss, batch.get("loss_weight"), slices)
 

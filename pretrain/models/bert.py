@@ -16,12 +16,13 @@ from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 
 
 class UnpaddedBert(BertModel):
-    """`BertModel` for sequences without padding, which need no mask: this allows the fused attention kernel.
+    """`BertModel` for sequences without padding.
 
-    Megatron-core would treat any attention module but its own as Transformer Engine's, and require a mask. If the model
-    has a segment embedding, all tokens are of segment 0.
+    They need no mask, which allows the fused attention kernel. If the model has a segment embedding, tokens are of
+    segment 0 by default.
     """
 
+    # Megatron-core would treat any attention module but its own as Transformer Engine's, and require a mask.
     def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
         return "b1ss"
 

@@ -59,7 +59,7 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
 
 
 def norm_class(model: ModelConfig) -> type | None:
-    """Return the class of the recipe's norms outside of layers; None for Megatron-core's choice."""
+    """Return the class of norms outside of layers, such as the final norm; None for Megatron-core's choice."""
     return WrappedTorchNorm if model.norm == "rms" else None
 
 
@@ -111,13 +111,12 @@ def _latent_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _local_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the `TransformerConfig` fields for attention windows, attention sinks, and, in layers without experts,
-    swiglu_oai."""
+    """Return the `TransformerConfig` fields of attention windows, attention sinks and the activation ``swiglu_oai``."""
     fields: dict[str, Any] = {"softmax_type": "learnable"} if model.attention_sinks else {}
     if model.sliding_window is not None:
         fields["window_size"] = (model.sliding_window - 1, 0)
         fields["window_attn_skip_freq"] = [int(n in model.layers_with_window) for n in range(1, model.num_layers + 1)]
-    if model.activation == "swiglu_oai":
+    if model.activation == "swiglu_oai":  # for layers without experts
         fields |= {"activation_func_clamp_value": SwiGLUOAI.limit, "glu_linear_offset": 1.0}
     return fields
 

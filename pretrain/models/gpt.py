@@ -59,7 +59,10 @@ def build_gpt(
     """Build a pipeline stage of a GPT: the layers of the spec, with torch's fused attention.
 
     The first stage also has the embedding. The last stage also has the output layer and multi-token prediction.
-    `keyed_layer_spec` describes ``without_mlp``. ``stage`` has `GPTModel`'s ``pre_process`` and ``post_process``.
+
+    Args:
+        without_mlp: numbers of the layers to build without an MLP, because experts will replace it.
+        stage: `GPTModel`'s ``pre_process`` and ``post_process``.
     """
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
@@ -112,9 +115,9 @@ def document_mask(documents: Tensor) -> Tensor:
     """Return Megatron's attention mask, bool [b, 1, s, s], from the document numbers of tokens [b, s].
 
     The mask is True where a query (third axis) must not see a key (fourth axis), because the key is in another document
-    or comes later. Rotary positions need not restart in each document: attention scores depend only on differences of
-    positions, which are the same within a document.
+    or comes later.
     """
+    # Rotary positions need not restart in each document: scores depend only on differences of positions.
     length = documents.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
     return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)

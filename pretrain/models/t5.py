@@ -79,14 +79,14 @@ def _key_relative_positions(module: T5Model, seed: int) -> None:
 
 
 def _enter_encoder(module: T5Model) -> None:
-    """Let the dropout of the embedding, which encoder and decoder share, draw the encoder's random numbers."""
+    """Make the dropout of the embedding, which encoder and decoder share, draw the encoder's random numbers."""
     module.embedding.embedding_dropout.part = "encoder"
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Let the dropout of the shared embedding draw the decoder's random numbers. In training, also convert the index of
-    the first token, on which random numbers depend, from encoder tokens to decoder tokens."""
+    """Make the dropout of the shared embedding draw the decoder's random numbers."""
     module.embedding.embedding_dropout.part = "decoder"
+    # Random numbers depend on the index of the micro batch's first token: count it in decoder tokens.
     where = random.position()
     if module.training and where is not None:
         first_token = where.first_token // encoder_length * decoder_length

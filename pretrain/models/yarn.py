@@ -43,7 +43,7 @@ def scale_positions(module: nn.Module, model: ModelConfig) -> None:
 
 
 class _LatentRotary(RotaryEmbedding):
-    """Rotary embedding that returns angles and their factor, as multi-latent attention with "yarn" expects."""
+    """Rotary embedding that returns angles and YaRN's factor, as Megatron-core's multi-latent attention expects."""
 
     def __init__(self, model: ModelConfig):
         super().__init__(rotary_width(model), rotary_percent=1.0, use_cpu_initialization=True)

@@ -12,7 +12,7 @@ from pretrain.report.runs import open_runs
 
 
 def main(argv: list[str]) -> int:
-    """Write the report, or serve it until interrupted; see docs/report.md.
+    """Write the report of runs to a file, or serve it until interrupted, and return 0; see docs/report.md.
 
     Raises:
         UserError: a folder does not exist or, without ``--live``, has no run with a step; a file is damaged; the output

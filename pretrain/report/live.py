@@ -18,14 +18,20 @@ _HOSTS = ("127.0.0.1", "localhost")
 
 
 class LiveRuns:
-    """Runs from `open_runs`, and their latest payload (the page's data from `encode`); safe for concurrent threads."""
+    """Runs that may still be training, and the data of their report page. Safe for concurrent threads.
+
+    Args:
+        runs: from `open_runs`.
+    """
 
     def __init__(self, runs: Sequence[RunFolder]):
         self._runs, self._lock = runs, threading.Lock()
         self._version, self._payload = 0, b""
 
     def read(self) -> tuple[int, bytes]:
-        """Read new data; return a version number, which grows with new data, and the payload.
+        """Read new data of the runs; return a version number and the page's data from `encode`.
+
+        The version number increases when the data changes.
 
         Raises:
             UserError: a file is damaged.

@@ -21,7 +21,7 @@ _SCRIPTS = ("format", "palette", "data", "plot", "charts", "heatmap", "tables", 
 
 
 def page(payload: bytes, *, live: bool = False) -> str:
-    """Return the HTML document.
+    """Return the report as an HTML document.
 
     Args:
         payload: result of `encode`.
@@ -78,10 +78,14 @@ def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = Tru
 
 
 def read_runs(folders: Sequence[Path], *, requires_steps: bool = True) -> list[RunFolder]:
-    """Read the runs of the folders once.
+    """Return the runs of the folders, with the data written so far.
+
+    Args:
+        requires_steps: refuse runs without a step.
 
     Raises:
-        UserError: as for `write_report`.
+        UserError: a folder does not exist, is given twice or, with ``requires_steps``, has no step; or a file is
+            damaged.
     """
     runs = open_runs(folders)
     for run in runs:

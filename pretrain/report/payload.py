@@ -34,7 +34,7 @@ class Arrays:
     """Arrays concatenated into one buffer.
 
     Attributes:
-        layout: dtype, length and offset in bytes, by array number.
+        layout: for each array, its dtype, its number of elements, and its offset in bytes.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Arrays:
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """Append an array as uint8, uint32 or float32, and return its number.
+        """Append an array as uint8, uint32 or float32, and return its index in ``layout``.
 
         Args:
-            bits: bits of mantissa to keep of floats. The last value keeps all.
+            bits: number of mantissa bits to keep in floats. The last float of the array keeps all 23.
         """
         if array.dtype == np.uint8:
             kind, data = "u1", array
@@ -66,7 +66,7 @@ class Arrays:
 
 
 def encode(runs: Sequence[RunFolder]) -> bytes:
-    """Return the page's data for the runs, in the format that the module docstring describes."""
+    """Return the data of the runs' report page: JSON and arrays, deflated. The module docstring has the format."""
     arrays = Arrays()
     header = {
         "fmoe": _version(),
@@ -81,7 +81,7 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
 
 
 def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Group runs that differ only in their seed, as `pretrain.compare` does."""
+    """Return the name and the indices in ``runs`` of each group of runs that differ only in their seed."""
     found: list[tuple[dict[str, Any], set[str], list[int]]] = []
     for number, run in enumerate(runs):
         keys = {key: value for key, value in run.recipe.items() if not key.startswith(OF_NO_EFFECT)}
@@ -123,10 +123,10 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """Return a run's key figures.
+    """Return a run's key figures by name, such as ``params``, ``loss`` and ``best_val_loss``.
 
-    A figure is the last finite value of a metric, or for speeds the mean over the steps. Unknown figures, and figures
-    that were never finite, are left out.
+    For a metric, the figure is the last finite value, or for speeds the mean over the steps. Figures that are unknown
+    or not finite are left out.
     """
     record, info = run.record, run.run_info
     values: dict[str, Any] = {name: info.get(name) for name in ("params", "active_params", "flops_per_token")}
@@ -140,7 +140,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
 
 
 def _declaration(metric: Metric) -> dict[str, Any]:
-    """Return a metric's declaration for the page; ``figure`` is the label in the section "Numbers", empty for none."""
+    """Return a metric's declaration as JSON values."""
     section = "routing" if metric.reduce else metric.section
     figure = metric.label + ", mean of the layers" * (section == "routing")
     if not metric.is_exact:
@@ -158,7 +158,7 @@ def _declaration(metric: Metric) -> dict[str, Any]:
 
 
 def _is_averaged(metric: Metric) -> bool:
-    """Return whether the figure of a run is the mean over its steps."""
+    """Return whether the report shows the metric's mean over the steps, not its last value."""
     return metric.section == "speed" and not metric.is_exact
 
 
@@ -169,8 +169,8 @@ def _lost(record: Record) -> dict[str, int]:
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
-    """Return, by series name, the array numbers of the steps (as differences) and values. If points span several steps,
-    add the array numbers of the steps and values of their means."""
+    """Return, for each series, the indices of its arrays in ``arrays``, to which they are added."""
+    # x, y: steps, as differences, and values; mx, my: the same of the means, if points span several steps.
     found = {}
     for name in curves.names:
         steps, values = curves.points(name)

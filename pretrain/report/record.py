@@ -51,7 +51,8 @@ class Curves:
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
         """Add the values of a step; call it in ascending order of steps.
 
-        A value that is not finite is a gap if it is the last of its series, or if its span has no finite value.
+        NaN and infinite values become a gap in the curve if they are the last of their series, or if their span has no
+        finite value.
         """
         if self._first is None:
             self._first = step
@@ -76,8 +77,8 @@ class Curves:
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and values of a series, in order of steps.
 
-        The points are the extremes of every span, the last value and the last finite value. A span with values, but no
-        finite one, is NaN.
+        The points are the extremes of every span, the last value and the last finite value. A span whose values
+        are all NaN or infinite is one point, NaN.
         """
         column = self.names[name]
         has = self._count[:, column] > 0
@@ -92,23 +93,23 @@ class Curves:
         return steps, values[kept]
 
     def means(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean step and mean value of each span with a finite value."""
+        """Return the mean step and the mean value of each span in which the series has a finite value."""
         column = self.names[name]
         count = self._count[:, column]
         has = count > 0
         return self._sum_at[has, column] / count[has], self._sum[has, column] / count[has]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of all finite values; None without any."""
+        """Return the mean of a series' finite values; None if there are none."""
         if name not in self.names or not (count := self._count[:, self.names[name]].sum()):
             return None
         return float(self._sum[:, self.names[name]].sum() / count)
 
     def thinned(self, points: int) -> "Curves":
-        """Return the curves with at most ``points`` points in all series together, if necessary as a copy with longer
-        spans.
+        """Return the curves with at most ``points`` points in all series together.
 
-        Curves with 16 or fewer spans in use are not thinned further, even if they have more points.
+        If they have more, the result is a copy with longer spans. Curves in which 16 or fewer spans have values are not
+        thinned further, even if they have more points.
         """
         curves = self
         while 2 * curves._used * len(curves.names) > points and curves._used > 16:
@@ -118,7 +119,7 @@ class Curves:
 
     @property
     def _used(self) -> int:
-        """Number of spans up to the last one with a value."""
+        """Number of spans up to the last one with a finite value."""
         return int(np.flatnonzero((self._count > 0).any(1)).max(initial=-1)) + 1
 
     @property
@@ -174,7 +175,8 @@ class Loads:
 
     Args:
         sizes: number of experts by layer number, for layers with experts.
-        cells: upper bound on spans x experts of all layers; exceeded if 4 spans, the minimum, need more.
+        cells: upper bound on the number of spans times the number of experts in all layers. There are at least 4 spans,
+            even if they exceed this bound.
     """
 
     def __init__(self, sizes: Mapping[int, int], cells: int = LOAD_CELLS):
@@ -338,8 +340,7 @@ def _series_of(key: str) -> tuple[int, str]:
 
 
 def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:
-    """Return a metric as a number; None for text. A null is replaced by its ``KEY_nonfinite``
-    (`pretrain.tracking.jsonl`)."""
+    """Return a metric as a float, which may be NaN or infinite; None for text and lists."""
     if isinstance(value, int | float):
         try:
             return float(value)

@@ -176,7 +176,7 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     def layer_label(self, layer: int) -> str:
-        """Return the label of a layer. The layer numbers of a T5 continue from encoder to decoder."""
+        """Return the label of a layer, such as ``layer 3`` or, in a T5, ``encoder 3`` or ``decoder 3``."""
         encoder = self.recipe.get("model.num_layers")
         if self.recipe.get("model.kind") == "t5" and isinstance(encoder, int):
             return f"encoder {layer}" if layer <= encoder else f"decoder {layer - encoder}"

@@ -19,8 +19,8 @@ from pretrain.tracking.tracker import Metrics
 class JsonlTracker:
     """Append every metric to a file of JSON lines.
 
-    JSON has no NaN and no infinity. Such a value is written as null, and ``KEY_nonfinite`` is ``"nan"``, ``"inf"`` or
-    ``"-inf"``. For a list, ``KEY_nonfinite`` is a list with null at the finite values.
+    JSON has no NaN and no infinity. Such a value is written as null, and the line also gets the key ``KEY_nonfinite``
+    with ``"nan"``, ``"inf"`` or ``"-inf"``. For a list, ``KEY_nonfinite`` is a list with null at the finite values.
 
     Args:
         path: the file, in an existing folder.

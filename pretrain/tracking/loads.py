@@ -111,12 +111,13 @@ def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
 def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], list[float]]:
     """Return a histogram over the index of ``values``: bar ``i`` spans ``[i, i + 1)`` and has height ``values[i]``.
 
-    Given a list, dashboards would bin its values, which hides the experts. With more values than ``max_bars`` (512,
-    wandb's limit), neighbours are summed into one bar. A value that is not finite has height 0.
+    With more values than ``max_bars`` (512, wandb's limit), neighbours are summed into one bar. A value that is not
+    finite has height 0.
 
     Returns:
         Heights and edges; there is one more edge than heights.
     """
+    # Given a list, dashboards would bin its values, which hides the experts.
     heights = [float(value) if math.isfinite(value) else 0.0 for value in values]
     width = math.ceil(len(heights) / max_bars)
     if width > 1:

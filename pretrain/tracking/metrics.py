@@ -67,7 +67,7 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """The title, or by default the name with spaces."""
+        """The title or, if that is empty, the name with spaces."""
         return self.title or self.name.replace("_", " ")
 
 

@@ -48,7 +48,11 @@ class Trackers:
         self._view = view
 
     def add_optional(self, make: Callable[[], Tracker], label: str) -> None:
-        """Build and add an optional tracker. A UserError of ``make`` is raised; any other error drops the tracker."""
+        """Build an optional tracker with ``make``, and add it.
+
+        A UserError of ``make`` is raised. After any other error, the run continues without the tracker, and a warning
+        names ``label``.
+        """
         try:
             self._optional.append(make())
         except UserError:
@@ -92,7 +96,7 @@ class Trackers:
 
 
 def kept_id(path: Path, *, is_new: bool) -> str:
-    """Return the id in a file of the run folder. For a new run, or if there is no file, write a new id first.
+    """Return the id stored in the file ``path``. If ``is_new`` or without such a file, store a new random id first.
 
     A dashboard that cannot remove logged steps shows each start or resume of a run as a separate run. The id groups
     them.

@@ -88,8 +88,7 @@ class WandbTracker:
 
 
 def _mode(wandb: ModuleType) -> str:
-    """Return the mode set by ``WANDB_MODE`` or ``wandb offline``; "offline" without an API key. Does not prompt or use
-    the network."""
+    """Return the mode set by ``WANDB_MODE`` or ``wandb offline``; "offline" without an API key."""
     # Settings of the session, not of the run: without them, login prints to stderr.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
     if mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):

@@ -35,7 +35,7 @@ class Sources:
 
     Attributes:
         folder: folder of the files. A change of any file in it, headers included, leads to a new build.
-        kernels: names of the files to compile, each with NVRTC's name expressions of the kernels to keep.
+        kernels: NVRTC's name expressions of the kernels to keep, by the name of the file to compile.
     """
 
     folder: Path
@@ -64,8 +64,8 @@ def library(
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: a build is needed and cuda.core or NVRTC is missing, compilation fails, or no cache folder is
-            usable; the message has one line.
+        BuildError: cuda.core or NVRTC is missing when a build is needed; compilation fails; or no cache folder is
+            usable. The message has one line.
     """
     sources = sources or SHIPPED
     found = _find()
@@ -90,7 +90,7 @@ def library(
 
 
 def check_arch(arch: str, found: Nvrtc) -> None:
-    """Raise UserError if NVRTC does not support the architecture."""
+    """Raise UserError if the compiler ``found`` does not support the architecture."""
     if arch not in found.architectures:
         valid = ", ".join(found.architectures)
         raise UserError(f"arch={arch!r} is not supported by {found.name}; valid names: {valid}")
@@ -107,7 +107,7 @@ def last_failure(arch: str, sources: Sources | None = None) -> str | None:
 
 
 def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
-    """Return each source file's machine code in a cache entry, and the symbols of its kernels by name expression.
+    """Return (cubin, symbols by NVRTC name expression) of each source file in the cache entry ``path``.
 
     Raises:
         BuildError: the entry is invalid.
@@ -128,7 +128,7 @@ def _find() -> Nvrtc | BuildError:
 
 
 def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
-    """Return the cache key. Without NVRTC, it is a prefix that matches the entries of every NVRTC version."""
+    """Return the cache key; if ``found`` is a BuildError, the prefix that the keys of all NVRTC versions share."""
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):
         if path.is_file():

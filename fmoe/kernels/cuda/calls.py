@@ -33,7 +33,7 @@ class TokenTiles:
     """Split of each routing group (tokens that share expert capacity) into tiles of consecutive tokens.
 
     Attributes:
-        tokens: T.
+        tokens: number of tokens.
         group_size: number of tokens per routing group.
         sequences, sequence_length: memory layout of the tokens, as in `fmoe.routing.RoutingGroups.layout`.
     """
@@ -45,7 +45,7 @@ class TokenTiles:
 
     @property
     def groups(self) -> int:
-        """G, the number of groups."""
+        """Number of routing groups."""
         return -(-self.tokens // self.group_size)
 
     @property
@@ -65,7 +65,7 @@ class TokenTiles:
 
     @property
     def count(self) -> int:
-        """B, the number of tiles."""
+        """Number of tiles."""
         return max(1, self.groups) * self.per_group
 
     @property
@@ -83,7 +83,7 @@ class Counted:
         sum_BE: sums of the router's probabilities; None from `count_choices`.
         sum_B3: over routed tokens, the sum of logsumexp^2, the sum of entropy, and their number. `count_choices` gives
             only the number; its sums are 0.
-        ticket: counter of the thread blocks of `queue` that have finished, int32 [1]; None from `count_choices`.
+        ticket: number of finished thread blocks of the kernel ``queue``, int32 [1]; None from `count_choices`.
     """
 
     tiles: TokenTiles
@@ -109,6 +109,7 @@ def gather(
     on, are zero.
 
     Args:
+        per: number of indices per row of ``x``: K if the indices are assignments and ``x`` has a row per token.
         limit: number of rows to gather, [1] on the device; None for all.
         dtype: dtype of the result; None for the dtype of ``x``.
     """
@@ -191,7 +192,7 @@ def combine_backward(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the rows and, in float32, of the weights of `combine`; None if not needed."""
+    """Return the gradients of ``rows_MD`` and, in float32, ``weight_TK`` in `combine`; each None if not needed."""
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
@@ -203,7 +204,7 @@ def combine_backward(
 
 
 def add_bias(rows_MD: Tensor, bias_LD: Tensor, end_L: Tensor) -> None:
-    """Add each expert's bias to its rows, in place; set rows past the last expert's to zero."""
+    """Add each expert's bias to its rows, in place; set the rows after the last expert's to zero."""
     rows, width = rows_MD.shape
     geometry = by_rows(rows, width, at_once(rows_MD))
     arguments = (rows_MD, bias_LD, end_L, bias_LD.shape[0], rows, width, rows_MD)
@@ -225,10 +226,10 @@ def bias_gradients(
     bias_out_LD: Tensor | None = None,
     d_weight_TK: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of the experts' two biases and of the tokens, and add to those of the combine weights.
+    """Compute the gradients of the experts' first and second biases, and of the tokens.
 
-    A token's gradient is the sum of ``d_rows_MD`` over its assignments. To the gradient of each kept assignment's
-    weight, the dot product of ``d_out`` and the expert's second bias is added.
+    A token's gradient is the sum of ``d_rows_MD`` over its assignments. ``d_weight_TK``, if given, is completed in
+    place: for each kept assignment, the dot product of ``d_out`` and the expert's second bias is added.
 
     Args:
         d_out: gradient of the outputs, [T, D]; without ``perm_M``, [M, D].
@@ -238,7 +239,8 @@ def bias_gradients(
         inverse_TK: row of each assignment; required with ``d_rows_MD`` or ``d_weight_TK``.
         limit: number of kept rows, [1] on the device; None for all.
         d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
-        d_weight_TK: gradients of the combine weights, changed in place; or None.
+        bias_out_LD: second bias; required with ``d_weight_TK``.
+        d_weight_TK: gradients of the combine weights without the second bias's share; None to add nothing.
 
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
@@ -300,7 +302,7 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of the activation and of the combine weights; recompute the activation's result.
+    """Compute the gradients of the pre-activations and of the combine weights; recompute the activation's result.
 
     Args:
         d_active_MH: gradient of the activation's result, not yet multiplied by the combine weights.
@@ -325,7 +327,7 @@ def activate_backward(
 
 
 def plan_tile(assignments: int, experts: int) -> int:
-    """Return the number of assignments that one thread block of `place` sorts, called a tile."""
+    """Return the tile size of `place`: the number of assignments that one thread block sorts."""
     # The cost of `place` is quadratic in the number of tiles.
     most_tiles = max(1, math.isqrt((1 << 24) // (experts + 1)))
     return TILE * max(1, -(-assignments // (TILE * most_tiles)))
@@ -559,9 +561,9 @@ def _route(
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
-    """Return three sizes of the kernel ``route``: experts per lane, and words of shared memory per block and per warp.
+    """Return (experts per lane, words per block, words per warp) of the CUDA kernel ``route``.
 
-    A word has 4 bytes. The first size is 0 for more than 256 experts.
+    Words are 4 bytes of shared memory. The first number is 0 for more than 256 experts.
     """
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
     of_block = experts * (top_k if by_choice else 1) if counted else 0

@@ -46,7 +46,7 @@ def expert_ffn(
 
     Args:
         rows_MD: rows [M, D]; with ``perm_N``, tokens [T, D].
-        counts: number of rows of each expert, on the host or, with ``perm_N``, on the host or the device.
+        counts: number of rows of each expert. Without ``perm_N``, a tensor on the device is copied to the host.
         perm_N, inverse_TK: fields of a `fmoe.kernels.rows.DispatchPlan`.
         weight_TK: as in `fmoe.kernels.native.ops.expert_ffn`.
         offsets: ``end_E`` and ``num_kept`` of the `DispatchPlan`; None to compute them from ``counts``.
@@ -77,7 +77,7 @@ def expert_ffn(
 
 
 def _ends_on(device: torch.device, counts: list[int]) -> Tensor:
-    """Return the end of each expert's rows, int32, on a device."""
+    """Return the cumulative sums of ``counts``, int32, on ``device``."""
     if counts and counts[0] and min(counts) == max(counts):
         # Equal counts (`fmoe.exchange.PaddedExchange`) need no copy from the host, whose memory would have to outlive
         # every CUDA graph that repeats the copy.
@@ -105,7 +105,7 @@ def _expert_ffn(
     gemm: str,
     into_main_grad: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the outputs, and the pre-activations of the rows: with ``perm`` [N, P], without it [M, P]."""
+    """Return the outputs, and the pre-activations: [N, P] with ``perm``, else [M, P]."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     if not batch.num_rows:
         return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
@@ -152,11 +152,7 @@ def _gradients(
     sum_in: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradient of each input in `NAMES`; an empty tensor if it is not needed.
-
-    The gradients of the matrices are added to ``sum_in`` and ``sum_out`` if these are given. The result then has empty
-    tensors for them.
-    """
+    """Return the gradient of each input in `NAMES`; empty if not needed, or if added to ``sum_in`` or ``sum_out``."""
     step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
     if not hidden.shape[0]:
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
@@ -244,7 +240,7 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
 def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
-    """Return the FLOPs of all assignments, dropped ones included: only the device knows how many are dropped."""
+    # Dropped assignments are included: only the device knows how many they are.
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 

@@ -44,7 +44,7 @@ class Gemms:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether `forward` can add a bias before rounding. grouped_mm cannot (torch 2.13)."""
+        """Whether `forward` accepts a bias, which it adds before rounding. False for grouped_mm (torch 2.13)."""
         return not self._is_grouped
 
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
@@ -102,7 +102,7 @@ def requested(gemm: str) -> str:
     """Return ``gemm``, or the value of FMOE_GEMM if ``gemm`` is "auto".
 
     Raises:
-        UserError: one of the two is not in `VARIANTS`, or "triton" is requested and unusable.
+        UserError: ``gemm`` or FMOE_GEMM is not in `VARIANTS`, or "triton" is requested and unusable.
     """
     if gemm not in VARIANTS:
         raise UserError(f"gemm={gemm!r} is not one of {', '.join(VARIANTS)}")
@@ -124,23 +124,25 @@ def choose(
     w_out_LDH: Tensor,
     run: Callable[[str], object],
 ) -> str:
-    """Return the GEMMs to use for rows and weights of these sizes: "grouped", "loop" or "triton".
+    """Return the GEMM variant to use for rows and weights of these sizes: "grouped", "loop" or "triton".
 
-    "auto" gives the fastest, measured the first time on a machine. Where grouped_mm does not accept the rows, "loop"
+    For "auto", it is the fastest, which is measured once per machine. Where grouped_mm does not accept the rows, "loop"
     replaces "grouped".
 
-    Nothing is measured during the capture of a CUDA graph. If "auto" was not measured before, it then gives "grouped".
-    It gives "triton" instead if grouped_mm would synchronize or does not accept the rows, and Triton has passed its
-    self-check.
+    Nothing is measured during the capture of a CUDA graph. Without an earlier measurement, "auto" then gives "grouped".
+    It gives "triton" instead under two conditions:
+
+    * grouped_mm would synchronize, or does not accept the rows;
+    * Triton has passed its self-check.
 
     Args:
         requested: one of `VARIANTS`.
         step: "forward", "backward", or "backward to main_grad" for Megatron's gradient buffers; each is measured
             separately.
-        run: function that runs the step with one of the three GEMMs, for the measurement.
+        run: function that runs the step with a given variant, for the measurement.
 
     Raises:
-        UserError: "triton" is requested and not installed, or fails its self-check on this device.
+        UserError: "triton" is requested, but is not installed or fails its self-check on this device.
     """
     if requested == "triton":
         if (wrong := _wrong_with_triton(x.device)) is not None:

@@ -76,10 +76,11 @@ SHARED = 48 * 1024  # bytes of shared memory that a block may use without opt-in
 
 @lru_cache(4096)
 def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Geometry:
-    """Return the geometry of a kernel over rows, *rows(M, width, n)* in docs/kernels.md.
+    """Return the grid and block sizes of a kernel over rows (*rows(M, width, n)* in docs/kernels.md).
 
     Args:
-        rows: M.
+        rows: M, the number of rows.
+        width: number of elements per row.
         at_once: n, the number of elements that a thread moves at once (`at_once`).
         shared_per_warp: bytes of shared memory per warp.
     """
@@ -184,7 +185,7 @@ class DeviceLauncher:
 
 
 def pack(argument: Argument) -> int | ctypes.c_double:
-    """Convert a kernel argument for cuda.core: tensors to addresses, None to 0."""
+    """Convert a kernel argument for cuda.core: tensors to addresses, floats to C doubles, None to 0."""
     if argument is None:
         return 0
     if isinstance(argument, Tensor):

@@ -122,8 +122,8 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
 
 
 def _give_up(arch: str, reason: str) -> str:
-    """Log and return the reason. Only the first one on local rank 0 is logged as a warning."""
-    global _warned
+    """Log and return the reason."""
+    global _warned  # only the first reason, and only on local rank 0, is a warning
     is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
     _warned = True
     level = logging.WARNING if is_loud else logging.INFO

@@ -29,7 +29,7 @@ class Nvrtc:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name in messages, such as ``NVRTC 13.0``."""
         return f"NVRTC {self.version}"
 
 
@@ -40,7 +40,7 @@ class Code:
     Attributes:
         cubin: machine code.
         symbols: symbol of each requested kernel, by name expression.
-        log: output of the compiler: warnings; on request also registers, spills and shared memory.
+        log: output of the compiler: warnings and, on request, registers, spills and shared memory.
     """
 
     cubin: bytes
@@ -69,7 +69,7 @@ def find() -> Nvrtc:
 
 
 def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool = False) -> Code:
-    """Compile one file.
+    """Compile the CUDA C++ file ``path``.
 
     Args:
         kernels: name expressions of the kernels to keep, e.g. ``"gather<float>"``.

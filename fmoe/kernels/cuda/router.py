@@ -178,10 +178,8 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of the tokens and of the weight. ``x`` is the tokens with any jitter applied.
-
-    The first includes ``d_tokens``, the experts' gradient of the tokens.
-    """
+    """Return the gradients of the tokens, which include the experts' gradient ``d_tokens``, and of ``weight``."""
+    # `x` is the tokens with any jitter applied.
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
     # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.

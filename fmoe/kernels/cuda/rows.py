@@ -12,7 +12,7 @@ from fmoe.kernels.cuda import calls
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return ``x_TD[perm_N[:num_rows] // K]``, the tokens of the first assignments: [T, D] -> [M, D]."""
+    """Return the token of each of the first ``num_rows`` rows, ``x_TD[perm_N[:num_rows] // K]``: [T, D] -> [M, D]."""
     return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 

@@ -26,7 +26,7 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
     The check synchronizes the device.
 
     Args:
-        gemm: GEMMs of the experts: "loop" or "grouped" for torch's, "triton" to check Triton's too.
+        gemm: GEMMs with which the experts are checked: "loop" or "grouped" for torch's, "triton" for Triton's.
     """
     # No autograd on the device: a check during a backward pass would wait for that pass to end.
     generator = torch.Generator().manual_seed(0)
@@ -82,10 +82,8 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
 
 
 def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, near: float) -> str | None:
-    """Return a description of the router's first wrong result, or None.
-
-    Jitter and capacity are on, but their effect on the results is below the tolerance ``near``.
-    """
+    """Return a description of the router's first wrong result; None if all results are right."""
+    # Jitter and capacity are on, but their effect on the results is below the tolerance `near`.
     factor, half_width, group = 100.0, 2.0**-20, (_T, 1, _T)
     x, weight = x_TD.to(device, copy=True), weight_ED.to(device, copy=True)
     flags = (False, False, 1.0, 0, 1, 1)  # weighted by the softmax over all experts

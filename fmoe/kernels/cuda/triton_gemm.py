@@ -31,8 +31,8 @@ class Config:
     Attributes:
         rows, columns: sizes of an output tile, powers of two of at least 16.
         depth: size of a tile along the summed axis, a power of two of at least 16.
-        warps: warps per tile.
-        stages: loads in flight.
+        warps: warps per tile, Triton's ``num_warps``.
+        stages: loads in flight, Triton's ``num_stages``.
         group: number of consecutive tiles of rows that share weights in the L2 cache.
     """
 
@@ -142,7 +142,7 @@ class TritonGemms:
 
     Args:
         end_L: int32, end of each expert's rows.
-        rows: M. Rows past the last end are neither read nor written.
+        rows: number of rows. Rows past the last end are neither read nor written.
         tuned: configurations by kind (`KINDS`), instead of measured and default ones.
     """
 
@@ -221,14 +221,15 @@ class TritonGemms:
         needs_hidden: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the gradients of the activation and of the combine weights; recompute the activation's result.
+        """Compute the gradients of the pre-activations and of the combine weights; recompute the activation's result.
 
         Args:
-            grad: gradient of the outputs. That of the rows is ``grad[index // per]``.
+            grad: gradient of the outputs; the rows' gradients are ``grad[index // per]``.
             index_M, per: as in `up`.
+            hidden_MP: pre-activations.
 
         Returns:
-            The activation's result times the combine weights, [M, H]; the gradient of ``hidden``, [M, P]; and the
+            The activation's result times the combine weights, [M, H]; the gradient of ``hidden_MP``; and the
                 gradient of the combine weights, [N]. Each is None if it is not needed.
         """
         _experts, width, hidden = w_out_LDH.shape
@@ -272,8 +273,8 @@ class TritonGemms:
         """Return ``left.T @ right`` of the rows of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            gathered: "left" or "right" for the operand whose row i is row ``index[i] // per`` of the given tensor; ""
-                for neither.
+            gathered: operand to gather, "left" or "right": its row i is row ``index[i] // per`` of the given tensor.
+                "" for neither.
             total: float32 [L, O, I]. The products are added to it, and it is returned.
         """
         height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
@@ -305,10 +306,7 @@ class TritonGemms:
         gated: bool,
         may_tune: bool = True,
     ) -> T:
-        """Call ``launch`` with the tile configuration in ``tuned``, else the measured one, else the default one.
-
-        With FMOE_TUNE=1, configurations are measured if there is no measurement yet.
-        """
+        """Call ``launch`` with the tile configuration in ``tuned``, else the measured one, else the default one."""
         sizes = (kind, like.dtype, rows, columns, depth, gated)
         if kind in self._tuned:
             return launch(self._tuned[kind])
@@ -326,11 +324,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Split each expert's rows into tiles of ``block`` rows.
-
-        Returns:
-            Expert and first row of each tile, int32 [tiles, 2]; and an upper bound on the number of tiles.
-        """
+        """Return (expert, first row) of each tile of ``block`` rows, int32 [tiles, 2], and a bound on their number."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)

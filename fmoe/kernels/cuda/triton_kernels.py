@@ -36,10 +36,8 @@ def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def _place(tiles, columns, GROUP: tl.constexpr):
-    """Return the row and column of this program's tile in the grid of output tiles.
-
-    Consecutive programs process GROUP rows of tiles, column by column, to share the weights in the L2 cache.
-    """
+    """Return the row and column of this program's tile in the grid of output tiles."""
+    # Consecutive programs process GROUP rows of tiles, column by column, to share the weights in the L2 cache.
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     height = tl.minimum(tiles - group * GROUP, GROUP)
@@ -105,10 +103,8 @@ def _second(x, A: tl.constexpr):
 
 @triton.jit
 def _rows_of(first_row, end, x_ptr, index_ptr, width, per, IS_GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the row indices of a tile, their assignments, and pointers to their data.
-
-    Past the expert's end, assignments and pointers repeat the first row's.
-    """
+    """Return the row indices of a tile, their assignments, and pointers to their data."""
+    # Past the expert's end, assignments and pointers repeat the first row's.
     row = first_row + tl.arange(0, BLOCK)
     known = tl.where(row < end, row, first_row)
     index = known.to(tl.int64)
@@ -280,7 +276,7 @@ def down_backward(
 ):
     """Compute gradients from d_active = grad[index // per] @ w[e], which is not stored. w is [L, D, H].
 
-    With each row's combine weight, and the activation's result active, the kernel writes
+    With weight, each row's combine weight, and active, the activation of hidden, the kernel writes
 
     * d_hidden [M, P] = weight * d_active * act'(hidden),
     * scaled [M, H] = weight * active,

@@ -25,7 +25,7 @@ self_check: Callable[..., str | None] | None = None
 
 
 def failure(device: torch.device, **options) -> str | None:
-    """Run `self_check` on a device; return its first wrong result, or its error, or None if all results are right.
+    """Run `self_check` on a device. Return the first wrong result or the error raised; None if all results are right.
 
     A separate thread shields the check from the caller's custom operation, inference mode, fake tensors, autocast or
     default device.
@@ -54,7 +54,7 @@ def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tu
         key: name of the measurement in the log.
 
     Returns:
-        The chosen candidate, and whether to store it for later runs: not if a candidate ran out of memory.
+        The chosen candidate; and whether to store the choice for later runs, False if a candidate ran out of memory.
     """
     times: dict[T, float] = {}
     lasts = True

@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows: M, or N with ``perm``, because dropped assignments have rows too."""
+        """Number of rows: M without ``perm``; with it N, because dropped assignments have rows too."""
         return (self.x if self.perm is None else self.perm).shape[0]
 
     @property
@@ -57,11 +57,11 @@ class Batch:
 
     @property
     def flat(self) -> Tensor | None:
-        """The weights as a vector, or None."""
+        """``weight`` as a vector, or None."""
         return None if self.weight is None else self.weight.view(-1)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Gather rows of ``tokens``, which has the shape of ``x``, by ``perm``; without it, return ``tokens``."""
+        """Gather a row of ``tokens`` for each assignment in ``perm``; without ``perm``, return ``tokens``."""
         if self.perm is None:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
@@ -104,7 +104,7 @@ def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
 
 
 class Backward:
-    """Backward pass of a batch.
+    """Backward pass of `forward`.
 
     Args:
         grad: gradient of the outputs.
@@ -143,7 +143,7 @@ class Backward:
 
         Args:
             variant: "grouped", "loop" or "triton".
-            sums: float32 tensors by name of the gradient that is added to them; None for ``sum_in`` and ``sum_out``.
+            sums: float32 tensors, by the name of the gradient to add to each; None for ``sum_in`` and ``sum_out``.
         """
         sums = self._sums if sums is None else sums
         found, d_hidden = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -158,10 +158,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients of the biases and, with ``perm``, of the tokens.
-
-        Also add the second bias's share to the gradient of the combine weights, in place.
-        """
+        """Return the gradients of the biases and, with ``perm``, of the tokens; add to ``found["weight"]`` in place."""
         batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
         if inverse is None and d_weight is not None:
             inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)

@@ -84,8 +84,8 @@ def library(
         echo: called with each command before it runs.
 
     Raises:
-        BuildError: the system is not Linux, a build is needed and there is no compiler, compilation fails, or no cache
-            folder is usable; the message has one line.
+        BuildError: the system is not Linux; there is no compiler when a build is needed; compilation fails; or no
+            cache folder is usable. The message has one line.
     """
     recipe = _recipe(sources, sanitize)
     cxx = recipe.compiler
@@ -109,7 +109,7 @@ def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> P
 
 
 def last_failure(sources: Sources | None = None) -> str | None:
-    """Return the error of the last build of these sources, without sanitizers, if it failed, else None.
+    """Return the error of the last build of ``sources`` without sanitizers; None if it did not fail.
 
     Raises:
         BuildError: the system is not Linux.

@@ -153,7 +153,7 @@ def _processor_isa() -> str:
 
 
 def sanitizers(text: str) -> tuple[str, ...]:
-    """Split ``"address,undefined"`` into a sorted tuple without duplicates.
+    """Split a list such as ``"address,undefined"`` into a sorted tuple without duplicates.
 
     Raises:
         UserError: a name is not one of `SANITIZERS`.
@@ -228,7 +228,7 @@ def _unsuitable(compiler: Compiler) -> str:
 
 @cache
 def _openmp() -> frozenset[str]:
-    """Return which of two known functions torch's OpenMP library has; empty for a torch without OpenMP."""
+    """Return the OpenMP entry points of g++ and clang that torch's library has; empty for a torch without OpenMP."""
     if not torch.backends.openmp.is_available():
         return frozenset()
     loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # `hasattr` also searches its dependencies

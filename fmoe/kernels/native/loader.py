@@ -62,7 +62,7 @@ def is_loaded() -> bool:
 
 
 def available() -> bool:
-    """Return whether `load` succeeded; before it is called, whether the backend is on and its library in the cache.
+    """Return whether `load` succeeded; before it is called, whether the backend is on and its library is cached.
 
     This function loads nothing.
     """
@@ -172,9 +172,10 @@ def _cached() -> Path | None:
 
 
 def _check_isa() -> None:
-    """Raise UserError if FMOE_NATIVE_ISA is invalid, because the library does not check it."""
+    """Raise UserError if FMOE_NATIVE_ISA is invalid."""
     from fmoe.kernels.native import compiler
 
+    # The library itself does not check it.
     compiler.isa_limit()
 
 

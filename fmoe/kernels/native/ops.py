@@ -169,7 +169,7 @@ def _fake_backward(
 
 
 def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
-    """Count the FLOPs of the two GEMMs, as `torch.utils.flop_counter` does.
+    """Count the FLOPs of the two GEMMs of `expert_ffn`, as `torch.utils.flop_counter` does.
 
     Args:
         w_in, w_out: shapes [L, P, D] and [L, D, H].
@@ -178,7 +178,7 @@ def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
 
 
 def backward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int], needs: Sequence[bool]) -> int:
-    """Count the FLOPs of the backward pass as `forward_flops` does.
+    """Count the FLOPs of the GEMMs in the backward pass of `expert_ffn`.
 
     Args:
         needs: whether the gradients of x, weight, w_in, b_in, w_out and b_out are computed.

@@ -39,7 +39,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a sentencepiece model or, if the file name ends in ``.json``, a Hugging Face tokenizer.
 
     Raises:
-        UserError: the file is missing, is not such a model, or has no end-of-document token (sentencepiece's eos).
+        UserError: the file is missing, is neither of these, or has no end-of-document token (sentencepiece's eos).
     """
     path = Path(path)
     try:
@@ -146,7 +146,7 @@ def _special(sentinels: int) -> list[str]:
 
 
 def _bytes(output: Path, vocab_size: int | None, sentinels: int) -> Tokenizer:
-    """Write the tokenizer with one token per byte."""
+    """Write a tokenizer with one token per byte."""
     if sentinels < 0:
         raise UserError(f"sentinels={sentinels} must be at least 0")
     if output.suffix.lower() != ".json":

@@ -22,7 +22,7 @@ SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 
 
 def sentinel(number: int) -> str:
-    """Return the name of the token that stands for the removed span ``number`` in T5's inputs."""
+    """Return the name of the T5 token that replaces the removed span ``number``: ``<extra_id_0>`` for span 0."""
     return f"<extra_id_{number}>"
 
 
@@ -70,7 +70,7 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD.
 
-        Special tokens are dropped; in a sentencepiece model, only its control symbols are.
+        Special tokens are dropped. A sentencepiece model drops only its control symbols.
 
         Raises:
             UserError: an id is outside the vocabulary.

@@ -26,8 +26,8 @@ class HuggingFaceTokenizer(Tokenizer):
     Decoding is exact for byte-level models that do not change the text first, e.g. to lower case.
 
     `pretrain.data.prepare.prepare` splits a document of more than a megabyte into parts and encodes each. Tokens may
-    differ at the borders of the parts, unless the tokenizer keeps newlines as separate tokens. Those of
-    `pretrain.data.tokenizers.train_tokenizer` do.
+    differ at the borders of the parts, unless the tokenizer keeps newlines as separate tokens. Tokenizers
+    that `pretrain.data.tokenizers.train_tokenizer` trains do so.
     """
 
     def __init__(self, data: bytes, path: Path):
@@ -73,7 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def splits_digits_and_words(self) -> bool:
-        """True if the tokenizer splits text as those of `train_bytes` do, and does not normalize it."""
+        """True if the tokenizer has the same pre-tokenizer as those of `train_bytes`, and no normalizer."""
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
         splits = self._model.pre_tokenizer
         ours = _splits(tokenizers)
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """Names of the decoder's steps."""
+        """Types of the decoder's steps, such as "ByteLevel"."""
         decoder = json.loads(self._model.to_str()).get("decoder") or {}
         return frozenset(step.get("type") for step in [decoder, *decoder.get("decoders", ())])
 
@@ -101,17 +101,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _characters_of_bytes() -> list[str]:
-    """Return the character by which byte-level models spell each byte (GPT-2; Radford et al. 2019).
-
-    Printable characters of Latin-1 stand for themselves, and the characters from U+0100 on for the other bytes.
-    """
+    """Return the character that stands for each byte in GPT-2's byte-level BPE (Radford et al. 2019)."""
+    # Printable characters of Latin-1 stand for themselves, and the characters from U+0100 on for the other bytes.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _splits(tokenizers: Any) -> Any:
-    """Return the pre-tokenizer of `train_bytes`: it splits off each newline and digit, then splits as GPT-2's does."""
+    """Return the pre-tokenizer of `train_bytes`. It isolates newlines and digits, then splits as GPT-2 does."""
     return tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split("\n", "isolated"),

@@ -71,7 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
         return len(self._processor.id_to_piece(i).replace(_SPACE_MARK, " ").encode())
 
     def _lines_are_independent(self) -> bool:
-        """Return whether a newline is a separate token and nothing is added or dropped at line ends."""
+        """Return whether a text may be encoded line by line, with a newline token between the lines."""
         if any("\n" in piece and piece != "\n" for piece in self._id_of) or "\n" not in self._id_of:
             return False
         line = self._processor.encode(" a ")
@@ -152,7 +152,7 @@ def train_model(
 
 
 def _explained(error: RuntimeError, vocab_size: int, character_coverage: float) -> Exception:
-    """Convert sentencepiece's error about the vocabulary to one line; return any other error unchanged."""
+    """Convert an error about the vocabulary's size to a UserError; return any other error unchanged."""
     text = str(error)
     if found := re.search(r"Please set it to a value <= (\d+)", text):
         return UserError(
