@@ -272,7 +272,7 @@ class AuxLosses:
         They are counted at these times:
 
         * ``training``: in the backward pass, because activation checkpoints repeat the forward pass.
-        * ``training``, and no output requires a gradient: in this call.
+        * ``training`` without ``torch.no_grad()``, if no output requires a gradient: in this call.
         * ``training`` under ``torch.no_grad()``: never.
         * Evaluation: in this call if ``counts_evaluation`` is set, else never.
 

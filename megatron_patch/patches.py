@@ -53,7 +53,7 @@ def apply(patches: Iterable[Patch]) -> None:
     """Apply all patches; if an error is raised, apply none.
 
     Raises:
-        UserError: the version of megatron-core is not supported; a required name, a module or a class is missing.
+        UserError: the version of megatron-core is not supported, or lacks a function or class that a patch replaces.
     """
     installed = versions.check()
     found = []

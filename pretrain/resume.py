@@ -69,7 +69,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
             was = then.get(section, {}).get(name, defaults[section][name])
             if was != value:
                 raise UserError(
-                    f"{key}={value} differs from {was}, the value in {checkpoint.path}: restore it to resume"
+                    f"{key}={value} differs from {was}, the value in {checkpoint.path}: use the old value to resume"
                 )
     if checkpoint.step > recipe.train.steps:
         raise UserError(

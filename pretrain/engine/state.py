@@ -56,8 +56,10 @@ class ShardLocation:
         return self.begin + math.prod(self.block)
 
     def piece(self, prefix: str, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
-        """Return a `Piece` whose elements are ``data``: the block, or the range [start, stop) of the flattened
-        block."""
+        """Return this tensor's `Piece` with the elements ``data``.
+
+        The piece is the whole block, or the range [start, stop) of the flattened block.
+        """
         return Piece(f"{prefix}{self.name}", self.shape, self.offset, self.block, data, start, stop)
 
 
