@@ -188,7 +188,7 @@ class Spec:
         }
 
     def parts(self, exchange: Exchange, seed: int) -> dict[str, Any]:
-        """Build the parts with parameters, by name: "gate", "experts" (those of this rank) and "shared".
+        """Build the gate ("gate"), this rank's experts ("experts") and the shared expert ("shared").
 
         The weights depend on the seed, but not on the number of ranks.
         """

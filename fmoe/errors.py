@@ -17,7 +17,7 @@ EXIT_USAGE = 2
 
 
 class UserError(ValueError):
-    """Invalid input. The message is one line: the full name of the key, the value, and the limit it violates."""
+    """Invalid input. The message is one line. For an option, it has the full name, the value, and what is valid."""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -64,7 +64,7 @@ def option_names(factory: Any) -> list[str] | None:
 
 
 def _options(factory: Any) -> tuple[dict[str, Any], bool]:
-    """Return the annotations of the factory's parameters by name, and whether these are all names that it accepts."""
+    """Return the annotations of the factory's parameters by name, and whether it accepts no other names."""
     factory = getattr(factory, "func", factory)
     calls = [factory]
     if isinstance(factory, type):

@@ -160,7 +160,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Return ``routing``. If the gate's input was `x_TD`, the tokens in `Routing.passed` replace `x_TD`."""
+        """Return ``routing``. If the gate's input was `x_TD`, replace it by the same tokens in `Routing.passed`."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -239,9 +239,9 @@ class TokenShards:
 
         Args:
             full: the result, if this rank already has it. The forward pass then communicates nothing.
-            alike: False sums the gradients of all ranks. True takes this rank's own gradient, without communication.
-                True is correct if each rank's own gradient is complete for its part. This is so for what all ranks
-                compute alike from the result, and for what a rank computes from its own part alone.
+            alike: False: the backward pass sums the gradients of all ranks. True: it takes this rank's own gradient,
+                without communication. True is correct if each use of the result is the same on all ranks or reads only
+                the rank's own part.
         """
         return _Gather.apply(x, full, self, alike)
 

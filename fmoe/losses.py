@@ -105,7 +105,10 @@ def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
 
 
 def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
-    """Return the squared coefficient of variation over experts of each group's sum of values, as a mean over groups."""
+    """Sum the values of each group by expert, and return the squared coefficient of variation of the sums over experts.
+
+    The result is the mean over groups, weighted by their numbers of tokens.
+    """
     if valid_GS is None:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
@@ -158,7 +161,7 @@ class AuxLosses:
     Args:
         num_experts: E.
         weights: factor of each loss by name; missing names keep their defaults.
-        is_manual: whether the losses wait for `collect_losses`. Otherwise the backward pass adds them.
+        is_manual: whether `collect_losses` returns the losses. Otherwise the backward pass adds their gradients.
         scale: function that returns the losses' factor in the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
@@ -271,9 +274,10 @@ class AuxLosses:
 
         They are counted at these times:
 
-        * ``training``: in the backward pass, because activation checkpoints repeat the forward pass.
-        * ``training`` without ``torch.no_grad()``, if no output requires a gradient: in this call.
         * ``training`` under ``torch.no_grad()``: never.
+        * Other ``training``, if an output requires a gradient: in the backward pass, because activation checkpoints
+          repeat the forward pass.
+        * Other ``training``, if no output requires a gradient: in this call.
         * Evaluation: in this call if ``counts_evaluation`` is set, else never.
 
         Args:
@@ -448,7 +452,7 @@ def _attach(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return a copy of ``weight``, and the number of the forward pass, its ticket."""
+    """Return a copy of ``weight``, and a ticket: a new id for this forward pass."""
     return weight.clone(), torch.tensor(next(_tickets), dtype=torch.int64, device="cpu")
 
 
@@ -468,7 +472,7 @@ def _record(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Count the statistics once per ticket, and return the gradient and the scale of the losses."""
+    """Count the statistics once per ticket. Return a copy of ``grad``, and the current factor of the losses."""
     # The backward pass uses the result, so that no compiler removes the operation.
     layer = _registered.get(int(number))
     scale: float | Tensor = 1.0

@@ -133,6 +133,7 @@ class LayerMetrics:
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the sums so far, [E + 3 + number of losses], in the dtype `fmoe.routing.sum_dtype`.
 
+        They are the kept assignments of each of the E experts, then dropped assignments, entropy, tokens and losses.
         Sums of ranks whose gates see different tokens may be added.
 
         Args:

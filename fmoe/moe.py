@@ -109,7 +109,7 @@ class MoE(nn.Module):
         return self.result(outputs, expert_call)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
-        """Return this rank's tokens, with zeros for padding, and those that its gate routes."""
+        """Return this rank's tokens, and the input of its gate. Padding is replaced by zeros."""
         x = x if mask is None else zero_padding(x, mask)
         return self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate))
 

@@ -223,7 +223,7 @@ def drop_rate(rate: float) -> float:
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
-    """Return hashes under each key of the integers from ``start`` to ``stop - 1``, int32 [G, stop - start]."""
+    """Return a hash for each key and each integer from ``start`` to ``stop - 1``, int32 [G, stop - start]."""
     # MurmurHash3's finalizer (public domain), once with each half of the key, in arithmetic that wraps around.
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)

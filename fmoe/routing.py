@@ -82,8 +82,9 @@ class Routing:
             T * K.
         counted: (``expert_TK``, number of assignments to each expert in each tile of consecutive assignments), from a
             CUDA kernel of fmoe, for `fmoe.kernels.cuda.calls.place`; else None.
-        passed: (the gate's input, the same tokens as an output of the gate), from a CUDA kernel of fmoe; else None. The
-            experts get this output. The gate's backward pass then adds up the tokens' gradients from gate and experts.
+        passed: (the gate's input, an output of the gate with the same values), from a CUDA kernel of fmoe; else None.
+            The experts get this output instead of the input. The gate's backward pass then adds up the tokens'
+            gradients from gate and experts.
         is_fused: whether one CUDA operation computed weights and losses. The names of the losses are then in
             `fmoe.losses.DEFAULT_LOSS_WEIGHTS`.
     """
@@ -124,7 +125,7 @@ class RoutingGroups:
             draw noise call it.
         shards: how the tokens are spread over ranks, if this rank holds only a part of them; None if it holds all.
         num_tokens: T.
-        count: G.
+        count: number of groups, G.
 
     Raises:
         UserError: the shape of ``mask_T`` or ``token_ids_T`` is not [T].
@@ -162,7 +163,7 @@ class RoutingGroups:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """Memory layout: (number of sequences, length of each) with ``sequence_first``, else (1, T)."""
+        """Shape that tells kernels the memory order: (sequences, length) with ``sequence_first``, else (1, T)."""
         return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
@@ -250,7 +251,7 @@ class RoutingGroups:
 
     @property
     def _rows(self) -> int:
-        """Number of tokens per index of the dimension that ``shards`` spreads over ranks; 1 without ``shards``."""
+        """T divided by the size of the dimension that ``shards`` splits; 1 without ``shards``."""
         return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:

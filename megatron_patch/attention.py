@@ -217,7 +217,7 @@ class SDPAttention(DotProductAttention):
         is_causal: bool,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return attention with dropout by `HeadDropout`, [b, heads, s, head width] as query, key and value."""
+        """Return attention with dropout by `HeadDropout`. Inputs and result are [b, heads, s, head width]."""
         # mask: float, added to the scores, or bool, True where a query must not see a key. sinks_H: softmax offsets.
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))

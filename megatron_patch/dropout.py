@@ -46,7 +46,7 @@ class TokenDropout(nn.Dropout):
         return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
 
     def keys(self, x_SBH: Tensor) -> Tensor:
-        """Return the hash of each token, int64 [S, B], which is combined with the feature to decide what to drop."""
+        """Return a hash of each token, int64 [S, B]. It determines which features of the token are dropped."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         slices, number = _context_parallel()
@@ -54,7 +54,11 @@ class TokenDropout(nn.Dropout):
         return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
 
     def token_keys(self, positions: range, length: int, batch: int, device: torch.device) -> Tensor:
-        """Return the hash of each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
+        """Return a hash of each token at ``positions`` in each sequence.
+
+        Args:
+            length: number of tokens in a whole sequence.
+            batch: number of sequences.
 
         Returns:
             int64 [batch, len(positions)].

@@ -50,8 +50,8 @@ def keyed_layer_spec(
 def key_output_layer(model: Any, seed: int) -> None:
     """Draw the weight of the output layer from the seed alone.
 
-    A model is unchanged if it is on the meta device, has no output layer on this stage, or ties its weight to the
-    embedding.
+    A model is unchanged if it is on the meta device, has no output layer on this stage, or shares the output weight
+    with the embedding.
     """
     if not model.post_process or model.share_embeddings_and_output_weights:
         return

@@ -122,9 +122,8 @@ def fmoefy(
 
     Args:
         num_experts: number of experts of each layer, over all ranks.
-        layers: numbers of the layers to change, from 1 over the whole model as in Megatron. In a T5, the decoder's
-            numbers follow the encoder's. The numbers of multi-token prediction follow the decoder's. None for all
-            layers.
+        layers: numbers of the layers to change; None for all. The first layer of the whole model is 1. In a T5, the
+            decoder's layers follow the encoder's. The layers for multi-token prediction follow the decoder's.
         upcycle: initialize every expert from the MLP of its layer. By default experts are drawn at random, because
             copies of an untrained MLP would only make all experts equal. Through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.

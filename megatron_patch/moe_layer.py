@@ -104,7 +104,7 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def sharded_names() -> dict[str, str]:
-    """Return fmoe's names of an MoE layer's tensors, by Megatron-core's names in a distributed checkpoint.
+    """Map Megatron-core's names of an MoE layer's tensors, as in its distributed checkpoints, to fmoe's names.
 
     In such a checkpoint, the experts of all ranks are one tensor. The weights of fmoe's shared expert have an
     additional first axis of size 1.

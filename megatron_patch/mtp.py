@@ -89,7 +89,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield the transformer layer of each MTP module, and its number in the model minus its ``layer_number``."""
+    """Yield each MTP module's transformer layer and the offset from its ``layer_number`` to its number in the model."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))

@@ -92,7 +92,7 @@ def _sum_partial_gradients(reduce: Callable) -> Callable:
 
 
 def _norm_of_slices(new: Callable) -> staticmethod:
-    """Wrap ``WrappedTorchNorm.__new__`` to accept sequence parallelism, and mark weights for Megatron's reduction."""
+    """Wrap ``WrappedTorchNorm.__new__`` to accept sequence parallelism, and have Megatron-core sum the gradients."""
 
     @functools.wraps(new)
     def made(cls, config, *args, **kwargs):
@@ -122,7 +122,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Wrap a constructor to first set the attributes of fmoe's parameters that it reads, such as ``allreduce``."""
+    """Wrap a constructor to first set attributes such as ``allreduce`` on fmoe's parameters."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
@@ -133,7 +133,7 @@ def _with_marks(init: Callable) -> Callable:
 
 
 def _count_experts_by_their_group(init: Callable) -> Callable:
-    """Wrap a constructor so that the gradient norm finds duplicate experts by the expert tensor parallel group."""
+    """Wrap a constructor so that the gradient norm uses the expert tensor parallel group for experts."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):
@@ -148,7 +148,7 @@ def _count_experts_by_their_group(init: Callable) -> Callable:
 
 
 def _gather_once(step: Callable) -> Callable:
-    """Wrap ``step`` so that each model chunk's parameters are gathered once, after their last optimizer's step."""
+    """Wrap ``step`` so that only the last optimizer of a model chunk gathers the chunk's parameters."""
 
     @functools.wraps(step)
     def wrapped(self):

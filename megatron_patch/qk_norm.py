@@ -59,7 +59,7 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a group whose ranks use the sum for different elements. The gradient is therefore summed too."""
+    """All-reduce whose gradient is all-reduced too, because each rank uses the sum for its own heads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -55,7 +55,7 @@ def sharded_experts(
 def _gated(
     key: str, value: Tensor, offsets: tuple, exchange: Exchange, group: dist.ProcessGroup, replica: tuple
 ) -> ShardedTensorFactory:
-    """Shard the gate half and the value half of each expert separately, because each is split over the ranks."""
+    """Shard the two halves of a gated first layer separately, because each rank holds a slice of both."""
     axis, first = len(offsets), exchange.ep_rank * exchange.num_local_experts
 
     def build(key, value, replica_id, flattened_range):

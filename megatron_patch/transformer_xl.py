@@ -221,7 +221,7 @@ class StreamMemory:
     """Memory of several streams of text, which a model reads side by side, segment after segment.
 
     Sequences are numbered: sequence n is the next segment of stream ``n % streams``. A micro batch holds consecutive
-    sequences. In every pass over the streams, micro batches start at the same streams.
+    sequences. For every segment, the micro batches must begin with the same streams.
 
     Args:
         model: model, or pipeline chunk of it, with layers of type `RecurrentLayer`.

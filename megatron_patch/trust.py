@@ -41,7 +41,7 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
 
 
 def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
-    """Yield, for each parameter of which this rank holds the first copy: True for experts, and the trust ratios."""
+    """Yield (is an expert, trust ratios) for each parameter of which this rank holds the first copy."""
     for part in optimizers(optimizer):
         if not isinstance(part.optimizer, TrustOptimizer):
             continue

@@ -64,7 +64,7 @@ _NO_TRITON = SimpleNamespace(jit=lambda function: function, language=SimpleNames
 def without_triton() -> Iterator[None]:
     """Allow ``import megatron.core`` where Triton is not installed, as with torch's build for the CPU.
 
-    The modules that megatron-core itself imports find a stand-in for Triton. All other modules still find no Triton.
+    Modules that ``megatron.core`` always imports and that need Triton get a stand-in. All others still find no Triton.
     """
     if importlib.util.find_spec("triton") is not None:
         yield

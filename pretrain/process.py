@@ -38,7 +38,7 @@ _SECONDS_TO_HEAR = 10
 
 
 class Diverged(RuntimeError):
-    """Error that ends a diverged run: a guard raises it on all ranks at the same step. The message is one line."""
+    """Error that ends a diverged run. All ranks raise it at the same step. The message is one line."""
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     """Return the recipe's changes since the checkpoint, each as ``train.steps=300 (was 40)``.
 
-    New and changed files of ``run.imports`` are in the list too. Left out are ``train.init_from``, the sections
-    ``checkpoint`` and ``tracking``, and the keys of ``run`` other than the callbacks.
+    Left out are ``train.init_from`` and the sections ``checkpoint`` and ``tracking``. Of the section ``run``, only
+    ``callbacks``, ``callback_options``, and new and changed files of ``imports`` are listed.
     """
     now, then = asdict(recipe), checkpoint.state["recipe"]
     keys = [
@@ -180,8 +180,9 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
         fallback: skip damaged checkpoints.
 
     Raises:
-        UserError: ``resume`` is None, but the folder holds a run already; there is no checkpoint, or it is damaged;
-            ``resume`` is a path, but ``folder`` has checkpoints and its newest one is not the one at the path.
+        UserError: ``resume`` is None, but the folder holds a run already; ``resume`` is "run" or a path, but there is
+            no checkpoint; the checkpoint is damaged or, with ``fallback``, all are; ``resume`` is a path, but
+            ``folder`` has checkpoints and its newest one is not the one at the path.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
@@ -267,7 +268,7 @@ def verify_together(path: Path) -> Checkpoint:
 
 
 def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
-    """Return the folders of the checkpoints to try, newest first; only one without ``fallback``."""
+    """Return the folders of the checkpoints to try, newest first. Without ``fallback``, return only the newest."""
     if resume not in ("auto", "run"):
         check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)

@@ -231,7 +231,7 @@ def keep_error(text: str) -> bool:
 
 
 def _post(name: str, value: int) -> None:
-    """Write a value to the file ``NAME-RESTARTS`` for the launcher."""
+    """Write a value to a file for the launcher. The file's name is ``name`` and torchrun's number of restarts."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 

@@ -150,8 +150,8 @@ class Trainer:
         Collective: an error on one rank is raised on all.
 
         Args:
-            buffers: host memory to copy into, so that training may continue. Without it, write the snapshot before the
-                next step.
+            buffers: host memory to copy into. Without it, tensors that are on the host already are not copied, so the
+                snapshot must be written to disk before the next step.
         """
         with Ranks().together():
             return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)

@@ -111,7 +111,10 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return a function that converts ``model``, or None; and the names of the entry points looked at."""
+    """Return a function that converts ``model``, or None; and the names of the converters considered.
+
+    The converters are entry points of the group ``fmoe.converters``.
+    """
     names = []
     for entry in entry_points(group="fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds

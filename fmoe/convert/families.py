@@ -296,8 +296,8 @@ def register_family(name: str, find: Finder) -> None:
 
     Args:
         name: name of the family in messages; an earlier family of the same name is replaced.
-        find: function that gets a module. It returns a list with a `Block` for each feed-forward block of this module
-            that is not a block of a submodule.
+        find: function that gets a module and returns a list of its feed-forward blocks (`Block`). It leaves out blocks
+            that it returns for a submodule.
     """
     FAMILIES.pop(name, None)
     FAMILIES[name] = find

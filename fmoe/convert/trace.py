@@ -100,7 +100,10 @@ def is_there_and_back(first: nn.Module, last: nn.Module) -> bool:
 
 
 def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
-    """Return whether ``first`` and ``last``, both (in, out), fit maps D -> ``parts`` * H and H -> D; 0 fits all."""
+    """Return whether the sizes (in, out) of two maps fit D -> ``parts`` * H and H -> D.
+
+    A size of 0 is unknown, and fits any other.
+    """
     (width, height), (last_height, last_width) = first, last
     return all(a == b or 0 in (a, b) for a, b in ((width, last_width), (height, parts * last_height)))
 
@@ -274,7 +277,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
 
 
 def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
-    """Return the one of ``holders``, and its attribute's name, that sets the rate in ``rates.inside``; or None."""
+    """Return (holder, name) of the attribute that sets the dropout rate in ``rates.inside``; None if there is none."""
     # The attribute must set the rate of the only dropout between the maps, and of no other dropout.
     for holder in holders if len(rates.inside) == 1 else ():
         for name, value in list(vars(holder).items()):
@@ -301,7 +304,7 @@ class _Dense(nn.Module):
 
 
 def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> bool:
-    """Return whether the output of ``trial`` stays the same, up to rounding, if ``block`` replaces the maps.
+    """Return whether the output of ``trial`` stays the same, up to rounding, once ``block`` is installed.
 
     Args:
         owner: the module that ``block.install`` changes; None for the module of ``trial``.

@@ -55,8 +55,8 @@ def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
     """Fill the experts of ``layer`` from ``block``.
 
     The router's weight changes too if ``how.is_quiet`` is True or ``how.granularity`` is above 1. The experts are
-    `fmoe.experts.FFNExperts` with H / granularity hidden units. Like initial weights, noise depends on (seed of the
-    layer, global expert id, name of the parameter).
+    `fmoe.experts.FFNExperts` of hidden width ``block.d_hidden / how.granularity``. Like initial weights, noise depends
+    on (seed of the layer, global expert id, name of the parameter).
     """
     experts, width = layer.experts, block.d_hidden // how.granularity
     for local in range(experts.weight_in.shape[0]):
@@ -102,13 +102,15 @@ def plan_upcycling(
     Args:
         build: returns an MoE for a block, with all options of the final layers.
         block: one of the model's blocks.
-        exact: False accepts a changed output (dropped tokens, weights with different sums). The experts are then scaled
-            so that the median token gets the block's output.
+        exact: False accepts a changed output, for example because the gate drops tokens, or because the sum of the
+            combine weights differs between tokens. The experts are then scaled so that the median token gets the
+            block's output.
         gate: name of the gate in messages; None for its class.
 
     Raises:
-        UserError: the output would change although ``exact`` is True; no token would get a multiple of the block's
-            output, or most would get zero; ``noise`` is negative; the gate does not support ``granularity``.
+        UserError: ``exact`` is True, but the output would change; ``exact`` is False, but the block's output is lost
+            (no token gets a multiple of it, or most tokens get zero); ``noise`` is negative; the gate does not support
+            ``granularity``.
     """
     if noise < 0:
         raise UserError(f"noise={noise} must be at least 0")
@@ -220,7 +222,7 @@ def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
 
 
 def _constant(share_T: Tensor) -> float | None:
-    """Return the factor that makes all of ``share_T`` 1; None if there is no such factor."""
+    """Return the factor that turns every share into 1, up to rounding; None if there is no such factor."""
     mean = share_T.mean()
     if not mean.abs() > 1e-6 or not (share_T - mean).abs().max() <= _TOLERANCE * mean.abs():
         return None
@@ -239,7 +241,10 @@ def _spread(share_T: Tensor) -> str:
 
 
 def _what_drops(gate: nn.Module) -> list[tuple[str, dict]]:
-    """Return the reasons why a gate drops tokens, as far as its attributes show them, each with options to avoid it."""
+    """Return the reasons why a gate drops tokens, as far as its attributes show them.
+
+    Each reason comes with the gate options that prevent these drops.
+    """
     reasons = []
     never = getattr(gate, "num_experts", 0) / max(getattr(gate, "top_k", 1) or 1, 1)  # no expert can be full then
     factors = {n: getattr(gate, n, None) for n in ("capacity_factor", "eval_capacity_factor")}

@@ -171,7 +171,10 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Send each rank the counts of its experts and the flag; return the counts with flags, and without."""
+        """Send each rank the row counts of its experts and the flag.
+
+        The first result has the counts sent and received, with flags. The second has those received, without flags.
+        """
         # The first result is tensors [P, X + 1] for P peers and X experts: the counts sent in the first hop, then those
         # received in each hop. The last column of the last tensor holds flags, among them the largest of all ranks.
         # The second result is the received counts of each hop, without the last column.
@@ -183,14 +186,16 @@ class AllToAllExchange(base.GroupExchange):
     def _hops(
         self, tensors: list[Tensor], on_host: list[Counts]
     ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """Return the counts of each hop, those received in the last hop, and the expert ids in the order of sending."""
+        """Return each hop's counts, the counts received in the last hop, and the expert ids in the order of sending."""
         # None in place of expert ids stands for ascending ids.
         send, receive = ([row[:-1] for row in rows] for rows in on_host)
         return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
-    """Return the counts of an all-to-all of rows to their experts' ranks, where rows are sorted by local expert.
+    """Return the counts of an all-to-all that sends rows to the ranks of their experts.
+
+    Each rank gets its rows sorted by local expert.
 
     Args:
         send_WL, receive_WL: numbers of rows to and from each rank, for each local expert of the receiving rank.

@@ -30,7 +30,7 @@ TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # backward depths of a rank (`GroupExchange.
 
 
 class Dispatch(Protocol):
-    """The differentiable part of a forward pass, which follows the exchange of the numbers of rows."""
+    """The differentiable part of a forward pass. It runs after the ranks have agreed on how many rows each sends."""
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Return each token's expert outputs, summed with the combine weights.
@@ -101,7 +101,7 @@ class GroupExchange:
 
     Args:
         group: the expert parallel group, gloo or nccl.
-        num_experts: E.
+        num_experts: number of experts of all ranks.
         wire_dtype: dtype in which rows are sent, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for the
             rows' own dtype.
     """
@@ -160,16 +160,17 @@ class GroupExchange:
     def open(self, plan: Any, depth: int) -> Dispatch:
         """Agree with the other ranks on the numbers of rows, and return the rest of the forward pass.
 
-        The host reads the numbers from the device at most once, or twice with shadowing.
+        The host reads the numbers from the device at most once, or twice if experts may be shadowed
+        (`fmoe.exchange.shadow`).
 
         All ranks continue with the largest ``depth`` of any rank, or with 0 if that is `NO_GRAD`. ``PaddedExchange``
         does not exchange depths: a rank continues with 0 if its own is 0 or `NO_GRAD`, else with `WEIGHTS`.
 
         Args:
             plan: result of the method `plan`.
-            depth: how far this rank's backward pass reaches. The first of these that applies: `NO_GRAD` under
-                ``torch.no_grad()``; `WEIGHTS` if the combine weights require gradients; `TOKENS` if the tokens do; 1
-                if the experts do; 0.
+            depth: how far this rank's backward pass reaches. It is `NO_GRAD` under ``torch.no_grad()``; else `WEIGHTS`
+                if the combine weights require gradients; else `TOKENS` if the tokens do; else 1 if the experts do;
+                else 0.
 
         Raises:
             PeerError: another rank failed before this exchange.

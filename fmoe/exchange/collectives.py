@@ -186,7 +186,8 @@ class GroupMonitor:
     def broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
         """Return the error for a broken connection or the backend's timeout.
 
-        It names the ranks that have not reported to the store that they wait for this collective.
+        Each rank that waits for a collective reports the collective's number to the group's store. The error names the
+        ranks that have not reported this ``number`` or a later one.
 
         Args:
             begin: ``time.monotonic()`` at the start of the wait. Other ranks report after `PATIENCE`

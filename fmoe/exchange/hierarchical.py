@@ -29,7 +29,7 @@ _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Subgroups]]"
 
 
 def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
-    """Return two groups: the ranks of this rank's node, and the ranks that have its index in their nodes.
+    """Return the group of this node's ranks, and the group of the ranks with this rank's index on each node.
 
     Every rank of ``group`` must call this function. Later calls with the same arguments return the same groups.
     """

@@ -48,7 +48,11 @@ class Hop:
         return self.unpack(_AllToAll.apply(rows_MD.to(self._wire(rows_MD)), self, False), rows_MD.dtype)
 
     def back(self, rows_RD: Tensor) -> Tensor:
-        """Send one row back for each row received by `forward`, and return those for the rows sent: [M, D]."""
+        """Send one row back for each row that `forward` received.
+
+        Returns:
+            The rows that come back, [M, D], in the order of the rows that `forward` sent.
+        """
         return _AllToAll.apply(self.pack(rows_RD), self, True).to(rows_RD.dtype)
 
     def start(self, rows: Tensor, back: bool = False) -> "Handle":
@@ -111,7 +115,7 @@ class HopCounts:
 
 
 def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
-    """Return each count's number of rows in chunk ``chunk`` of ``num_chunks`` (`fmoe.kernels.rows.chunk_counts`)."""
+    """Return the part of each count that is in chunk ``chunk`` of ``num_chunks`` (`fmoe.kernels.rows.chunk_counts`)."""
     return [[chunk_counts(n, num_chunks)[chunk] for n in row] for row in counts]
 
 

@@ -17,7 +17,7 @@ class LocalExchange:
     """Exchange of a single rank, which owns all experts; nothing is sent.
 
     Args:
-        num_experts: E.
+        num_experts: number of experts.
     """
 
     ep_rank, ep_size, group = 0, 1, None

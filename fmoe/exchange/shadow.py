@@ -62,7 +62,9 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Return the experts whose weights to send to all ranks: the n hottest, with the n that minimizes `Cost.seconds`.
+    """Choose the experts to shadow: those whose weights are sent to all ranks.
+
+    They are the n experts with the most rows, where n minimizes `Cost.seconds`.
 
     Args:
         loads_WE: number of rows that each of W ranks has for each of E experts.

@@ -27,7 +27,7 @@ class SymmetricExchange(AllToAllExchange):
 
     Args:
         group, num_experts, wire_dtype: see `AllToAllExchange`.
-        max_rows: see `AllToAllExchange`. It also makes the buffers smaller.
+        max_rows: see `AllToAllExchange`. Rows sent in more chunks also need smaller buffers.
 
     Raises:
         UserError: this torch or this machine has no NVSHMEM, or an option is invalid.
@@ -123,7 +123,7 @@ class _Workspace:
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Send rows to their experts' ranks, or back with ``back``, and return the ``num_out`` rows received."""
+        """Send rows to their experts' ranks or, if ``back``, from there. Return the ``num_out`` rows received."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())

@@ -69,7 +69,7 @@ class _Singles:
 
 
 def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Return ``make(id)`` for ``count`` global ids of experts from ``first``, each made under its own random seed."""
+    """Make ``count`` experts by ``make(id)``, for global ids from ``first`` on. Each has its own random seed."""
     modules = []
     for index in range(first, first + count):
         with random.keyed("expert", seed, index):

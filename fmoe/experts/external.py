@@ -115,8 +115,10 @@ def ffn(
     """Run feed-forward experts by ``backend``, on rows that are sorted by expert, as `fmoe.kernels.expert_ffn` does.
 
     With all of ``perm_N``, ``inverse_TK`` and ``weight_TK``, ``rows_MD`` holds tokens [T, D] instead. The function then
-    gathers them, runs the experts, and returns the combined outputs [T, D]. With only ``weight_TK``, the backward pass
-    multiplies the gradients of the output rows by it.
+    gathers them, runs the experts, and returns the combined outputs [T, D].
+
+    With only ``weight_TK``, it holds one weight per row, [M]. The output is not weighted, but the backward pass
+    multiplies the gradient of each output row by the row's weight.
 
     The host waits for counts that are on the device. The exception is "sonicmoe" if all of these hold:
 
@@ -291,7 +293,7 @@ def fastest_ffn(
       activation checkpointing could recompute the experts by another operation than in the forward pass.
     * A backend whose results are wrong on this device is left out, with a warning.
     * "te" is left out if the counts are on the device, because the host would wait for them in each step.
-    * During CUDA graph capture nothing is timed, and ``ours`` computes input sizes that were not timed before.
+    * During CUDA graph capture nothing is timed. ``ours`` is then used for input sizes that were not timed before.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -357,7 +359,10 @@ def _apart(value: Any) -> Any:
 
 
 def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
-    """Return a cache key of device, versions, dtype, sizes (rows rounded up to a power of 2) and ``is_training``."""
+    """Return a cache key of device, versions of torch and of the backends ``names``, dtype, sizes and ``is_training``.
+
+    ``num_rows`` is rounded up to a power of 2.
+    """
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])

@@ -182,8 +182,9 @@ class FFNExperts(Stacked):
     def reset_parameters(self) -> None:
         """Draw each parameter from (seed, global id of the expert, name), so that it is equal at every EP size.
 
-        Values are drawn on the device of the parameters, with the same bits on every device. Only initializers
-        other than `torch.nn.init.normal_` run on the CPU, one expert at a time. Meta tensors stay as they are.
+        Values are drawn on the device of the parameters, with the same bits on every device. However, an
+        ``init_method`` or ``output_init_method`` other than `torch.nn.init.normal_` runs on the CPU, one expert at a
+        time. Meta tensors stay as they are.
         """
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -289,7 +290,8 @@ class FFNExperts(Stacked):
                 experts, and combines the outputs.
             counts_L: number of rows of each expert.
             arguments: for tokens, `DispatchPlan.fused_arguments` of a plan whose experts are all on this rank. For
-                rows, only ``weight_TK``, by which the backward pass multiplies the gradients of the outputs.
+                rows, ``weight_TK`` of shape [R], if anything. With it, the backward pass multiplies the gradient of
+                output r by ``weight_TK[r]``.
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
         operation = self._backend_ffn(x_TD, parameters)
@@ -310,7 +312,7 @@ class FFNExperts(Stacked):
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return fmoe's CUDA operation or, if other packages can compute these experts, `fastest_ffn` of them all."""
+        """Return fmoe's CUDA operation, or `external.fastest_ffn` where "auto" may choose another package."""
         ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
             weights = (parameters[0], parameters[2])
@@ -358,8 +360,8 @@ class ExpertCall:
         training: whether dropout drops hidden units.
 
     Attributes:
-        needs_keys: whether the list ``rows`` of a call must end with the random keys of the rows, int64 [R, 1], from
-            which dropout is drawn (`FFNExperts.wants_row_keys`).
+        needs_keys: whether a call requires dropout keys (`FFNExperts.wants_row_keys`). They are the last tensor of the
+            call's argument ``rows``, int64 [R, 1].
 
     Raises:
         UserError: tokens and experts have different dtypes, and autocast is off.
@@ -401,7 +403,7 @@ class ExpertCall:
 
         Args:
             inputs: the tokens, as tensors [T, ...].
-            plan: permutation of the assignments to the order of experts; only experts of this rank.
+            plan: order of the rows. All its experts are on this rank.
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)

@@ -78,7 +78,11 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a function to pass as a layer's ``gate``: it builds the `FasterGate` of ``rank`` in ``moe_group``."""
+    """Return a function to pass as a layer's ``gate``. It builds a `FasterGate`.
+
+    Args:
+        rank: this rank's index in the layer's ``moe_group``.
+    """
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:

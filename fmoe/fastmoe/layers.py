@@ -61,7 +61,7 @@ class NestedLayout(Layout):
         Args:
             filled: FastMoE's integer mask of the tokens. If ``mask`` is None, only tokens with ``filled == 0`` are
                 routed.
-            is_fastmoe: whether the gate sees only this rank's slice, as in FastMoE.
+            is_fastmoe: whether the gate sees only this rank's slice of the tokens of ``slice_group``, as in FastMoE.
         """
         leaves, nest = pytree.tree_flatten(x)
         leading = leaves[0].shape[:-1]
@@ -156,16 +156,16 @@ class FMoE(MoE):
         The options of `fmoe.MoE.build` (`fmoe.build.Spec`). ``num_experts`` counts the experts of all ranks. By
         default, the backward pass adds the auxiliary losses.
     ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
-        FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`). ``num_expert`` counts the experts of a rank. Add
-        ``gate.get_loss()`` to the training loss yourself.
+        FastMoE's arguments, with the meaning they have there (`fmoe.fastmoe.spelling`). ``num_expert`` counts the
+        experts of a rank. Add ``gate.get_loss()`` to the training loss yourself.
 
     Args:
         num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
         mask: FastMoE's signature only; one integer per token. Only tokens with 0 are routed. Ignored without
             ``mask_dict``.
-        mask_dict: FastMoE's signature only; maps an integer in ``mask`` to the output of its tokens, which is
-            multiplied by the sum of the token's gate weights.
+        mask_dict: FastMoE's signature only; maps integers to tensors. A token whose ``mask`` is k gets the output
+            ``mask_dict[k]``, times the sum of the token's gate weights.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`.
 
     Raises:
@@ -275,8 +275,8 @@ class FMoE(MoE):
 
         Args:
             x: as in `MoE.forward`, or a pytree of tensors of equal shape except for the last dimension. Experts get the
-                whole pytree, and gates the first tensor. In FastMoE's signature, a gate whose ``forward`` has one
-                required argument gets the whole pytree, too.
+                whole pytree, and gates the first tensor. In a layer built with FastMoE's signature, a gate whose
+                ``forward`` has one required argument gets the whole pytree, too.
 
         Returns:
             A tensor of the shape of ``x``; for pytrees, a pytree with the structure of the experts' outputs.

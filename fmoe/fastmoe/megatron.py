@@ -192,8 +192,8 @@ class MegatronMLP(FMoETransformerMLP):
     def reset_parameters(self) -> None:
         """Draw experts as Megatron draws an MLP.
 
-        The standard deviation is ``init_method_std`` for the first matrix, and that divided by sqrt(2 * num_layers) for
-        the second. Biases are zero.
+        The standard deviation is ``init_method_std`` for the first matrix, and
+        ``init_method_std / sqrt(2 * num_layers)`` for the second. Biases are zero.
         """
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
@@ -225,16 +225,17 @@ def fmoefy(
     In models with the layout of Megatron-LM 2.2 to 3.0 (``model.language_model.transformer.layers``, or
     ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``), each MLP becomes a `MegatronMLP`. Megatron-core
     and other models are passed to `fmoe.fmoefy`. As in FastMoE, the experts get new random weights; the weights of the
-    MLPs are not reused. Arguments that are None come from Megatron-LM's arguments, if it is initialized.
+    MLPs are not reused. Except for ``gate``, arguments that are None come from Megatron-LM's arguments, if it is
+    initialized.
 
     Args:
         fmoe_num_experts: number of experts per rank.
         distributed_experts: whether experts are split over ranks. The ranks are those of Megatron-LM's data parallel
             group or of megatron-core's expert parallel group. Without Megatron, they are all ranks.
-        hidden_hidden_size: hidden width of an expert, by default the MLP's.
-        gate: for MLPs that become a `MegatronMLP`, a gate class of FastMoE, or None for the gate of
-            ``balance_strategy``. For other models, a gate class in `STRATEGIES`, any router by name or class, or None
-            for the default of `fmoe.fmoefy`.
+        hidden_hidden_size: hidden width of an expert. If it is None in Megatron-LM's arguments, too, it is the MLP's.
+        gate: for MLPs that become a `MegatronMLP`, a gate class of FastMoE, or None for the gate of Megatron-LM's
+            argument ``balance_strategy``. For other models, a gate class in `STRATEGIES`, any router by name or class,
+            or None for the default of `fmoe.fmoefy`.
         megatron_version: ignored; the model's layout determines the version.
 
     Raises:

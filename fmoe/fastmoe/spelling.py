@@ -96,6 +96,6 @@ def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
 
 
 def tag_missing(parameters: Iterable[Any], comm: str) -> None:
-    """Set the attribute ``dp_comm`` to ``comm`` on all parameters that lack it, such as copies of parameters."""
+    """Set the attribute ``dp_comm`` to ``comm`` on all parameters that lack it."""
     for parameter in parameters:
         parameter.dp_comm = getattr(parameter, "dp_comm", comm)

@@ -40,7 +40,7 @@ class FMoETransformerMLP(FMoE):
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
         activation: a function or a module. With ``num_experts=``, also a name in `fmoe.experts.ffn.ACTIVATIONS`. None
-            for GELU or, if ``expert`` is set, for the activation of these experts.
+            for GELU; if the option ``expert`` is set, for that expert's default activation.
         options: all other arguments of `FMoE`.
     """
 

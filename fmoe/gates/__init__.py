@@ -100,8 +100,8 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     optimizer step, not per micro batch: after the last backward pass of the step, before or after ``optimizer.step()``.
 
     Args:
-        group: the ranks that see different tokens of the batch, over which loads are summed. None for one process:
-            without this sum, biases would differ between the ranks of a data parallel job.
+        group: the ranks that see different tokens of the batch. Loads are summed over them, so that biases stay equal
+            on all ranks. None for a job of one process.
     """
     module: Any  # the type nn.Module lacks these methods
     for module in model.modules():

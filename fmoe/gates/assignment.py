@@ -78,7 +78,10 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
 
 
 def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
-    """Return the expert of each token after moves that make loads even and the sum of values maximal, [G, S]."""
+    """Move tokens between experts, and return the expert of each token, [G, S].
+
+    Loads are then as even as possible. Among such assignments, the sum of values is maximal.
+    """
     # Tokens move along the cheapest chains of experts, until no chain helps. Positions without a token are E in
     # `expert_GS`, and -1 in the result.
     num_groups, num_experts, _ = value_GES.shape

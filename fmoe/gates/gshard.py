@@ -19,7 +19,7 @@ class GShardRouter(TopKRouter):
 
     Args:
         random_routing: False keeps all choices in training, as evaluation does.
-        capacity_factor: see `Router`. The default 1.0 is the paper's ``C = 2 S / E`` for top-2.
+        capacity_factor: see `Router`. The default 1.0 is the paper's: ``2 * tokens of the group / E`` for top-2.
         eval_capacity_factor: the capacity factor in evaluation.
     """
 

@@ -107,8 +107,9 @@ def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept:
     """Check the settings of group-limited routing.
 
     Raises:
-        UserError: ``num_groups`` does not divide ``num_experts``; ``num_kept`` is not in 1..num_groups, or not 1
-            without groups; or ``num_kept`` groups have fewer than ``top_k`` experts.
+        UserError: ``num_groups`` does not divide ``num_experts``; ``num_kept`` is not in 1..num_groups;
+            ``num_kept`` is not 1 although ``num_groups`` is None; ``num_kept`` groups have fewer than ``top_k``
+            experts.
     """
     if num_groups is None:
         if num_kept != 1:

@@ -253,7 +253,7 @@ class TopKRouter(Router):
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
         """Return the router's input and its output, the logits.
 
-        If several ranks hold parts of the tokens to route together, the logits are gathered over these ranks.
+        If several ranks route their tokens together, the logits are gathered over these ranks.
         """
         x_TD = self.router_input(x_TD, groups)
         is_16 = x_TD.element_size() == 2

@@ -17,9 +17,10 @@ class SinkhornRouter(TopKRouter):
     """Gate that chooses experts by scores that Sinkhorn's iteration balances (S-BASE, arXiv 2202.01169).
 
     Megatron-core calls it "sinkhorn" load balancing. In each routing group (`fmoe.routing.RoutingGroups`), rows and
-    columns of ``exp(logits)`` are scaled until each token's row sums to one and each expert's column to S / E. Loads
-    are only nearly even, because the sums of scores are balanced, but a token takes only its K largest scores. Where
-    balanced scores are equal, as in a group of one token or of equal tokens, the logits decide.
+    columns of ``exp(logits)`` are scaled until each token's row sums to one, and each expert's column to
+    ``tokens of the group / E``. A token takes the K experts with its largest scaled scores. Loads are only nearly even:
+    the iteration balances sums of scores, not numbers of tokens. Where scaled scores are equal, as in a group of one
+    token or of equal tokens, the logits decide.
 
     Combine weights are ``sigmoid(logit)`` for K = 1, and the softmax over all experts for K > 1. Evaluation chooses by
     the logits.

@@ -68,7 +68,7 @@ class TopologyRouter(TopKRouter):
         """Set this rank's index in the expert parallel group, and the group's size. The layer calls this.
 
         Raises:
-            UserError: the ranks per node do not divide the group.
+            UserError: the number of ranks per node does not divide ``ep_size``, and ``num_nodes`` was not given.
         """
         size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))
         size = min(size, ep_size)

@@ -71,7 +71,7 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Return the outputs of sliding-window attention in blocks of ``window`` queries, for as many keys as queries."""
+    """Compute sliding-window attention in blocks of ``window`` queries. Needs as many keys as queries."""
     # A block of queries sees keys of its own block and of the previous one.
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
     near = visible(window, 2 * window, window, query.device)
@@ -99,7 +99,12 @@ def _attend(
     sinks_H: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Return the attention outputs under the mask ``seen``; for None, a causal mask, or none if there is one query."""
+    """Return the attention outputs.
+
+    Args:
+        seen: mask, False where a query must not see a key. None for causal attention; a single query then sees all
+            keys.
+    """
     is_causal = seen is None and query.shape[2] > 1
     width = value.shape[-1]
     if sinks_H is not None:

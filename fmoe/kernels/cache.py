@@ -71,7 +71,7 @@ def get(
             the folder from `workplace`, and returns the path from `publish`. If the build fails, it calls
             `publish_failure` and raises a BuildError.
         what: name of the library in messages.
-        cannot: error to raise if a build is needed and there is no compiler; None if there is one.
+        cannot: the error that there is no compiler, raised if a build is needed; None if a compiler was found.
         force: build even if the entry exists.
         instead_of: `identity` of an entry that did not load. That entry is not returned again.
 

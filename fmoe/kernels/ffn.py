@@ -59,7 +59,7 @@ def expert_ffn(
     Args:
         counts: number of rows of each expert.
         activation: any differentiable function [n, H] -> [n, H].
-        gated: the first map returns 2 H elements, to which `gate` applies the activation. `SwiGLUOAI` requires it.
+        gated: whether the first map has 2 H outputs, from which `gate` computes H. It must be True for `SwiGLUOAI`.
     """
     if isinstance(activation, SwiGLUOAI) or _kernels(activation) is not None:
         return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)

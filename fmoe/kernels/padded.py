@@ -57,7 +57,7 @@ class PaddedPlan:
         return _Permute.apply(x_TD, self)
 
     def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
-        """Return the weighted sum of each token's rows: [P, D] -> [T, D]."""
+        """Return the weighted sum of each token's rows: [P, D] -> [T, D], for P slots in all."""
         return _Combine.apply(rows_PD, weight_TK, self)
 
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
@@ -67,7 +67,7 @@ class PaddedPlan:
         return torch.where(self.valid_P, weight_TK.reshape(-1).index_select(0, self.assignment_P), 0)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """Return the token of each slot times its combine weight, zero in empty slots: [T, D] -> [P, D].
+        """Return the token of each of the P slots times its combine weight, zero in empty slots: [T, D] -> [P, D].
 
         Args:
             weight_TK: combine weights; None for weights of 1.

@@ -65,12 +65,12 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Apply `permute`, `expert_ffn` and `combine` to tokens, or only `expert_ffn` to rows.
+    """Apply `permute`, `expert_ffn` and `combine` to tokens or, without ``perm_N``, only `expert_ffn` to rows.
 
     Args:
         x_TD: tokens [T, D]; without ``perm_N``, rows [M, D].
         weight_TK: combine weights. Without ``perm_N``, factors [M] of the resulting rows, or None.
-        perm_N: assignment of each row, from a `fmoe.kernels.rows.DispatchPlan`; None for rows.
+        perm_N: assignment of each row, from a `fmoe.kernels.rows.DispatchPlan`; None if the input is rows.
     """
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:

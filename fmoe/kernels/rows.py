@@ -306,9 +306,9 @@ def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
     """Return ``plan.combine(rows_MD, weight_TK)``, without saving the rows for the backward pass.
 
     Use it only together with `weigh_gradient`: their two backward passes together are the derivative of `combine`. The
-    backward pass of this function returns the gradient of each row without its weight, and no gradient of the weights.
-    `weigh_gradient` runs on the rank that computes the row. It multiplies the gradient by the weight, and computes the
-    weight's gradient.
+    backward pass of this function returns each row's gradient, not yet multiplied by the row's weight, and no gradient
+    of the weights. `weigh_gradient` runs on the rank that computes the row. It multiplies the gradient by the weight,
+    and computes the weight's gradient.
 
     Args:
         plan: a `DispatchPlan` or a `fmoe.kernels.padded.PaddedPlan`.

@@ -38,7 +38,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _experts(*columns):
-    """Yield the weight, gradient, state and step of each expert, from those of the stack."""
+    """Yield each expert's slices of the tensors in ``columns``. The last column is the step, which has no slices."""
     *tensors, step = columns  # torch increments `step` once per expert: all but the first get a copy
     for expert in range(tensors[0].shape[0]):
         views = [None if tensor is None else tensor[expert] for tensor in tensors]

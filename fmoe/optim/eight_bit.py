@@ -92,7 +92,7 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Set scale and codes of each block of ``moment`` that then has exactly the values; leave the other blocks."""
+    """Set scale and codes of each block of ``moment`` that can hold ``values_BS`` exactly; keep the other blocks."""
     # The largest magnitude of a block was quantized to q = 1 or, because the map has no -1, to the map's lowest value
     # q < 0. The scale is this magnitude divided by abs(q), up to two units in the last place.
     largest_B = values_BS.abs().amax(1)

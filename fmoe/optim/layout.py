@@ -79,8 +79,8 @@ class Layout:
     """The parameters of an optimizer, and the tensors in its parameter groups, which may be parts of parameters.
 
     Attributes:
-        parameters: all parameters, including those without elements on this rank. The list is equal on all ranks of
-            the process groups in it.
+        parameters: the blocks of each parameter, including parameters without elements on this rank. The list is
+            equal on all ranks of the blocks' process groups.
         parts: (index of the parameter, offset in the flattened parameter) of each tensor in the parameter groups.
     """
 

@@ -75,7 +75,7 @@ class Matrices:
         return self.rows, self.columns, self.sections, self.axis, self.group
 
     def cut(self, x_BMN: Tensor) -> list[Tensor]:
-        """Return one matrix [B, m, N] per section, with the section's rows from all repetitions of the pattern."""
+        """Return one matrix [B, m, N] per section. Its m rows are from all repetitions of the sections."""
         if len(self.sections) == 1:
             return [x_BMN]
         return [part.flatten(1, 2) for part in x_BMN.unflatten(1, (-1, sum(self.sections))).split(self.sections, 2)]
@@ -117,9 +117,9 @@ class Matrices:
 def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[Tensor, Matrices]:
     """Return the trained hidden matrices of a model, found through the modules that own them.
 
-    Hidden matrices are the parameters with two axes and the stacks of matrices. Excluded are those of embeddings (even
-    if other modules share them), of gates, of the gate of a shared expert's output, and of ``others``. Gated
-    `FFNExperts` have two matrices per expert in ``weight_in``.
+    Hidden matrices are the parameters with two axes and the stacks of matrices. Excluded are the parameters of
+    embeddings (even if other modules share them), of MoE gates, of shared experts' output gates, and of ``others``.
+    Gated `FFNExperts` have two matrices per expert in ``weight_in``.
 
     Args:
         others: modules that are excluded too, such as the output layer.

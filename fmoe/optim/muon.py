@@ -215,13 +215,13 @@ class Muon(Optimizer):
                 tensor.copy_(weight)
 
     def _direction(self, piece: _Piece) -> Tensor:
-        """Return the elements of ``piece`` in u, the matrix to orthogonalize in the formula of `Muon`."""
+        """Return u of the formula in `Muon`, before orthogonalization, for the elements of ``piece``."""
         gradient = piece.part.of(_gradient(piece.tensor))
         buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
 
     def _exchange(self, plan: _Plan) -> dict[tuple[int, int], Tensor]:
-        """Return the blocks of which this rank steps only a part, with the other ranks' parts, by `_Piece.key`."""
+        """Gather the `_direction` of each block that this rank and others step in parts, keyed by `_Piece.key`."""
         if self._shards is None or self._shards.group is None or not plan.exchanges:
             return {}
         ranks = self._shards.group.size()
@@ -317,7 +317,10 @@ class Muon(Optimizer):
         )
 
     def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[int]]]:
-        """Return [begin, end) of each parameter that each rank of the shards' group steps: [ranks][parameters][2]."""
+        """Gather the range [begin, end) that a rank steps of a parameter, as lists [ranks][parameters][2].
+
+        The ranks are those of the shards' group. Without such a group, the list is empty.
+        """
         if self._shards is None or self._shards.group is None or not numbers:
             return []
         held = [[0, 0] for _ in numbers]

@@ -43,7 +43,7 @@ class Slot:
 class Plan:
     """The order in which an optimizer steps its tensors, and buffers for norms and trust ratios.
 
-    O is the number of blocks (`fmoe.optim.Blocks`) of all parameters.
+    ``squares`` is [2, O] and ``ratios`` is [O], with O blocks (`fmoe.optim.Blocks`) in all parameters together.
     """
 
     chunks: list[list[Slot]]  # each of one group, device, dtype and kind
@@ -142,7 +142,10 @@ class TrustOptimizer(Optimizer):
         return loss
 
     def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
-        """Step all slots by fused kernels and return True; without such kernels, change nothing and return False."""
+        """Update the tensors of ``slots`` with fused kernels and return True.
+
+        Without suitable kernels, change nothing and return False.
+        """
         return False
 
     def _reduce(self, plan: Plan) -> None:
@@ -235,7 +238,10 @@ class TrustOptimizer(Optimizer):
 
     @abstractmethod
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
-        """Update the tensors, whose values are ``weights``; may overwrite the updates."""
+        """Apply ``updates`` to the tensors of ``slots``. May overwrite ``updates``.
+
+        ``weights`` are the tensors' values: float32 copies of 16-bit tensors, views of others.
+        """
 
 
 def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Any]]:
@@ -251,7 +257,10 @@ def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterat
 
 
 def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> Tensor:
-    """Write the squared norms of the blocks of ``weights`` and ``compared`` to ``squares``; return their indices."""
+    """Write the squared norm of each block to ``squares``, and return the indices of the blocks.
+
+    Row 0 is for ``weights``. Row 1 is for ``compared``, which are gradients or updates.
+    """
     blocks = torch.cat([slot.blocks for slot in slots])
     for row, tensors in enumerate((weights, compared)):
         single = [tensor for tensor, slot in zip(tensors, slots, strict=True) if slot.part.count == 1]
@@ -267,9 +276,10 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
 
 
 def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
-    """Load the state called ``names`` again in the saved dtypes; call it after ``optimizer.load_state_dict``.
+    """Copy the state entries ``names`` from ``state_dict`` to the optimizer, in their saved dtypes.
 
-    torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
+    Call it after ``optimizer.load_state_dict``, which casts state to the parameter's dtype. Moments of 16-bit
+    parameters must stay float32.
     """
     numbers = (number for group in state_dict["param_groups"] for number in group["params"])
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])

@@ -18,10 +18,11 @@ from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel, which also reduces expert gradients over the ranks with the same experts.
+    """torch's DistributedDataParallel for models with experts that differ between ranks.
 
-    After the backward pass all gradients, including expert gradients, are averaged over the data parallel ranks. An
-    expert without tokens gets a gradient of zeros.
+    After the backward pass all gradients are averaged over the data parallel ranks. For an expert, this is the sum
+    over the ranks that hold it, divided by the number of data parallel ranks. An expert without tokens gets a gradient
+    of zeros.
 
     Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. Communication hooks (fp16, bf16,
     PowerSGD, post-localSGD) apply to dense gradients only. Expert gradients are summed in their own dtype.
@@ -173,7 +174,10 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, buffer) for buffers of experts, and (name, None) for other buffers that are not persistent."""
+    """Yield (name, buffer) of the buffers that torch's wrapper must not overwrite.
+
+    These are the buffers of experts, and all other non-persistent buffers; the latter are yielded as (name, None).
+    """
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""
         for module_name, module in layer.named_modules():

@@ -85,15 +85,15 @@ def grad_norm(
 ) -> Tensor:
     """Return the 2-norm of the gradients of the whole model. Replicas of a parameter count once.
 
-    Call it on every rank, with the parameters in the same order, after gradients are reduced. Squares of DTensors
-    (`fmoe.parallel.fully_shard`) are summed over the ranks that hold their shards.
+    Call it on every rank, with the parameters in the same order, after gradients are reduced. For DTensors
+    (`fmoe.parallel.fully_shard`), squares are summed over the ranks that hold the shards.
 
     Args:
         moe_group: the expert parallel group, over which squares of expert gradients are summed.
         groups: groups of `fmoe.parallel.init`, instead of ``moe_group``.
 
     Returns:
-        A scalar, equal on all ranks; float32, or float64 if a gradient is.
+        A scalar, equal on all ranks; float64 if any gradient is float64, else float32.
     """
     moe_group = groups.moe_group if groups is not None else moe_group
     parameters = list(parameters)

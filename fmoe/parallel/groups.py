@@ -73,7 +73,7 @@ class ParallelGroups:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """All data parallel ranks, which have different tokens and replicas of the dense parameters."""
+        """All data parallel ranks. They have different tokens, but the same dense parameters."""
         return self.data_mesh.get_group()
 
     @property

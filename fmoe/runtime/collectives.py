@@ -109,7 +109,7 @@ def _settle() -> None:
 
 
 def _keep() -> None:
-    """Leak references to CPU tensors that C++ code uses: dropping the last one takes the interpreter's lock."""
+    """Leak references to CPU tensors that C++ code uses, so that no thread frees them during exit."""
     objects, held = gc.get_objects(), []
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
     for one in [one for one in objects if type(one) in kinds]:

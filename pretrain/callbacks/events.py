@@ -18,8 +18,8 @@ class Events(Callback):
     """Record the events of a run on rank 0 (`pretrain.tracking.events`): start and end, saves, and warnings.
 
     The warnings are those of the loggers ``fmoe``, ``megatron_patch`` and ``pretrain``. They are still printed. The
-    attribute ``event`` of a log record (``extra={"event": (step, "skip")}``) sets the step and the kind of its event. A
-    failed write disables the log with a warning and does not end the run.
+    attribute ``event`` of a log record (``extra={"event": (step, "skip")}``) sets the step and the kind of its event.
+    If an event cannot be written, the run continues with a warning, and records no more events.
 
     Args:
         path: the file. A new run renames an existing one to ``NAME.old``.

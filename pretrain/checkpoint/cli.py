@@ -131,8 +131,7 @@ def _summary(checkpoint: Checkpoint) -> str:
 
 
 def _split(tensor: StoredTensor) -> str:
-    """Return the number of blocks along each axis of a tensor, such as ``2x1``, and the number of flat ranges, if
-    any."""
+    """Return how a tensor is split: ``2x1`` (blocks along each axis) or ``2x1, 3 flat ranges``."""
     regions = [piece.region for piece in tensor.pieces]
     blocks = "x".join(str(len({region.offset[axis] for region in regions})) for axis in range(len(tensor.shape)))
     num_ranges = sum(not region.is_whole for region in regions)

@@ -112,8 +112,10 @@ def size_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def content_problem(path: Path, record: FileRecord) -> str | None:
-    """Return the problem of a file as `size_problem` does, or that its SHA-256 differs from the recorded one; else
-    None."""
+    """Return the problem of a file, such as ``"is missing"``.
+
+    Return None if it is a regular file of the recorded size and SHA-256.
+    """
     if problem := size_problem(path, record):
         return problem
     try:

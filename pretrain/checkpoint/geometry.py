@@ -16,9 +16,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a global tensor that is contiguous in the flat data of a `Region`.
+    """A rectangle of a global tensor.
 
-    ``position`` is the index of its first element in that data.
+    The elements of a box from `Region.boxes` are consecutive in the region. ``position`` is the index of the box's
+    first element, counted from the region's ``start``.
     """
 
     offset: Shape  # in the global tensor
@@ -45,7 +46,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """A flat range [start, stop) of a block of a global tensor, flattened in row-major order.
+    """The elements [start, stop) of a block of a global tensor. The block is flattened in row-major order.
 
     `Region.of` takes the whole block by default.
     """

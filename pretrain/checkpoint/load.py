@@ -148,7 +148,7 @@ class Checkpoint:
         """Read a piece of a tensor into ``piece.data``.
 
         Raises:
-            UserError: as for `read`, or the whole tensor differs in shape from ``piece.shape``.
+            UserError: as for `read`, or the checkpoint's tensor has another global shape than ``piece.shape``.
         """
         shape = self.shape(piece.name)
         if shape != tuple(piece.shape):
@@ -239,7 +239,7 @@ class Checkpoint:
 
 
 def _places(out: Tensor, wanted: Region) -> list[tuple[Box, Tensor]]:
-    """Return each box of the region ``wanted`` with a view of its elements in ``out``."""
+    """Return each box of the region ``wanted``, and the view of ``out`` that holds the box's elements."""
     if wanted.is_whole:
         return [(box, out if out.shape == box.shape else out.view(box.shape)) for box in wanted.boxes]
     flat = out.view(-1)

@@ -53,7 +53,7 @@ class Piece:
         offset: offset of the block in the tensor.
         block: shape of the block.
         data: elements of the piece, on any device and with any strides. The shape is ``block``; for a range, any shape.
-        start, stop: the range, in elements of the flattened block (row-major). ``stop=None`` means its end.
+        start, stop: the range, in elements of the flattened block (row-major). ``stop=None`` means the block's end.
     """
 
     name: str
@@ -99,8 +99,7 @@ class Piece:
 class Snapshot:
     """One rank's share of a checkpoint, in host memory, as `write` takes it.
 
-    ``state`` and ``rank_state`` are encoded by `codec.dumps`. ``rank_state`` is None for a share that is saved without
-    the state of a rank.
+    ``state`` and ``rank_state`` are encoded by `codec.dumps`. ``rank_state`` is None if the share has no rank's state.
     """
 
     pieces: tuple[Piece, ...]
@@ -198,7 +197,7 @@ def save_parts(
         nbytes: bytes of all pieces, to detect a full disk before anything is written.
         part_bytes: maximum bytes of pieces held in memory. They are written as one part, a file like that of one rank.
             A larger piece is a part by itself.
-        rank_states: states of the ranks of the run that the checkpoint comes from; None for one empty state per part.
+        rank_states: state of each rank, in the order of ranks; None saves one empty state per part.
 
     Returns, raises: as for `save`.
     """
@@ -263,7 +262,7 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
 
 
 class _Space:
-    """Check that a filesystem has the ``needed`` bytes that all ranks together write."""
+    """The free bytes of a folder's filesystem, compared with the bytes that a checkpoint needs."""
 
     def __init__(self, folder: Path, needed: int):
         self._folder, self._needed = folder, needed

@@ -96,8 +96,8 @@ class Group:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that have equal `Run.keys` and different seeds, in the order of their first runs.
 
-    A run with the keys and the seed of an earlier run begins another group: it repeats the earlier run's losses, so
-    that the spread over seeds would be understated.
+    A run with the keys and the seed of an earlier run begins another group. In one group, two runs with the same seed
+    would understate the spread over seeds.
 
     Raises:
         UserError: the runs of a group have no validated step in common.
@@ -145,7 +145,7 @@ def reach(curve: Sequence[Point], loss: float) -> Reach | None:
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the recipe keys in which groups differ. Files are compared by content if known, as in `Run.keys`."""
+    """Return the recipe keys whose values, as returned by `Run.keys`, differ between groups."""
     keys = [group.runs[0].keys() for group in groups]
     return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
 

@@ -12,8 +12,8 @@ _CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # on
 def text(groups: Sequence[Group]) -> str:
     """Return the comparison as Markdown: tables with one row per group, then differing recipe keys and notes.
 
-    The first table has sizes and final losses. For several groups, a second one has the steps at which each group
-    reaches the final loss of each other group.
+    The first table has the training tokens, parameters, FLOPs and final loss of each group. For several groups, a
+    second table has the steps at which each group reaches the final loss of each other group.
     """
     rows = [
         ["run", "seeds", "step", "tokens", "parameters", "active", "FLOPs/token", "FLOPs", "val loss", "std", "min-max"]

@@ -166,7 +166,7 @@ def check_values(recipe: Any) -> None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (recipe key, item) for each item of a list or table, at any depth, and for each name in a table."""
+    """Yield (recipe key, item) for the items of a list or table, at any depth. Names in a table are items too."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield key, name
@@ -179,7 +179,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:
-    """Raise a UserError that names both keys unless ``value`` divides ``of``."""
+    """Raise UserError unless ``value`` divides ``of``. The message contains ``name`` and ``of_name``."""
     if of % value:
         raise UserError(f"{name}={value} does not divide {of_name}={of}")
 

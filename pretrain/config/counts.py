@@ -74,9 +74,12 @@ def _relative_flops(model: ModelConfig) -> float:
 
 
 def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
-    """Return, for each layer, the numbers of its parameters in matrices and of its other parameters.
+    """Return two numbers for each layer: parameters in matrices, and other parameters.
 
     Norms and Transformer-XL's additions are not counted.
+
+    Args:
+        experts: number of routed experts before the split by ``model.granularity``.
     """
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
@@ -93,9 +96,12 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
 
 
 def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
-    """Return the number of parameters in matrices, and that of other parameters, of one layer's experts and router.
+    """Return two numbers for the router and experts of one layer: parameters in matrices, and other parameters.
 
-    The experts are ``experts`` routed ones and all shared ones.
+    All shared experts are counted.
+
+    Args:
+        experts: number of routed experts before the split by ``model.granularity``.
     """
     expert = [shape[1:] if shape[:1] == (1,) else shape for shape in expert_shapes(model)]  # without an axis of experts
     shapes = expert * (experts * model.granularity) + router_shapes(model)
@@ -105,7 +111,7 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
 
 
 def _shared(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of parameters in matrices, and that of biases, of a layer's shared experts and their gate."""
+    """Return two numbers for a layer's shared experts and their gate: parameters in matrices, and biases."""
     options = model.expert_options if model.expert == "ffn" else {}
     rows = (1 + options.get("gated", model.gated)) * model.shared_width
     biases = rows + model.hidden_size if options.get("bias") else 0

@@ -58,7 +58,9 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     """Return the gate's options: those with a key of their own in ``[model]``, and the table ``model.gate_options``.
 
     Raises:
-        UserError: the gate is unknown or lacks an option, or the table sets an option that has its own key.
+        UserError: the gate is unknown; ``model`` sets an option that the gate does not have;
+            ``model.gate_options`` sets an option in `HOMES`; or ``model.balance_scope`` needs a gate with the
+            balance loss.
     """
     if model.gate not in GATES:
         raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
@@ -86,7 +88,8 @@ def expert_options(model: ModelConfig) -> dict[str, Any]:
     """Return ``model.expert_options`` after a check of the option names.
 
     Raises:
-        UserError: the experts are unknown or lack an option, or the table sets an option that has its own key.
+        UserError: ``model.expert`` is unknown; or ``model.expert_options`` sets an option that these experts do not
+            have, or one in `HOMES`.
     """
     if model.expert not in EXPERTS:
         raise UserError(f"model.expert={model.expert} is not known; {known_names(model.expert, sorted(EXPERTS))}")
@@ -99,8 +102,8 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     """Return the weights of auxiliary losses by name: ``balance``, ``z`` and those in ``model.loss_weights``.
 
     Raises:
-        UserError: ``model.loss_weights`` has an unknown loss, a loss with a key of its own, or a weight that is
-            negative or not a number.
+        UserError: ``model.loss_weights`` sets ``balance``, ``z`` or an unknown loss; or a weight in it is negative or
+            not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
@@ -118,7 +121,8 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     defaults.
 
     Raises:
-        UserError: the exchange is unknown or lacks an option, or the table sets an option that has its own key.
+        UserError: the exchange is unknown; ``parallel`` sets an option that the exchange does not have;
+            ``parallel.exchange_options`` sets an option in `HOMES`; or an option has an invalid value.
     """
     if parallel.exchange not in EXCHANGES:
         names = known_names(parallel.exchange, sorted(EXCHANGES))
@@ -146,9 +150,12 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
 def _from_table(
     part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None
 ) -> dict[str, Any]:
-    """Return ``options`` after a check that their names are in ``known`` (None allows any name).
+    """Return ``options`` after a check that their names are in ``known`` (None allows any name), and not in `HOMES`.
 
-    ``table`` and ``owner`` are the recipe key of the options and the component that takes them, for errors.
+    Args:
+        part: key of `HOMES`.
+        table: recipe key of the options, for error messages.
+        owner: component that takes the options, for error messages.
     """
     homes = HOMES[part]
     for name, value in options.items():

@@ -203,7 +203,7 @@ class Recipe:
 
     @cached_property
     def batches(self) -> Batches:
-        """Global batch and range of samples of every step."""
+        """Global batch of every step."""
         train = self.train
         if train.ramp_batch is None or train.ramp_increment is None or train.ramp_samples is None:
             return Batches(train.global_batch, train.global_batch, 1, 0)

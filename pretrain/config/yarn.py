@@ -45,7 +45,10 @@ def score_factor(model: ModelConfig) -> float:
 
 
 def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
-    """Return the indices of the pairs of elements between which frequencies are partly divided by ``rope_factor``."""
+    """Return the range of pairs of elements whose frequencies YaRN divides in part, as indices (low, high).
+
+    Up to ``low``, frequencies are kept. From ``high`` on, they are divided by ``rope_factor``.
+    """
     assert model.rope_original_length is not None
     width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
     low, high = (

@@ -73,7 +73,10 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """Incremental counter of tokens. It holds a count per id, and about a million tokens not counted yet."""
+    """Incremental counter of tokens.
+
+    It stores a count per id. It also stores added tokens until there are about a million, then counts them.
+    """
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)

@@ -63,7 +63,10 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise a `UserError` if a path is one of ``inputs``, exists without ``overwrite``, or exists but is not a file."""
+    """Raise a `UserError` if a path is one of ``inputs``, or exists but is not a file.
+
+    An existing file also raises it if ``overwrite`` is False.
+    """
     paths = list(paths)
     refuse_inputs(paths, inputs)
     for path in paths:

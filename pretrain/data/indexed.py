@@ -128,7 +128,7 @@ class IndexedWriter:
         self.num_documents += 1
 
     def describe(self, **description: Any) -> None:
-        """Set the additional JSON values of ``PREFIX.json``, e.g. the tokenizer's fingerprint."""
+        """Set the JSON values to add to ``PREFIX.json``, e.g. the tokenizer's fingerprint."""
         self._description = description
 
     def _finish(self) -> None:
@@ -277,8 +277,7 @@ class IndexedCorpus:
         return int(start), int(stop)
 
     def _starts(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the index in `flat` of the first token of each sequence; `num_tokens` for an index past the last
-        sequence."""
+        """Return where in `flat` each of ``sequences`` begins. The number after the last gives `num_tokens`."""
         starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
         inside = sequences < len(self._pointers)
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize

@@ -66,7 +66,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
             * a file that is missing or damaged,
             * a corpus that is shorter than a sequence, or that was prepared with another tokenizer,
             * a tokenizer with a larger vocabulary than the model's,
-            * a token id outside the model's vocabulary (`with_counts` checks large training corpora without counts),
+            * a token id outside the model's vocabulary (large corpora without counts are not checked; `with_counts`
+              checks the training corpora),
             * a special token, a package or a GPU that the recipe needs and that is missing.
     """
     data, model = recipe.data, recipe.model

@@ -52,7 +52,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the average number of epochs of each corpus that one sample of the blend takes; () without ``weights``."""
+    """Return the average share of each corpus's epoch that one sample of the blend uses; () without ``weights``."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)

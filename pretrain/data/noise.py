@@ -27,5 +27,8 @@ def choose(random_words: np.ndarray, count: int) -> np.ndarray:
 
 
 def share(count: int, density: float) -> int:
-    """Round ``count * density`` to an integer, halves to even; a density of 0.15 is exactly 15/100."""
+    """Round ``count * density`` to an integer, halves to even.
+
+    The density is taken as a decimal: 0.15 is exactly 15/100.
+    """
     return round(count * Fraction(repr(density)))

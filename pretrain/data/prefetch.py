@@ -25,7 +25,7 @@ class Prefetch:
         self._futures: deque[tuple[int, Future[list[Batch]]]] = deque()
 
     def take(self, step: int) -> list[Batch]:
-        """Return the batches of a step. Batches built ahead are discarded unless ``step`` is the first of them."""
+        """Return the batches of a step. If ``step`` is not the next one, batches built ahead are discarded."""
         if not self._ahead:
             return self._build(step)
         if self._pool is None:

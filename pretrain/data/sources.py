@@ -150,7 +150,11 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
 
 
 def decode(data: bytes, source: Source, offset: int) -> str:
-    """Decode UTF-8 that begins at byte ``offset`` of a source. The UserError names the position of an invalid byte."""
+    """Decode ``data`` as UTF-8; it begins at byte ``offset`` of the source.
+
+    Raises:
+        UserError: a byte is invalid; the message names its position in the source.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -160,7 +164,8 @@ def decode(data: bytes, source: Source, offset: int) -> str:
 def json_rows(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
     """Yield (location, row) for each row of a JSON file: the items if a `Format.JSON` file is an array, else the lines.
 
-    Unreadable rows are passed to ``on_error`` and skipped if it returns.
+    The error of an unreadable row is passed to ``on_error``. If it returns, the row is skipped.
+    In an array or a damaged file, the rest is skipped too.
     """
     try:
         is_array = source.format is Format.JSON and _begins_with_bracket(source)

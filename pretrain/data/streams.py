@@ -106,7 +106,10 @@ class Stream:
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """Return name, config and revision of ``NAME[:CONFIG][@REVISION]``. An existing path is the name as a whole."""
+    """Return the name, config and revision of ``NAME[:CONFIG][@REVISION]``.
+
+    If ``text`` is an existing path, all of it is the name.
+    """
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None

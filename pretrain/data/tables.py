@@ -14,7 +14,7 @@ def read_parquet(path: Path, column: str) -> Iterator[object]:
     """Yield the values of one column of a Parquet file, in order.
 
     Raises:
-        UserError: the file is not Parquet or lacks the column; during iteration, the file is damaged.
+        UserError: the file is not Parquet or lacks the column. Damaged rows raise it during iteration.
     """
     parquet = require("pyarrow.parquet", "pretrain", "reading Parquet files")
     with _one_line_errors(path, "a Parquet file"):
@@ -34,7 +34,8 @@ def read_saved(path: Path, column: str) -> Iterator[object]:
     """Yield the values of one column of a folder written by ``Dataset.save_to_disk``, in order.
 
     Raises:
-        UserError: the folder was not written by ``save_to_disk`` or lacks the column; during iteration, it is damaged.
+        UserError: the folder was not written by ``save_to_disk`` or lacks the column. Damaged rows raise it
+            during iteration.
     """
     datasets = require("datasets", "pretrain", "reading a folder of datasets.save_to_disk")
     with _one_line_errors(path, "a folder of datasets.save_to_disk"):

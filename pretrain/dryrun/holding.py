@@ -48,10 +48,10 @@ class Holding:
         parameters: number of parameters in the rank's modules, replicated ones included.
         weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights.
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
-        distinct: number of distinct parameters on all ranks with these layers, without the copy of the embedding on a
-            pipeline's last stage.
-        saved: bytes in a checkpoint, of all ranks with these layers: weights, masters and moments of the distinct
-            parameters, and the remembered hidden states.
+        distinct: number of distinct parameters on all ranks of this pipeline stage. The last stage's copy of the
+            embedding is not counted.
+        saved: bytes that all ranks of this pipeline stage save in a checkpoint: weights, masters and moments of the
+            distinct parameters, and the remembered hidden states.
     """
 
     layers: tuple[int, ...]

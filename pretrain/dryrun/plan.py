@@ -31,9 +31,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class RankKind:
-    """A group of ranks with equal memory.
-
-    Only the padding and alignment of optimizer shards, and Muon's state, may differ among them.
+    """A group of ranks with equal memory, except for padding and alignment of optimizer shards, and for Muon's state.
 
     Attributes:
         stages: pipeline stages of this kind, from 0.
@@ -111,7 +109,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Group pipeline stages with experts at the same positions; the first and the last stage are separate groups."""
+    """Group pipeline stages by the positions of their layers with experts; the first and the last stage stay alone."""
     model, parallel = recipe.model, recipe.parallel
     stages = parallel.pipeline
     if stages == 1:

@@ -206,9 +206,10 @@ class Engine:
         Args:
             step: number of the step, from 0.
             samples: the endless sequence of samples, or the step's batches from `collate_step`.
-            check: function of mean loss and gradient norm, called before the update. Either is non-finite if it is so
-                on any rank. The function returns the reason to skip the step, or None. If it raises, the model is
-                unchanged. It is not called for an fp16 overflow that a lower loss scale may cure.
+            check: function of mean loss and gradient norm, called before the update. Each of the two values is
+                non-finite if it is non-finite on any rank. The function returns the reason to skip the step, or None.
+                If it raises, the model is unchanged. It is not called for an fp16 overflow that a lower loss scale may
+                cure.
         """
         self._reports.begin()
         scaler = self.grad_scaler
@@ -246,7 +247,7 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """Text to append to "... is not finite" in a message if the fp16 loss scale cannot be lowered; else empty."""
+        """Reason why the fp16 loss scale cannot be lowered, for a message. Empty if it can be, or without fp16."""
         if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer

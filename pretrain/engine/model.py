@@ -70,7 +70,7 @@ def _scale(module: Any, model: ModelConfig) -> None:
 
 
 def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *options: Any) -> Callable[..., Tensor]:
-    """Return the function ``make(*options)``, changed to multiply output and bias of a block by ``scale`` first."""
+    """Wrap the function ``make(*options)``: multiply a block's output and bias by ``scale`` before it adds them."""
     add = make(*options)
 
     def scale_and_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -81,7 +81,10 @@ def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *optio
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raise UserError if the kind of model, optimizer, gate, experts or exchange is unknown or refuses its options."""
+    """Raise UserError if a part of the recipe is unknown or refuses its options.
+
+    The parts are the kind of model, the optimizer, the gate, the experts and the token exchange.
+    """
     model, parallel = recipe.model, recipe.parallel
     kind_of(recipe)
     check_optimizer(recipe)
@@ -103,7 +106,7 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Convert an error of the ``with`` block to a UserError that begins with a key of ``section``."""
+    """Convert an error of the ``with`` block to a UserError that begins with a recipe key, such as ``model.gate``."""
     try:
         yield
     except UserError as error:

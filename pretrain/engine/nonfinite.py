@@ -10,7 +10,7 @@ _NAME_BYTES = 256
 
 
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
-    """Name the ranks on which a step's loss or gradient is not finite, and each one's first such tensor. Collective.
+    """Name the ranks with a non-finite loss or gradient in a step, and the first non-finite tensor of each. Collective.
 
     If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
     reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks

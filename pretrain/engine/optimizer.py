@@ -109,7 +109,7 @@ class StateTensor:
     axis: int | None = None
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Return ``values``, one per axis of a parameter, with ``value`` for `axis`; unchanged if `axis` is None."""
+        """Return ``values`` (one per axis of a parameter) with ``value`` at index `axis`; unchanged if it is None."""
         if self.axis is None:
             return tuple(values)
         axis = self.axis % len(values)

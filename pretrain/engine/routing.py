@@ -55,7 +55,7 @@ class RoutingReports:
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
     def _agree(self) -> None:
-        """Copy the sizes and loss names to pipeline stages without MoE layers."""
+        """Give pipeline stages without MoE layers the number of sums and of experts per layer, and the loss names."""
         sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()

@@ -56,7 +56,7 @@ class ShardLocation:
         return self.begin + math.prod(self.block)
 
     def piece(self, prefix: str, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
-        """Return this tensor's `Piece` with the elements ``data``.
+        """Return the `Piece` at this location, with the elements ``data``.
 
         The piece is the whole block, or the range [start, stop) of the flattened block.
         """

@@ -97,7 +97,7 @@ class MemoryDecoder:
 
 
 def window(count: int, length: int) -> int:
-    """Return the index of the first token of `GPTDecoder`'s window after ``count`` tokens.
+    """Return the index of the first token in `GPTDecoder`'s window, for a sequence of ``count`` tokens.
 
     The window has at most ``length`` tokens.
     """

@@ -78,7 +78,7 @@ def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> 
     try:
         import_stored(recipe, path.parent.parent if path.parent.name == CHECKPOINTS else path)
     except UserError as error:
-        raise UserError(f"{error}; if you trust this code, pass the path where it is now with --imports") from error
+        raise UserError(f"{error}; if you trust this code, pass its present path with --imports") from error
     return recipe
 
 

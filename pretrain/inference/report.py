@@ -53,8 +53,9 @@ def open_source(
         format: format of text files, as for `pretrain.data.documents.find_sources`.
 
     Raises:
-        UserError: see `pretrain.inference.windows.Text`; or the run has no validation data, they have changed, or the
-            stride does not apply to the model.
+        UserError: see `pretrain.inference.windows.Text`. The run has no validation data, or its validation data
+            have changed since the run. The stride does not apply to the model, or exceeds its sequence length.
+            ``data`` has no tokens to predict.
     """
     recipe, model = trained.recipe, trained.recipe.model
     if data is None:

@@ -141,7 +141,7 @@ def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int 
 
 
 class _One:
-    """A single block with the interface of `Blocks`."""
+    """`Blocks` with a single block of tokens, which every index returns."""
 
     samples_per_epoch = 1
 
@@ -165,8 +165,8 @@ def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int)
         stride: tokens from the start of one window to the next.
 
     Yields:
-        A window, int64 [n + 1] with n at most ``length``, and the index of the first of its n predicted tokens that no
-            earlier window has predicted.
+        A window, int64 [n + 1] with n at most ``length``, and the number of its n predicted tokens that earlier windows
+            have predicted already. These tokens come first.
     """
     parts = iter(parts)
     held = np.array([end], dtype=np.int64)  # from the window's start on

@@ -60,7 +60,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` without ``num_query_groups`` or ``head_dim``, if its value is the recipe's default."""
+    """Return a copy of ``values``. Omit ``num_query_groups`` and ``head_dim`` where they have their default values."""
     values = dict(values)
     if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]

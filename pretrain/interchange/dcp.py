@@ -85,7 +85,7 @@ def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequenc
 
 class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> None:
-        """Return None, because torch's path and random ID would make the files of equal tensors differ."""
+        """Return None. torch's method returns the path and a random ID, so files of equal tensors would differ."""
 
 
 class _Planner(dcp.DefaultSavePlanner):

@@ -291,9 +291,9 @@ def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json, with ``num_nextn_predict_layers`` set to 0 if the folder has no such layers.
+    """Return config.json. Set ``num_nextn_predict_layers`` to 0 if the folder has no multi-token prediction layers.
 
-    transformers does not save the layers of multi-token prediction, but keeps their number in config.json.
+    transformers does not save these layers, but keeps their number in config.json.
     """
     first = f"model.layers.{config.get('num_hidden_layers')}."
     has_mtp = any(name.startswith(first) for name in folder.tensors)

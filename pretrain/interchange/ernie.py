@@ -78,12 +78,18 @@ ERNIE_STACKED = (*_REST, *STACKED, _choice_bias("gate.moe_statics"))
 
 
 def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
-    """Return the layers with experts, counted from 1: the multiples of ``interval`` in ``start + 1`` to ``end + 1``."""
+    """Return the numbers of the layers with experts: the multiples of ``interval`` from ``start + 1`` to ``end + 1``.
+
+    The numbers count from 1; ``start`` and ``end`` count from 0.
+    """
     return tuple(number for number in range(start + 1, end + 2) if number % interval == 0)
 
 
 def _indices(model: ModelConfig) -> tuple[int, int, int]:
-    """Return the first and the last layer with experts, counted from 0, and the step from the first to the second."""
+    """Return the first and the last layer with experts, counted from 0, and the step between such layers.
+
+    The step is taken from the first two such layers; 1 if there is only one.
+    """
     found = model.layers_with_experts
     return found[0] - 1, found[-1] - 1, found[1] - found[0] if len(found) > 1 else 1
 

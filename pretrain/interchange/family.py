@@ -26,7 +26,8 @@ class Key:
         theirs, ours: names in config.json and in ``[model]``.
         kind: type of the value: int (at least 1), float or bool.
         other: second name in config.json, read if ``theirs`` is missing. If both are there, their values must be equal.
-        alias: another name that transformers accepts. Import does not read it, but requires an equal value.
+        alias: another name that transformers accepts. Import does not use it if ``theirs`` is missing. If both
+            are there, their values must be equal.
         default: value that transformers assumes for a missing key; None if the key is required.
         value: function that returns the exported value; None to export the value of ``ours``.
     """
@@ -80,7 +81,8 @@ class Family:
     Attributes:
         name: the value of ``--format``. It is also the ``model_type``, unless `constants` has another.
         architecture: name of the model's class in transformers.
-        tables: one table of entries for each layout of the tensors that import reads. Export writes the first layout.
+        tables: for each supported layout of the tensors, its `Entry` objects. Import reads any layout; export writes
+            the first.
         keys: keys of config.json that correspond to a key of ``[model]``.
         fixed: keys of ``[model]`` with a single supported value, which export requires and import sets.
         demands: other conditions of export.

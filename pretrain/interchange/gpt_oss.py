@@ -128,7 +128,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Return config.json, with YaRN's settings if it has none for rotary positions, and without those of MXFP4."""
+    """Return config.json without the quantization settings of MXFP4.
+
+    If it has no settings for rotary positions, add the default ones (YaRN).
+    """
     config = dict(config)
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE

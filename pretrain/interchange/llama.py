@@ -60,8 +60,8 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
     """Return the entries of a layer's router and experts.
 
     Args:
-        block: the module of both in the Hugging Face format, such as "mlp".
-        gate, value, output: names of an expert's matrices in that format, such as "gate_proj", "up_proj" and
+        block: name of the Hugging Face module that contains the router and the experts, such as "mlp".
+        gate, value, output: Hugging Face names of an expert's matrices, such as "gate_proj", "up_proj" and
             "down_proj".
     """
     expert = f"{LAYER}.{block}.experts.{{expert}}"
@@ -166,7 +166,7 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe key ``head_dim``; None for its default.
+    """Return a dict with the recipe key ``head_dim``. Its value is None if config.json lacks ``head_dim``.
 
     Raises:
         UserError: ``head_dim`` is invalid, or a layer in ``layer_types`` has other than full attention.

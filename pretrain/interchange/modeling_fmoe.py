@@ -266,7 +266,10 @@ def _sinusoids(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _relative_shift(scores: Tensor) -> Tensor:
-    """Convert scores [..., S, K] by distance, K - 1 in the first column and 0 in the last, to scores by key."""
+    """Reorder scores [..., S, K] of S queries so that the columns are keys.
+
+    In ``scores``, the columns are distances from query to key: K - 1 down to 0.
+    """
     length, count = scores.shape[-2:]
     padded = F.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
     return padded[..., length:].unflatten(-1, (length, count))

@@ -68,7 +68,7 @@ def export_checkpoint(
         tokenizer: new location of the recipe's tokenizer; None if it has not moved, "none" for no tokenizer.
         shard_bytes: maximum size of a weight file, unless it has a single tensor.
         llama_cpp: folder of llama.cpp, whose converter adds a GGUF file; None for no such file.
-        no_drops: export the model without its ``eval_capacity_factor``, as ``fmoe generate`` runs it.
+        no_drops: leave out the model's ``eval_capacity_factor``. ``fmoe generate`` also ignores it.
 
     Raises:
         UserError: the checkpoint is damaged or has non-finite weights; the family or llama.cpp does not support the
@@ -131,7 +131,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
     """Load the tokenizer that a model was trained with.
 
     Args:
-        given: new location of its file; None for the recipe's, "none" for no tokenizer.
+        given: path of the tokenizer, if it has moved; None for the path in the recipe, "none" for no tokenizer.
 
     Returns:
         The tokenizer; None for "none", and if neither ``given`` nor the recipe has one.

@@ -61,7 +61,11 @@ class ScaledQueryKeyValue(QueryKeyValue):
 
 
 def _queries(entry: Entry) -> tuple[Entry, Entry]:
-    """Return the entry for models with ``attention_scale``, and the entry for others, which scales the queries."""
+    """Return two versions of a table entry for query matrices.
+
+    The first is unchanged, for models with ``attention_scale``. The second scales the queries as `Query` does, for all
+    other models.
+    """
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
     return (
         replace(entry, when=lambda model: model.attention_scale is not None),

@@ -124,17 +124,17 @@ Stack = Literal["encoder", "decoder"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a family's table.
+    """Tensors of fmoe and the corresponding tensors of Hugging Face, as an entry of a family's table.
 
     Attributes:
         where: layers or modules that have the tensors. "model": once. "output": once, if the output layer is untied.
             "layer": every layer. "dense": every layer without experts. "moe": every layer with experts. "expert": every
             expert of these layers; in a checkpoint, one tensor stacks all experts of a layer. "mtp": every module of
             multi-token prediction; the entries of a layer also apply to the transformer layer in it.
-        ours: name in a checkpoint. ``{layer}`` and ``{depth}``, the module of multi-token prediction, count from 0.
-            Empty for tensors of zeros that only the Hugging Face format has.
-        theirs: names in the Hugging Face format and shapes in letters, in the order of the transform. ``{layer}`` and
-            ``{expert}`` count from 0.
+        ours: name in a checkpoint. ``{layer}`` is the layer, and ``{depth}`` the module of multi-token prediction, both
+            counted from 0. Empty for tensors of zeros that only the Hugging Face format has.
+        theirs: names in the Hugging Face format, with shapes in letters (see `shape_of`), in the order in which
+            ``transform.split`` returns the tensors. ``{layer}`` and ``{expert}`` count from 0.
         transform: conversion from ours to theirs, and back.
         dtype: None for weights, which have the model's dtype. torch.uint8 for MXFP4, which import converts to the
             model's dtype. Any other dtype is that of a buffer in both formats.

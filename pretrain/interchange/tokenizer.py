@@ -43,9 +43,9 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
     A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with the other files in `BESIDE`.
 
-    Any other tokenizer gets a tokenizer_config.json with which AutoTokenizer behaves like fmoe: AutoTokenizer adds no
-    tokens to a text, and encodes a special token spelled in a text as text. A sentencepiece model that llama.cpp can
-    apply is included for llama.cpp's converter.
+    Any other tokenizer gets a tokenizer_config.json with which AutoTokenizer behaves like fmoe. AutoTokenizer then
+    adds no tokens to a text. The name of a special token in a text is encoded like any other text. A sentencepiece
+    model that llama.cpp can apply is included for llama.cpp's converter.
 
     Raises:
         UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.

@@ -59,8 +59,8 @@ class Transferred:
     Attributes:
         num_tensors, nbytes: number of tensors, and their size in bytes.
         is_resumable: True if a run can resume from the result.
-        is_checked: False if import could not check the recipe's routing, positions and norms, because a checkpoint of
-            Megatron-core has no arguments of Megatron-LM.
+        is_checked: False if import could not check the recipe's routing, positions and norms. This happens for a
+            checkpoint of Megatron-core that contains no Megatron-LM arguments.
     """
 
     num_tensors: int
@@ -88,7 +88,8 @@ def export_tensors(
         form: "dcp" for a folder of torch.distributed.checkpoint, or "safetensors".
         optimizer: also write the optimizer's tensors and all else that a run needs to resume.
         shard_bytes: maximum bytes of tensors in a safetensors file, unless a single tensor is larger.
-        slice_bytes: maximum bytes of a tensor that are read at a time; in a DCP folder, also of a chunk.
+        slice_bytes: maximum bytes to read at a time, unless a single row of a tensor is larger. Each slice becomes a
+            chunk of a DCP folder.
 
     Raises:
         UserError: ``form`` is unknown; the checkpoint is damaged or lacks the optimizer state; ``out`` is not empty.
@@ -201,7 +202,7 @@ def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
     """Open a folder of DCP or safetensors.
 
     Raises:
-        UserError: the folder is missing or of an unknown format; otherwise, see `DcpFolder`.
+        UserError: the folder is missing or of an unknown format, or `DcpFolder` cannot read it.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
@@ -281,7 +282,10 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the state of the run and of each rank; without optimizer tensors, `weights_only` and one empty state."""
+    """Return the run's state, and a list of the ranks' states.
+
+    Without optimizer tensors, the run's state is that of `weights_only`, and the list has one empty state.
+    """
     if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []

@@ -41,8 +41,8 @@ MODELS: dict[str, Kind] = {}
 def register_model(name: str, kind: Kind) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    The kind gets the samples of a GPT, and accepts the same recipe keys as a GPT. Its model must be one that
-    `megatron_patch.fmoefy` supports: a model of Megatron-core, or of a subclass.
+    The kind trains on the same samples as a GPT, and accepts the same recipe keys. The class of its model must be one
+    that `megatron_patch.fmoefy` supports: a class of Megatron-core, or a subclass of it.
 
     Raises:
         UserError: the name is empty or belongs to another kind.

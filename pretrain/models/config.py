@@ -26,7 +26,7 @@ def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
     """Return Megatron-core's configuration of the model, without its experts.
 
     Args:
-        options: further fields of the configuration, or another ``num_layers``.
+        options: further fields of the configuration. ``num_layers`` replaces the recipe's.
     """
     model = recipe.model
     dtype = DTYPES[recipe.train.precision]

@@ -79,12 +79,12 @@ def _key_relative_positions(module: T5Model, seed: int) -> None:
 
 
 def _enter_encoder(module: T5Model) -> None:
-    """Make the dropout of the embedding, which encoder and decoder share, draw the encoder's random numbers."""
+    """Switch the dropout of the shared embedding to the encoder's random numbers."""
     module.embedding.embedding_dropout.part = "encoder"
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Make the dropout of the shared embedding draw the decoder's random numbers."""
+    """Switch the dropout of the shared embedding, and `random.position`, to the decoder's random numbers."""
     module.embedding.embedding_dropout.part = "decoder"
     # Random numbers depend on the index of the micro batch's first token: count it in decoder tokens.
     where = random.position()

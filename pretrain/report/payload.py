@@ -81,7 +81,8 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
 
 
 def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Return the name and the indices in ``runs`` of each group of runs that differ only in their seed."""
+    """Group runs of one recipe with different seeds; keys in `OF_NO_EFFECT` may differ too. Return each group's name
+    and the indices of its runs."""
     found: list[tuple[dict[str, Any], set[str], list[int]]] = []
     for number, run in enumerate(runs):
         keys = {key: value for key, value in run.recipe.items() if not key.startswith(OF_NO_EFFECT)}
@@ -125,8 +126,8 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 def summary(run: RunFolder) -> dict[str, float | int | None]:
     """Return a run's key figures by name, such as ``params``, ``loss`` and ``best_val_loss``.
 
-    For a metric, the figure is the last finite value, or for speeds the mean over the steps. Figures that are unknown
-    or not finite are left out.
+    A metric's figure is its last finite value. For metrics in the section ``speed`` without ``is_exact``, it is the
+    mean over the steps. Figures that are unknown or not finite are left out.
     """
     record, info = run.record, run.run_info
     values: dict[str, Any] = {name: info.get(name) for name in ("params", "active_params", "flops_per_token")}
@@ -169,7 +170,7 @@ def _lost(record: Record) -> dict[str, int]:
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
-    """Return, for each series, the indices of its arrays in ``arrays``, to which they are added."""
+    """Append the steps and values of each series to ``arrays``. Return the indices of these arrays by series."""
     # x, y: steps, as differences, and values; mx, my: the same of the means, if points span several steps.
     found = {}
     for name in curves.names:

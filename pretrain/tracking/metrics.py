@@ -39,9 +39,9 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report. Layer metrics are always in "Routing". Layer metrics, and metrics outside
-            ``more`` and ``events``, also have a number in "Numbers". This number is the mean over the steps for metrics
-            in ``speed`` without ``is_exact``, and the last value for all others.
+        section: section of the report. Layer metrics are always in "Routing". The section "Numbers" also shows metrics
+            in ``loss``, ``optimizer`` and ``speed``, and layer metrics that are numbers. It shows the last finite
+            value. For metrics in ``speed`` without ``is_exact``, it shows the mean over the steps instead.
         is_log: True if the chart starts with a logarithmic axis.
         is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: True if ``fmoe evaluate`` reports the layer metric.
@@ -162,8 +162,8 @@ def register_metric(metric: Metric) -> None:
 
 
 def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | list[float]]:
-    """Return the layer metrics of a step under their logged names: each layer's values, and the means of numbers
-    over the layers."""
+    """Return the layer metrics of a step by logged name: the value of each layer and, for metrics that are numbers, the
+    mean over the layers."""
     found: dict[str, Any] = {}
     for number, report in reports.items():
         for metric in DECLARED:

@@ -35,7 +35,7 @@ class Sources:
 
     Attributes:
         folder: folder of the files. A change of any file in it, headers included, leads to a new build.
-        kernels: NVRTC's name expressions of the kernels to keep, by the name of the file to compile.
+        kernels: for each file to compile, by its name, the NVRTC name expressions of its kernels.
     """
 
     folder: Path

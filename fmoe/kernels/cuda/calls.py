@@ -81,8 +81,8 @@ class Counted:
     Attributes:
         count_BCE: number of assignments by tile and expert, int32. C is K if each choice is counted separately, else 1.
         sum_BE: sums of the router's probabilities; None from `count_choices`.
-        sum_B3: over routed tokens, the sum of logsumexp^2, the sum of entropy, and their number. `count_choices` gives
-            only the number; its sums are 0.
+        sum_B3: three sums over the tile's routed tokens: of logsumexp^2, of the entropy, and of 1 (their number). From
+            `count_choices`, the first two are 0.
         ticket: number of finished thread blocks of the kernel ``queue``, int32 [1]; None from `count_choices`.
     """
 
@@ -105,8 +105,8 @@ def gather(
 ) -> Tensor:
     """Return ``out[i] = scale[index[i]] * x[index[i] // per]``, [rows, width of x].
 
-    Without an index, ``index[i]`` is i. Without a scale, it is 1. Rows with a negative index, and rows from ``limit``
-    on, are zero.
+    Without an index, ``index[i]`` is i. Without a scale, the factor is 1. Rows with a negative index, and rows from
+    ``limit`` on, are zero.
 
     Args:
         per: number of indices per row of ``x``: K if the indices are assignments and ``x`` has a row per token.
@@ -192,7 +192,10 @@ def combine_backward(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``rows_MD`` and, in float32, ``weight_TK`` in `combine`; each None if not needed."""
+    """Return the gradients of ``rows_MD`` and ``weight_TK``, two arguments of `combine`; each None if not needed.
+
+    The gradient of ``weight_TK`` is in float32.
+    """
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
@@ -386,7 +389,7 @@ class RouterSums:
     """Losses and statistics of a router.
 
     Attributes:
-        fraction_GE: each expert's share of the group's assignments, those over capacity included.
+        fraction_GE: each expert's share of a routing group's assignments, those over capacity included.
         stats: `fmoe.routing.RoutingStats.sums` with the losses balance and z.
         balance, z: load balancing loss and router z-loss, scalars.
     """
@@ -403,7 +406,7 @@ class Queued:
 
     Attributes:
         limit_G: maximum number of assignments per expert in each group, int64; 2^31 - 1 without a capacity factor.
-        tile_count: zeros for `drop_over_capacity` to count in; None without a capacity factor.
+        tile_count: counters that `drop_over_capacity` increments, initially zero; None without a capacity factor.
         sums: the router's losses and statistics; None for counts from `count_choices`.
     """
 

@@ -130,7 +130,7 @@ def choose(
     replaces "grouped".
 
     Nothing is measured during the capture of a CUDA graph. Without an earlier measurement, "auto" then gives "grouped".
-    It gives "triton" instead under two conditions:
+    It gives "triton" instead if both of these hold:
 
     * grouped_mm would synchronize, or does not accept the rows;
     * Triton has passed its self-check.

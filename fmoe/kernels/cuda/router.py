@@ -27,7 +27,7 @@ class Jitter:
 
     Attributes:
         key: number from which kernels derive the noise (`fmoe.routing.RoutingGroups.key_on_host`).
-        first_group: index of the first routing group within the global batch.
+        first_group: index, within the global batch, of the first routing group of the router's input.
     """
 
     half_width: float

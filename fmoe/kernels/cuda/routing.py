@@ -22,9 +22,8 @@ class Rule:
         normalize: divide the weights by their sum over the K chosen experts.
         scale: factor of the weights.
         groups: number of groups into which the experts are divided; 0 for no groups.
-        kept_groups: number of groups from which a token's experts are chosen: those with the largest sums of their
-            ``best_of`` largest ranking values.
-        best_of: number of a group's ranking values to sum.
+        kept_groups: number of groups from which a token's experts are chosen, those with the largest group values.
+        best_of: a group value is the sum of the group's ``best_of`` largest ranking values.
     """
 
     is_sigmoid: bool = False

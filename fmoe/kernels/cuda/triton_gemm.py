@@ -76,7 +76,7 @@ def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth
 
     Args:
         kind: one of `KINDS`.
-        rows: rows per expert, on average; for "weights", rows of the output.
+        rows: rows per expert, on average; for the kind "weights", rows of the output.
         columns: columns of the output.
         depth: size of the summed axis.
     """

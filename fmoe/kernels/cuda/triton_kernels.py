@@ -142,8 +142,8 @@ def up(
 ):
     """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], and its activation active [M, H].
 
-    If gated, active is act(first half) * second half. w is [L, P, D]. The activation is computed from ``hidden`` after
-    rounding to its dtype, as in the backward pass.
+    If gated, active is act(first half) * `_second`(second half). w is [L, P, D]. The activation is computed from
+    ``hidden`` after rounding to its dtype, as in the backward pass.
     """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
@@ -276,9 +276,9 @@ def down_backward(
 ):
     """Compute gradients from d_active = grad[index // per] @ w[e], which is not stored. w is [L, D, H].
 
-    With weight, each row's combine weight, and active, the activation of hidden, the kernel writes
+    Here, weight is each row's combine weight, and active is the activation of hidden, as in `up`. The kernel writes
 
-    * d_hidden [M, P] = weight * d_active * act'(hidden),
+    * d_hidden [M, P], the gradient of hidden: weight * d_active times the derivatives of active,
     * scaled [M, H] = weight * active,
     * dot [tiles of columns, assignments], partial sums of the dot products of active and d_active.
     """

@@ -27,8 +27,8 @@ self_check: Callable[..., str | None] | None = None
 def failure(device: torch.device, **options) -> str | None:
     """Run `self_check` on a device. Return the first wrong result or the error raised; None if all results are right.
 
-    A separate thread shields the check from the caller's custom operation, inference mode, fake tensors, autocast or
-    default device.
+    The check runs in its own thread, so that the caller's inference mode, fake tensors, autocast and default device do
+    not affect it. It also works while the caller runs a custom operation.
 
     Args:
         options: options of `self_check`.

@@ -25,7 +25,8 @@ class Batch:
         x: rows [M, D]; with ``perm``, tokens [T, D].
         perm, inverse, limit: ``perm_N``, ``inverse_TK`` and ``num_kept`` of a `fmoe.kernels.rows.DispatchPlan`; None if
             ``x`` holds rows.
-        weight: combine weights [T, K]. If ``x`` holds rows: weights [M] that only the backward pass uses, or None.
+        weight: combine weights, [T, K]; without ``perm``, [M]. None for weights of 1. Without ``perm``, only `Backward`
+            multiplies by them.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -143,7 +144,8 @@ class Backward:
 
         Args:
             variant: "grouped", "loop" or "triton".
-            sums: float32 tensors, by the name of the gradient to add to each; None for ``sum_in`` and ``sum_out``.
+            sums: float32 tensors by name. The gradient of that name is added to each. If ``sums`` is None, they are
+                ``sum_in`` and ``sum_out``.
         """
         sums = self._sums if sums is None else sums
         found, d_hidden = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -158,7 +160,10 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients of the biases and, with ``perm``, of the tokens; add to ``found["weight"]`` in place."""
+        """Return the gradients of the biases and, with ``perm``, of the tokens.
+
+        Add the second bias's share of the combine weights' gradient to ``found["weight"]``, in place.
+        """
         batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
         if inverse is None and d_weight is not None:
             inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)
@@ -176,7 +181,7 @@ class Backward:
         return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
 
     def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the gradients of rows, combine weights and matrices by name, and that of the pre-activations."""
+        """Return the gradients of rows, combine weights and matrices by name, and the pre-activations' gradient."""
         batch, needs, d_hidden = self._batch, self._needs, None
         found: dict[str, Tensor | None] = {}
         gemms = Gemms(batch.end, variant, batch.counts)
@@ -201,7 +206,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if gradient is not None}, d_hidden
 
     def _by_triton(self, sums: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the gradients of rows, combine weights and matrices by name, and that of the pre-activations."""
+        """Return the gradients of rows, combine weights and matrices by name, and the pre-activations' gradient."""
         batch, needs, d_hidden = self._batch, self._needs, None
         found: dict[str, Tensor | None] = {}
         gemms = TritonGemms(batch.end, batch.num_rows)

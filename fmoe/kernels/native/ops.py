@@ -48,9 +48,10 @@ def expert_ffn(
         weight_TK: combine weights. Without ``perm_N``, weights [M] of the rows, which only the backward pass uses
             (`fmoe.kernels.rows.weigh_gradient`).
         offsets: unused; the CUDA backend has the same argument.
-        into_main_grad: add the gradient of each matrix to its attribute ``main_grad``, if the function `main_grad`
-            finds that usable. Set ``grad_added_to_main_grad``, as Megatron does. No other operation may use the same
-            matrices: the gradients from that operation would be lost.
+        into_main_grad: whether the backward pass adds the gradients of ``w_in_LPD`` and ``w_out_LDH`` to their
+            attribute ``main_grad``, if usable (see the function `main_grad`). It then sets
+            ``grad_added_to_main_grad``, as Megatron does. With ``create_graph`` it does neither. No other operation
+            may use the same matrices: the gradients from that operation would be lost.
 
     Raises:
         NotImplementedError: an input has a forward-mode tangent.
@@ -244,11 +245,11 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor | None:
-    """Set ``grad_added_to_main_grad`` of a weight to True, and return the gradient to give to autograd.
+    """Set ``weight.grad_added_to_main_grad`` to True, and return the gradient of the weight to give to autograd.
 
-    The result is None for most weights. Weights with post-accumulate hooks get an uninitialized tensor, because
-    autograd runs the hooks only for a gradient. Megatron needs a ``grad`` that is not None, but does not read it. A
-    missing ``grad`` becomes an expanded scalar, which takes no memory.
+    With post-accumulate hooks, the result is an uninitialized tensor: autograd runs these hooks only for a gradient.
+    Without them, the result is None. If ``weight.grad`` is None too, it is set to an expanded scalar, which takes no
+    memory. Megatron needs a ``grad`` that is not None, but does not read it.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if weight._post_accumulate_grad_hooks:

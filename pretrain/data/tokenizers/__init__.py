@@ -84,8 +84,8 @@ def train_tokenizer(
             "bytes", for the sum of these.
         model_type: "bpe", "unigram" or "bytes". "unigram" is only for sentencepiece, and 10 to 20 times slower to
             train. "bytes" has one token per byte; it needs an ``output`` that ends in ``.json``, but no text.
-        max_bytes: upper bound on the UTF-8 bytes of the sample. Of a larger corpus, the sample has one line in
-            2, 4, 8, ..., spread evenly over the corpus.
+        max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, the sample takes
+            every 2nd, 4th, 8th, ... line.
         text_key: key or column with the text in JSON files and tables.
         sentinels: number of tokens ``<extra_id_N>`` for T5. None for `default_sentinels` or, if ``model_type`` is
             "bytes", for 0.

@@ -73,7 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def splits_digits_and_words(self) -> bool:
-        """True if the tokenizer has the same pre-tokenizer as those of `train_bytes`, and no normalizer."""
+        """True if the tokenizer has the pre-tokenizer of `train_bytes`, and no normalizer."""
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
         splits = self._model.pre_tokenizer
         ours = _splits(tokenizers)

@@ -105,7 +105,7 @@ def another_dtype(rank, pieces):
         (
             a_replica,
             (UserError, UserError),
-            "zero: pieces in shard-00000.safetensors and shard-00001.safetensors both hold",
+            "zero: shard-00000.safetensors and shard-00001.safetensors both hold",
         ),
         (a_lost_piece, (UserError, UserError), "tensor flat: 37 of its 60 elements are missing"),
         (another_dtype, (UserError, UserError), "float32 (6, 10) and float64"),

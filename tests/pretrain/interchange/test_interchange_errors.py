@@ -314,7 +314,7 @@ CHECKPOINTS = {
         "has the tensor model/x.bias, which",
     ),
     "missing": (lambda tensors: tensors.pop(FINAL), f"has no tensor {FINAL}"),
-    "another shape": (lambda tensors: tensors.update({FINAL: torch.ones(31)}), f"{FINAL} has shape"),
+    "another shape": (lambda tensors: tensors.update({FINAL: torch.ones(31)}), f"shape of {FINAL} is"),
     "mixed": (lambda tensors: tensors.update({FINAL: tensors[FINAL].bfloat16()}), "weights of bfloat16 and float32"),
 }
 
