@@ -66,7 +66,7 @@ class Matrices:
 
     @property
     def whole_size(self) -> int:
-        """Elements of one block over all ranks of ``group``."""
+        """Number of elements of one block, summed over the ranks of ``group`` that share the block."""
         return self.block_size * (1 if self.group is None else self.group.size())
 
     @property

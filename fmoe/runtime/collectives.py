@@ -96,7 +96,7 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait until threads have released every completed ``Work``, and leak references to unfinished ones."""
+    """Wait until threads have released every completed ``Work``. Keep unfinished ones alive for good."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]

@@ -213,7 +213,9 @@ def _format_of(path: Path, format: str) -> Format:
             f"(optionally followed by {' or '.join(_COMPRESSED)}): --format {'|'.join(FORMATS[1:])} sets its format"
         )
     if found is Format.PARQUET and path.suffix.lower() in _COMPRESSED:
-        raise UserError(f"{printable(str(path))} is a compressed Parquet file, which is not supported: unpack it")
+        raise UserError(
+            f"{printable(str(path))} is a Parquet file in a compressed archive, which is not supported: unpack it"
+        )
     return found
 
 

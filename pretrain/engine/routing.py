@@ -69,8 +69,8 @@ class RoutingReports:
     def collect(self) -> dict[int, StepReport]:
         """Return the statistics since the last call, by layer number.
 
-        They are equal on every rank, except for the bytes exchanged since `begin`, which are averaged over this rank's
-        data parallel group.
+        They are equal on every rank, except for the bytes exchanged. These bytes are counted from `begin` on, and
+        averaged over this rank's data parallel group.
         """
         if not self._num_experts:
             return {}

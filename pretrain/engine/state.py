@@ -166,7 +166,7 @@ def _load_memories(engine: Engine, checkpoint: Checkpoint) -> None:
 def _factor_views(
     entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
 ) -> Iterator[tuple[ShardLocation, Tensor]]:
-    """Yield the location and value of each part of a state tensor that has size 1 along ``entry.axis``."""
+    """Yield the location and value of each part of a state tensor whose size along ``entry.axis`` is 1."""
     seen = set()
     for location in locations:
         of = replace(

@@ -110,7 +110,7 @@ def _run_data(checkpoint: Path) -> dict[str, Any]:
     if checkpoint.parent.name != CHECKPOINTS or not (info := read_run_info(run)):
         return {}
     if not isinstance(data := info.get("data"), dict):
-        raise UserError(f"{run / RUN_INFO} is invalid: data is not a JSON object")
+        raise UserError(f"{run / RUN_INFO} is invalid: its key data has no JSON object")
     return data
 
 

@@ -280,7 +280,7 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
         raise ValueError("the tensor's storage has no name")
     found = made.args[6].text if _is(made, "_rebuild_tensor_v3") else str(_STORAGES[kind.text])
     if found.removeprefix("torch.") != name_of(dtype):
-        raise ValueError(f"its dtype is {found}, but {name_of(dtype)} in {METADATA}")
+        raise ValueError(f"the tensor has dtype {found}, but {METADATA} has {name_of(dtype)}")
     if member(archive, "byteorder", b"little") != b"little":
         raise ValueError("its byte order is not little-endian")
     data = (

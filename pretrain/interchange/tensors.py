@@ -130,7 +130,7 @@ class Entry:
         where: layers or modules that have the tensors. "model": once. "output": once, if the output layer is untied.
             "layer": every layer. "dense": every layer without experts. "moe": every layer with experts. "expert": every
             expert of these layers; in a checkpoint, one tensor stacks all experts of a layer. "mtp": every module of
-            multi-token prediction; the entries of a layer also apply to the transformer layer in it.
+            multi-token prediction; the other entries also apply to its transformer layer.
         ours: name in a checkpoint. ``{layer}`` is the layer, and ``{depth}`` the module of multi-token prediction, both
             counted from 0. Empty for tensors of zeros that only the Hugging Face format has.
         theirs: names in the Hugging Face format, with shapes in letters (see `shape_of`), in the order in which

@@ -173,7 +173,7 @@ def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
     """Count the FLOPs of the two GEMMs of `expert_ffn`, as `torch.utils.flop_counter` does.
 
     Args:
-        w_in, w_out: shapes [L, P, D] and [L, D, H].
+        w_in, w_out: shapes of the weights of L experts, [L, H or 2 H, D] and [L, D, H].
     """
     return 2 * rows * (w_in[1] * w_in[2] + w_out[1] * w_out[2])
 
