@@ -175,7 +175,7 @@ class AllGather:
         bounds = [slice_bounds(sum(lengths), part, world_size) for part in range(world_size)]
         if lengths != [end - begin for begin, end in bounds]:
             raise UserError(
-                f"AllGather got {lengths} rows from the ranks: pass equally many on all ranks, or those that Slice returned"
+                f"AllGather got {lengths} rows: pass equally many on every rank, or the rows that Slice returned"
             )
         return gather_slices(inp, sum(lengths), group)
 
