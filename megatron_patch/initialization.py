@@ -1,7 +1,7 @@
 """Initial weights of a dense model that do not depend on the pipeline split.
 
 Megatron-core draws the weights of a stage's layers from one generator, one layer after the other, so they depend on the
-split. Here the seed and the layer number alone determine a layer's weights (`fmoe.random`). With
+split. Here only the seed and the layer number determine a layer's weights (`fmoe.random`). With
 ``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
@@ -48,7 +48,7 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: Any, seed: int) -> None:
-    """Draw the weight of the output layer from the seed alone.
+    """Draw the weight of the output layer, depending only on the seed.
 
     A model is unchanged if it is on the meta device, has no output layer on this stage, or shares the output weight
     with the embedding.

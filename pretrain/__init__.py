@@ -13,7 +13,7 @@ def leave_working_folder() -> None:
     ``python -m`` puts the working folder on this path. A ``random.py`` there would be imported instead of the standard
     module. The removal also applies to child processes.
 
-    Exits with code 2 if ``fmoe`` or ``megatron_patch`` is not installed beside this package.
+    Exits with code 2 if ``fmoe`` or ``megatron_patch`` is not installed in this package's environment.
     """
     here = os.path.realpath(os.getcwd())
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == here:

@@ -158,10 +158,12 @@ def _check_same(
         if digest != old_digest:
             raise UserError(
                 f"{key} has changed since {checkpoint.path} was written: the SHA-256 of {path} begins with "
-                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}; restore it to resume"
+                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}; use the old file to resume"
             )
     elif os.path.realpath(path) != os.path.realpath(old_path):
-        raise UserError(f"{key}={path} differs from {old_path}, the value in {checkpoint.path}: restore it to resume")
+        raise UserError(
+            f"{key}={path} differs from {old_path}, the value in {checkpoint.path}: use the old value to resume"
+        )
 
 
 def check_exists(folder: Path, resume: str | None) -> None:

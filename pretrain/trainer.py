@@ -161,7 +161,7 @@ class Trainer:
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint, whatever ``[parallel]`` it was saved with.
+        """Resume from a checkpoint, saved with any settings of ``[parallel]``.
 
         Raises:
             UserError: recipe or data differ from the checkpoint's (`pretrain.resume.check_resumable`,

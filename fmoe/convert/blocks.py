@@ -49,7 +49,7 @@ def addition(module: nn.Module) -> str | None:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Return a phrase that says why the module is not just the linear map of its weight and bias; None if it is."""
+    """Return a phrase that explains why the module is not just the linear map of its weight and bias; None if it is."""
     kind = type(module)
     if not _is_conv1d(module) and not isinstance(module, nn.Linear):
         return f"is a {kind.__name__}, not an nn.Linear"
@@ -214,7 +214,7 @@ def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.d
         size: magnitude of the intermediate values. Where they cancel, as in GELU far below zero, their rounding errors
             remain.
         dtype: dtype of the model. A 16-bit dtype has the tolerance of float32, in which activations are evaluated. If
-            ``actual`` itself has 16 bits, the tolerance is that of its dtype.
+            ``actual`` itself has 16 bits, its dtype sets the tolerance.
     """
     if actual.shape != expected.shape:
         return False

@@ -97,7 +97,7 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """Find, by trials on small layers, settings that leave the model's output unchanged but for ``noise``.
+    """Find, by trials on small layers, settings that leave the model's output unchanged except for ``noise``.
 
     Args:
         build: returns an MoE for a block, with all options of the final layers.
@@ -194,7 +194,7 @@ def _trial_block(block: Block, granularity: int) -> Block:
 
 @torch.no_grad()
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
-    """Return, for some tokens, the factor between the outputs of ``layer`` and ``block``; NaN if there is none."""
+    """Return, for some tokens, the factor between the outputs of ``layer`` and ``block``; NaN without a factor."""
     # First in training, then in evaluation mode.
     # Half of the tokens are equal, so that they crowd the same experts. The others are random, and every second of them
     # has nearly equal router logits for two copies of the block.

@@ -17,9 +17,9 @@ _LOGGERS = ("fmoe", "megatron_patch", "pretrain")
 class Events(Callback):
     """Record the events of a run on rank 0 (`pretrain.tracking.events`): start and end, saves, and warnings.
 
-    The warnings are those of the loggers ``fmoe``, ``megatron_patch`` and ``pretrain``. They are still printed. The
+    The warnings come from the loggers ``fmoe``, ``megatron_patch`` and ``pretrain``. They are still printed. The
     attribute ``event`` of a log record (``extra={"event": (step, "skip")}``) sets the step and the kind of its event.
-    If an event cannot be written, the run continues with a warning, and records no more events.
+    If an event cannot be written, the run continues with a warning, and stops recording events.
 
     Args:
         path: the file. A new run renames an existing one to ``NAME.old``.

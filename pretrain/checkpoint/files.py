@@ -38,7 +38,7 @@ class FileRecord:
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file, sync it to disk and return its record.
 
-    The record's SHA-256 is that of ``buffers``: the file is not read back.
+    The record has the SHA-256 of ``buffers``: the file is not read back.
 
     Raises:
         OSError: writing failed. The error always names the file, unlike the errors of ``write`` and ``fsync``.

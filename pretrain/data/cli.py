@@ -41,7 +41,7 @@ _CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``fmoe data`` with the arguments ``argv``, or with those of the command line if it is None."""
+    """Run ``fmoe data`` with the arguments ``argv``, or with the command line's if it is None."""
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
     return 0

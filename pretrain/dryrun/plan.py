@@ -37,7 +37,7 @@ class RankKind:
         stages: pipeline stages of this kind, from 0.
         rank: the first rank of this kind.
         count: number of ranks.
-        holding: memory of `rank`. For a sharded Muon, the bytes of its state are those of the rank that holds the most.
+        holding: memory of `rank`. For a sharded Muon, the bytes of its state are the largest of any rank.
     """
 
     stages: tuple[int, ...]
@@ -109,7 +109,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Group pipeline stages by the positions of their layers with experts; the first and the last stage stay alone."""
+    """Group pipeline stages by the positions of their layers with experts. First and last stage stay separate."""
     model, parallel = recipe.model, recipe.parallel
     stages = parallel.pipeline
     if stages == 1:

@@ -320,8 +320,8 @@ class Engine:
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
         """Run the pipeline schedule over samples ``first ... first + count - 1``.
 
-        With a ``step``, also run backward passes. Their gradients are added to the present ones and reduced over ranks,
-        unless `backward` disabled the reduction.
+        With a ``step``, also run backward passes, which add their gradients to the present ones. The gradients are
+        reduced over ranks, unless `backward` was called with ``reduce=False``.
 
         Returns:
             This rank's loss; see `last_loss`.

@@ -38,7 +38,7 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
 
 
 def _gather(mine: str | None) -> str:
-    """Return ``"MINE on rank R, ..."`` for the ranks whose ``mine`` is not None; empty if there are none."""
+    """Return ``"MINE on rank R, ..."`` for the ranks whose ``mine`` is not None; empty without such ranks."""
     size = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     letters = list((mine or "").encode()[:_NAME_BYTES])

@@ -41,7 +41,7 @@ class Trained:
 def open_run(
     path: Path, step: int | None = None, tokenizer: Path | None = None, imports: Sequence[str] | None = None
 ) -> Trained:
-    """Open a run's newest complete checkpoint, or that of a given step.
+    """Open a run's newest complete checkpoint, or the checkpoint of a given step.
 
     Args:
         path: folder of a run, of its checkpoints, or of one checkpoint.

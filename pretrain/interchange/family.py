@@ -25,9 +25,9 @@ class Key:
     Attributes:
         theirs, ours: names in config.json and in ``[model]``.
         kind: type of the value: int (at least 1), float or bool.
-        other: second name in config.json, read if ``theirs`` is missing. If both are there, their values must be equal.
+        other: second name in config.json, read if ``theirs`` is missing. If both exist, their values must be equal.
         alias: another name that transformers accepts. Import does not use it if ``theirs`` is missing. If both
-            are there, their values must be equal.
+            exist, their values must be equal.
         default: value that transformers assumes for a missing key; None if the key is required.
         value: function that returns the exported value; None to export the value of ``ours``.
     """
@@ -51,7 +51,7 @@ class Demand:
 
     Attributes:
         ours: the key of ``[model]`` that the error names.
-        holds: function that returns whether a model meets the condition.
+        holds: function that returns whether a model fulfils the condition.
         why: the allowed values, in words for the error.
     """
 

@@ -28,7 +28,7 @@ YARN = ("rope_scaling", "rope_original_length", "rope_truncate", *(ours for _, o
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the keys ``rope_scaling`` and ``rope_parameters`` of config.json, for rotary positions.
 
-    ``rope_scaling`` is the key of transformers 4, and ``rope_parameters`` that of transformers 5.
+    The key is ``rope_scaling`` in transformers 4, and ``rope_parameters`` in transformers 5.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is None:

@@ -100,7 +100,7 @@ class Curves:
         return self._sum_at[has, column] / count[has], self._sum[has, column] / count[has]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a series' finite values; None if there are none."""
+        """Return the mean of a series' finite values; None without any."""
         if name not in self.names or not (count := self._count[:, self.names[name]].sum()):
             return None
         return float(self._sum[:, self.names[name]].sum() / count)
