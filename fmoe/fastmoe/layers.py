@@ -162,7 +162,7 @@ class FMoE(MoE):
     Args:
         num_expert, world_size, mp_group, gate_bias: FastMoE's signature only (`fmoe.fastmoe.spelling.translate`).
         gate_hook: FastMoE's signature only; called with expert ids [T, K], weights [T, K] and None.
-        mask: FastMoE's signature only; one integer per token. Only tokens with 0 are routed. Ignored without
+        mask: FastMoE's signature only; one integer per token. Only tokens with 0 are sent to experts. Ignored without
             ``mask_dict``.
         mask_dict: FastMoE's signature only; maps integers to tensors. A token whose ``mask`` is k gets the output
             ``mask_dict[k]``, times the sum of the token's gate weights.

@@ -55,7 +55,7 @@ class TopologyRouter(TopKRouter):
         if not (bonus >= 0 and math.isfinite(bonus)):
             raise UserError(f"bonus={bonus} must be finite and at least 0")
         if not skew >= 1:
-            raise UserError(f"skew={skew} must be at least 1, the even share")
+            raise UserError(f"skew={skew} must be at least 1 (1 allows only equal loads)")
         if node_size is not None and node_size < 1:
             raise UserError(f"node_size={node_size} is not positive")
         if num_nodes is not None and (num_nodes < 1 or num_experts % num_nodes):

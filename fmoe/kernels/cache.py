@@ -1,8 +1,8 @@
 """Cache of compiled libraries: its folders, locks and entries.
 
 An entry is one file, ``KEY-SHA256.so`` (``.zip`` for CUDA kernels). The key identifies the inputs of the build. The
-SHA-256 is that of the file's bytes, and reveals damage by a full or bad disk. An entry appears by a rename, so readers
-never see a partial file. A build holds the lock of its key. The operating system releases the lock when the process
+SHA-256 of the file's bytes reveals damage by a full or bad disk. An entry appears by a rename, so readers never see a
+partial file. A build holds the lock of its key. The operating system releases the lock when the process
 ends.
 """
 
@@ -103,7 +103,7 @@ def get(
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
-    """Return the newest intact entry whose name begins with ``key``; None if there is none.
+    """Return the newest intact entry whose name begins with ``key``; None if no such entry exists.
 
     The entry comes from the first of the `folders` that has one. Untrusted folders are skipped, such as those with
     write access for all users.
@@ -117,7 +117,7 @@ def find(key: str, suffix: str = ".so") -> Path | None:
 
 
 def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
-    """Return the newest intact entry of one folder whose name begins with ``key``; None if there is none."""
+    """Return the newest intact entry of one folder whose name begins with ``key``; None if no such entry exists."""
     for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
         with suppress(OSError):  # another process may remove it
             if sha256(path) == path.stem.rpartition("-")[2]:

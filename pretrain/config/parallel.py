@@ -13,8 +13,9 @@ from pretrain.config.model import ModelConfig
 class ParallelConfig:
     """The split of the job over ranks (docs/parallelism.md).
 
-    World size: ``pipeline x max(tensor x context, expert_tensor x expert) x data``. Experts are spread over
-    tensor and context parallel ranks, then over data parallel ranks. One product in ``max`` must divide the other.
+    World size: ``pipeline x max(tensor x context, expert_tensor x expert) x data``. One product in ``max``
+    must divide the other. If the second product is larger, experts are also spread over data parallel ranks of the
+    dense layers.
     """
 
     tensor: int = 1

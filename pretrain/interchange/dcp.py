@@ -289,7 +289,7 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
         else torch.empty(0, dtype=dtype, device="cpu")
     )
     if type(offset) is not int or offset < 0:
-        raise ValueError("the tensor has an invalid offset")
+        raise ValueError(f"a tensor has the invalid storage offset {offset}")
     return data.as_strided(shape, strides, offset)
 
 

@@ -407,7 +407,7 @@ class Queued:
     Attributes:
         limit_G: maximum number of assignments per expert in each group, int64; 2^31 - 1 without a capacity factor.
         tile_count: counters that `drop_over_capacity` increments, initially zero; None without a capacity factor.
-        sums: the router's losses and statistics; None for counts from `count_choices`.
+        sums: the router's losses and statistics; None if `queue` got its counts from `count_choices`.
     """
 
     limit_G: Tensor
