@@ -1,31 +1,26 @@
 # `make train` and `make test` work from nothing: they make .venv, install, and go. A second call skips what is there.
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(NEWEST),-newest)
 BIN := $(VENV)/bin
 
-# Without a GPU the version of torch that CI tests, with one the newest. `make TORCH=torch==2.12.0 train` takes another.
+# The version of torch that CI tests. `make TORCH=torch==2.12.0 VENV=.venv-2.12 train` takes another.
+TORCH ?= torch$(if $(NEWEST),,==2.13.0)
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-ifeq ($(GPUS),0)
-TORCH ?= torch==2.13.0
-PROCESSES ?= 2
-else
-# `make train` stops if the driver is too old for the CUDA of this torch, and names both.
-TORCH ?= torch
-PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
-endif
+PROCESSES ?= $(shell [ $(GPUS) = 1 ] && echo 1 || echo 2)
 
 # `make GPUS=0 train` trains on the CPU of a machine with a GPU.
 ifeq ($(origin GPUS)$(GPUS),command line0)
 export CUDA_VISIBLE_DEVICES :=
 endif
 
-# A file of versions to install, else the newest: .ci/constraints.txt has those of CI, .ci/lowest.txt the lowest that
-# pyproject.toml allows. Each belongs to a VENV of its own: `make VENV=.venv-lowest CONSTRAINTS=.ci/lowest.txt test`.
-CONSTRAINTS ?=
-INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+# A file of versions to install: by default the lock of the Python at hand. `make NEWEST=1 test` takes the newest versions,
+# and `make CONSTRAINTS=.ci/lock/lowest.txt VENV=.venv-lowest TORCH=torch==2.10.0 test` the lowest that pyproject.toml allows.
+VERSION := $(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS ?= $(if $(NEWEST),,$(wildcard .ci/lock/$(VERSION).txt))
+INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(NEWEST),--upgrade --upgrade-strategy eager)
 
-.PHONY: help train compare headlines test coverage mutants conformance gpu lint bench docs corpus clean
+.PHONY: help train compare headlines test coverage mutants conformance gpu lint bench docs corpus lock clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
@@ -40,6 +35,7 @@ help:
 	@echo "make lint    set up, check style, spelling and types"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make docs    set up, build the documentation as a site: build/site/index.html"
+	@echo "make lock    set up, write the newest versions of all packages to .ci/lock, one file per Python"
 	@echo "make clean   remove .venv and the prepared corpora; runs/ stays"
 
 train: $(VENV)/.train corpus
@@ -92,11 +88,12 @@ mutants: $(VENV)/.test
 		cr-report --surviving-only --show-diff $$session && cr-rate --fail-over 10 $$session || status=1; \
 	done; exit $$status
 
-# The second part runs even if the first fails.
+# Each part runs even if one before it fails. The last one is the suite with the newest Python and its packages.
 conformance: $(VENV)/.test
 	status=0; \
 	$(PYTEST) $(SIDE_BY_SIDE) tests/conformance -m 'slow or not slow' $(ARGS) || status=$$?; \
 	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore tests/conformance -m slow $(ARGS) || status=$$?; \
+	[ $(VERSION) = 3.13 ] || $(MAKE) PYTHON="$$(.ci/python 3.13)" VENV=.venv-3.13 test || status=$$?; \
 	exit $$status
 
 gpu: $(VENV)/.test
@@ -116,26 +113,41 @@ docs: $(VENV)/.test
 	$(BIN)/python -m sphinx -c docs -d build/doctrees -E -W --keep-going --quiet . build/site $(ARGS)
 	@echo "build/site/index.html is written"
 
+lock: $(VENV)/.test
+	for version in 3.11 3.12 3.13; do \
+		echo '$(TORCH)' | $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --python-version $$version \
+			--python-platform linux --extra dev --extra cuda pyproject.toml - >$(VENV)/lock || exit; \
+		{ echo "# Versions for Python $$version, without torch and the packages whose versions it chooses: \`make lock\`."; \
+			grep -vP '^(torch|triton|cuda-toolkit|nvidia-(?!cuda-nvrtc).*)==' $(VENV)/lock; } >.ci/lock/$$version.txt; \
+	done
+
 clean:
 	rm -rf $(VENV) data/*/out
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "fmoe needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 2; }
+	@[ -n "$(CONSTRAINTS)$(NEWEST)" ] || echo "no lock for Python $(VERSION): taking the newest versions of all packages"
 	$(PYTHON) -m venv $(VENV)
+
+# What to install; written when it changes, so that the packages are installed again.
+$(VENV)/.versions: $(BIN)/python always
+	@echo '$(TORCH) $(CONSTRAINTS)' | cmp --silent - $@ || echo '$(TORCH) $(CONSTRAINTS)' >$@
+
+.PHONY: always
 
 # The extra with the compiler of the CUDA kernels, for the CUDA of the installed torch; if it has none, for CUDA $(1).
 cuda_extra = $$($(BIN)/python -c 'import torch; \
 	print({"12": ",cuda12", "13": ",cuda"}.get((torch.version.cuda or "$(1)").split(".")[0], ""))')
 
 # torch first and by itself, so that nothing else chooses its build.
-$(VENV)/.train: $(BIN)/python pyproject.toml
+$(VENV)/.train: $(VENV)/.versions pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) '$(TORCH)'
 	$(INSTALL) --editable ".[pretrain$(call cuda_extra,none)]"
 	@$(BIN)/python -c 'import sys; from pretrain.process import unusable_gpu; sys.exit(unusable_gpu())'
 	@touch $@
 
-$(VENV)/.test: $(BIN)/python pyproject.toml
+$(VENV)/.test: $(VENV)/.versions pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) '$(TORCH)'
 	$(INSTALL) --editable ".[dev$(call cuda_extra,13)]"
 	@touch $@ $(VENV)/.train

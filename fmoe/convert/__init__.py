@@ -28,6 +28,7 @@ from fmoe.convert.upcycle import Upcycling, check_block, plan_upcycling, upcycle
 from fmoe.errors import UserError
 from fmoe.moe import MoE
 from fmoe.random import key
+from fmoe.runtime.versions import warn_untested
 
 Convert = Callable[..., nn.Module]
 Converter = Callable[[nn.Module], Convert | None]  # an entry point
@@ -85,6 +86,8 @@ def fmoefy(
     if convert is not None:
         changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
         return convert(model, num_experts=num_experts, **changed, **options)
+    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+        warn_untested("transformers")
     check_model(model)
     found, refused = search(model)
     if not found:

@@ -47,6 +47,8 @@ def test_one_run(open_page, reports):
     ):
         assert title in titles
     assert "Loss scale" not in titles, "nothing is shown of what the run does not have"
+    headings = opened.page.eval_on_selector_all("main h2", "all => all.map(heading => heading.textContent)")
+    assert headings[:4] == ["Loss", "Numbers", "Routing", "Optimizer"], "the order of docs/report.md"
     numbers = opened.text("#numbers")
     assert "10.4M" in numbers and re.search(r"steps skipped\s+1", numbers)
     events = opened.text("#events")
