@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from fmoe.errors import UserError
-from fmoe.metrics import LayerMetrics
+from fmoe.metrics import LayerMetrics, lock
 from fmoe.routing import Routing, RoutingStats
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,8 @@ class AuxLosses:
             self.metrics.add(routing.stats, routing.losses)
         observer = observer or self.observer
         if observer is not None:
-            observer(routing)
+            with lock():  # replicas of nn.DataParallel run their backward passes in separate threads
+                observer(routing)
         if not self._warned and any(loss.requires_grad for loss in self.pending):
             self._warned = True
             logger.warning(
@@ -319,7 +320,7 @@ class AuxLosses:
     def collect(self) -> Tensor | None:
         """Return the sum of the weighted losses of all training passes since the last call; None if there are none."""
         pending, self.pending = self.pending, []
-        return sum(pending[1:], pending[0]) if pending else None
+        return _sum(pending) if pending else None
 
     def _offer(self, total: Tensor) -> None:
         """Queue ``total`` for `collect`, except while an activation checkpoint recomputes."""
@@ -343,9 +344,14 @@ def collect_losses(model: nn.Module) -> Tensor:
     layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
     found = [loss for aux in layers if (loss := aux.collect()) is not None]
     if found:
-        return sum(found[1:], found[0])
+        return _sum(found)
     parameter = next(model.parameters(), None)
     return torch.zeros((), device=None if parameter is None else parameter.device, dtype=torch.float32)
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    """Return the sum of scalars on the device of the first one; the others may be on other devices."""
+    return sum((loss.to(losses[0].device) for loss in losses[1:]), losses[0])
 
 
 class _AttachLoss(torch.autograd.Function):

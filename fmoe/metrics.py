@@ -17,17 +17,22 @@ _SCALARS = ("dropped", "entropy", "tokens")
 
 # Several threads may add to one layer's sums (nn.DataParallel, concurrent backward passes). The lock is global because
 # a layer with a lock could be neither copied nor pickled.
-_lock = threading.Lock()
+_lock = threading.RLock()
 _MAX_PENDING = 64  # maximum number of vectors that wait to be added in one operation
 
 
 def _after_fork() -> None:
     """Replace the lock in a forked child: a thread that exists only in the parent may hold it."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def lock() -> threading.RLock:
+    """Return the lock that a thread holds while it counts statistics."""
+    return _lock
 
 
 def coefficient_of_variation(load: Sequence[float]) -> float:

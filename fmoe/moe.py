@@ -5,9 +5,13 @@ rank's L experts get.
 """
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -47,6 +51,7 @@ class MoE(nn.Module):
     gate: Any
     experts: Any
     shared: Any
+    _recorder: Callable[[Routing], None] | None = None  # set in replicas (`_replicate_for_data_parallel`)
 
     def __init__(
         self,
@@ -105,7 +110,8 @@ class MoE(nn.Module):
             weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
             outputs = session.run(routing, weight_TK, tokens.rows(expert_call.needs_keys), expert_call)
             outputs = tokens.join(self.finish(outputs, tokens, weight_TK))
-            outputs = self.aux.count(routing, weight_TK, outputs, self.training, getattr(gate, "record", None))
+            record = self._recorder or getattr(gate, "record", None)
+            outputs = self.aux.count(routing, weight_TK, outputs, self.training, record)
         return self.result(outputs, expert_call)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
@@ -222,7 +228,7 @@ class MoE(nn.Module):
         super().__setattr__(name, value)
         if name == "experts":
             self._mark_experts()
-        elif name == "gate":
+        elif name == "gate" and self._recorder is None:
             self.aux.observer = getattr(adapted(value), "record", None)
         elif name == "name":
             self.aux.name = value
@@ -231,6 +237,15 @@ class MoE(nn.Module):
         super()._apply(fn, recurse)  # `to_empty`, for one, makes new parameters without the mark
         self._mark_experts()
         return self
+
+    def _replicate_for_data_parallel(self) -> Self:
+        # nn.DataParallel discards its replicas after the forward pass. The gate of this layer records for all of them.
+        replica = super()._replicate_for_data_parallel()
+        record = getattr(adapted(self.gate), "record", None)
+        if record is not None:
+            tensor = next(itertools.chain(self.gate.parameters(), self.gate.buffers(), self.parameters()), None)
+            replica._recorder = functools.partial(_record_on, None if tensor is None else tensor.device, record)
+        return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -250,3 +265,10 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, ep_size={self.exchange.ep_size}, first_expert={self.first_expert}"
+
+
+def _record_on(device: torch.device | None, record: Callable[[Routing], None], routing: Routing) -> None:
+    """Call ``record`` with the routing of a replica, after a copy of its statistics to ``device``."""
+    if device is not None and routing.stats is not None:
+        routing = replace(routing, stats=routing.stats.to(device))
+    record(routing)

@@ -59,6 +59,12 @@ class RoutingStats:
         load_E, scalars = sums[:num_experts], sums[num_experts:]
         return cls(load_E, scalars[0], scalars[1], scalars[2], sums, loss_names)
 
+    def to(self, device: torch.device) -> "RoutingStats":
+        """Return a copy on another device, with separate fields; ``self`` if it is on ``device`` already."""
+        if self.load_E.device == device:
+            return self
+        return RoutingStats(*(x.to(device) for x in (self.load_E, self.dropped, self.entropy, self.tokens)))
+
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of sums over micro batches: float64, or float32 on MPS, which has no float64.

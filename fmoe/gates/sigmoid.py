@@ -76,8 +76,10 @@ class SigmoidRouter(TopKRouter):
         self.bias_step, self.routed_scale, self.normalize, self.score = bias_step, routed_scale, normalize, score
         self.expert_groups, self.kept_groups = expert_groups, kept_groups
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
+        # Always the same memory, because a CUDA graph repeats additions to it, and replicas of nn.DataParallel share it.
         # Not a buffer: DistributedDataParallel would overwrite each rank's counts with those of rank 0.
-        self._load_E: Tensor | None = None
+        device = self.expert_bias_E.device
+        self._load_E = torch.zeros(num_experts, dtype=sum_dtype(device), device=device)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -89,6 +91,7 @@ class SigmoidRouter(TopKRouter):
         super()._apply(fn, recurse)
         if self.expert_bias_E.dtype.itemsize < 4:
             self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
+        self._loads()
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -142,8 +145,18 @@ class SigmoidRouter(TopKRouter):
         """Add the loads of one micro batch to those that `end_step` uses. The layer calls this."""
         if routing.stats is None:
             return
-        load_E = routing.stats.load_E.to(sum_dtype(routing.stats.load_E.device))
-        self._load_E = load_E if self._load_E is None else self._load_E + load_E
+        loads_E = self._loads()
+        loads_E += routing.stats.load_E.to(loads_E.device)
+
+    def _loads(self) -> Tensor:
+        """Return the loads since the last step, as a tensor on the gate's device."""
+        device = self.expert_bias_E.device
+        if self._load_E.device != device:
+            if self._load_E.is_meta:
+                self._load_E = torch.zeros_like(self._load_E, dtype=sum_dtype(device), device=device)
+            else:
+                self._load_E = self._load_E.to(device, sum_dtype(device))
+        return self._load_E
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None) -> None:
@@ -155,16 +168,12 @@ class SigmoidRouter(TopKRouter):
             group: data and expert parallel ranks, which share this gate and see different tokens. Loads are summed over
                 them, so all of them must make this call. None for no sum.
         """
-        load_E = self._load_E
-        if load_E is None:
-            device = self.expert_bias_E.device
-            load_E = torch.zeros(self.num_experts, dtype=sum_dtype(device), device=device)
-        self._load_E = None
+        load_E = self._loads()
         if group is not None:
-            load_E = load_E.clone()
             collectives.run(dist.all_reduce, load_E, group=group)
         self.expert_bias_E += self.bias_step * (load_E.mean() - load_E).sign()
+        load_E.zero_()
 
     def skip_step(self) -> None:
         """Reset the loads and keep the bias. Call this instead of `end_step` if the optimizer skips a step."""
-        self._load_E = None
+        self._loads().zero_()
