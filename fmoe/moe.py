@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from fmoe import random
 from fmoe.build import Spec
+from fmoe.errors import UserError
 from fmoe.exchange import Exchange
+from fmoe.experts import initial
 from fmoe.experts.ffn import ExpertCall
 from fmoe.gates import external
 from fmoe.gates.router import Router, routes_by_logits
@@ -195,12 +197,12 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters again from the layer's seed, for models that were built on the meta device.
 
-        A gate or experts without a method ``reset_parameters`` are left unchanged.
+        A gate or experts without a method ``reset_parameters`` need it in their submodules. Parameters that no such
+        method draws are left unchanged.
         """
         for part, *key in ((self.gate, "gate"), (self.experts, "experts", self.first_expert)):
             with random.keyed(*key, self.seed):
-                if hasattr(part, "reset_parameters"):
-                    part.reset_parameters()
+                initial.reset(part)
         if self.shared is not None:
             with random.keyed("shared expert", self.seed):
                 self.shared.reset_parameters()
@@ -252,6 +254,19 @@ class MoE(nn.Module):
         ownership.enrol(self)
         self._mark_experts()
 
+    def __copy__(self) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.__setstate__(self.__getstate__())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if any(group is not None for group in self._process_groups()):
+            raise UserError(
+                f"{self.name} has process groups, which cannot be pickled: save model.state_dict() instead, and load "
+                "it into a layer that is built on every rank"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Process groups cannot be copied, and copies of parameters have lost their mark.
         memo |= {id(group): group for group in self._process_groups() if group is not None}
@@ -260,8 +275,9 @@ class MoE(nn.Module):
         return twin
 
     def _process_groups(self) -> list[dist.ProcessGroup | None]:
-        groups = [self.layout.slice_group, self.layout.sequence_group, self.exchange.group]
-        return [*groups, getattr(adapted(self._modules.get("experts")), "group", None)]
+        experts, gate = adapted(self._modules.get("experts")), adapted(self.gate)
+        of_parts = [getattr(experts, "group", None), getattr(gate, "balance_group", None)]
+        return [self.layout.slice_group, self.layout.sequence_group, self.exchange.group, *of_parts]
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, ep_size={self.exchange.ep_size}, first_expert={self.first_expert}"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fmoe import random
 from fmoe.errors import UserError
-from fmoe.experts import build_experts
+from fmoe.experts import build_experts, initial
 from fmoe.layout import zero_padding
 
 
@@ -36,6 +36,16 @@ class _DenseExperts(nn.Module):
         self.experts = build_experts(
             expert, num_experts, slice(0, num_experts), d_model, d_hidden, self.seed, expert_options or {}
         )
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again from the layer's seed, for models that were built on the meta device."""
+        with random.keyed("experts", self.seed):
+            initial.reset(self.experts)
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw the layer's own parameters."""
+        raise NotImplementedError
 
     def _run(self, rows_ERD: Tensor) -> Tensor:
         """Map [E, R, D] to [E, R, ...]: each expert processes its R rows."""
@@ -62,6 +72,8 @@ class SoftMoE(_DenseExperts):
         d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
+    router_parameters = ("slots", "scale")  # `fmoe.optim.hidden_matrices`
+
     def __init__(
         self,
         d_model: int,
@@ -78,9 +90,15 @@ class SoftMoE(_DenseExperts):
             raise UserError(f"slots_per_expert={slots_per_expert} must be at least 1")
         self.slots_per_expert = slots_per_expert
         self.slots = nn.Parameter(torch.empty(num_experts * slots_per_expert, d_model))
-        self.scale = nn.Parameter(torch.ones(()))
-        with random.keyed("soft slots", self.seed), torch.no_grad():
-            self.slots.copy_(torch.randn(self.slots.shape, device="cpu", dtype=torch.float32) * d_model**-0.5)
+        self.scale = nn.Parameter(torch.empty(()))
+        self._draw()
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        with random.keyed("soft slots", self.seed):
+            slots_QD = torch.randn(self.slots.shape, device="cpu", dtype=torch.float32)
+        self.slots.copy_(slots_QD * self.d_model**-0.5)
+        self.scale.fill_(1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the layer's output for ``x`` [..., S, D], in the same shape.
@@ -125,6 +143,8 @@ class MMoE(_DenseExperts):
         d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
+    router_parameters = ("gates",)
+
     def __init__(
         self,
         d_model: int,
@@ -141,10 +161,14 @@ class MMoE(_DenseExperts):
             raise UserError(f"num_tasks={num_tasks} must be at least 1")
         self.num_tasks = num_tasks
         self.gates = nn.Parameter(torch.empty(num_tasks, num_experts, d_model))
-        with random.keyed("task gates", self.seed), torch.no_grad():
-            self.gates.copy_(
-                torch.empty(self.gates.shape, device="cpu", dtype=torch.float32).uniform_(-1, 1) * d_model**-0.5
-            )
+        self._draw()
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        gates_NED = torch.empty(self.gates.shape, device="cpu", dtype=torch.float32)
+        with random.keyed("task gates", self.seed):
+            gates_NED.uniform_(-1, 1)
+        self.gates.copy_(gates_NED * self.d_model**-0.5)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return N outputs for ``x`` [..., S, D], one per task, each in the shape of ``x``."""

@@ -104,7 +104,12 @@ class GroupExchange:
         num_experts: number of experts of all ranks.
         wire_dtype: dtype in which rows are sent, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for the
             rows' own dtype.
+
+    Attributes:
+        is_training: whether the layer of the current forward pass is in training mode.
     """
+
+    is_training = True
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
@@ -259,6 +264,7 @@ class GroupSession:
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts and rows, compute, and return the combined outputs (`Session.run`)."""
         exchange = self._exchange
+        exchange.is_training = experts.is_training
         plan, depth = exchange.plan(routing), _backward_depth(inputs, weight_TK, experts.module)
         self.report = exchange.post_failure
         dispatch = exchange.open(plan, depth)

@@ -22,13 +22,14 @@ from fmoe.routing import Routing
 class PaddedExchange(GroupExchange):
     """All-to-all of equally many rows for every expert, padded with zeros (arXiv 2006.16668 section 3.2).
 
-    The host reads no counts, except in the first batch if ``slots`` is None.
+    The host reads no counts, except in the first batches if ``slots`` is None.
 
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
         slots: upper bound on the rows of one rank for one expert. None for the largest `Routing.max_load` of any rank
-            in the first batch, which later batches must not exceed.
+            in the first batch of training, which later ones must not exceed; evaluation has its own bound, from its
+            first batch.
 
     Raises:
         UserError: an option is invalid; in a forward pass, if ``Routing.max_load`` exceeds ``slots``.
@@ -48,7 +49,17 @@ class PaddedExchange(GroupExchange):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"exchange_options.{name}={value!r} is not a positive whole number")
         self.chunks, self.slots = chunks, slots
-        self._counts: HopCounts | None = None
+        self._counts: dict[tuple[int, torch.device], HopCounts] = {}
+
+    @property
+    def slots(self) -> int | None:
+        """Upper bound on the rows of one rank for one expert, in the present mode; None before the first batch."""
+        return self._slots.get(self.is_training)
+
+    @slots.setter
+    def slots(self, value: int | None) -> None:
+        # One for each mode, because gates may have a capacity for each.
+        self._slots = {} if value is None else {True: value, False: value}
 
     def plan(self, routing: Routing) -> PaddedPlan:
         max_load = routing.expert_TK.numel() if routing.max_load is None else routing.max_load
@@ -57,27 +68,29 @@ class PaddedExchange(GroupExchange):
             agreed = torch.tensor([max(max_load, 1)], device=device, dtype=torch.int64)
             with self.traffic.paused():
                 all_reduce(self.group, agreed, dist.ReduceOp.MAX, "agreement on slots").wait(for_host=True)
-            self.slots = int(agreed)
-        if max_load > self.slots:
+            self._slots[self.is_training] = int(agreed)
+        slots = self._slots[self.is_training]
+        if max_load > slots:
             raise UserError(
-                f"an expert may get {max_load} rows of this batch, more than slots={self.slots} of the padded "
-                "exchange (by default, the maximum of the first batch): set "
+                f"an expert may get {max_load} rows of this batch, more than slots={slots} of the padded exchange (by "
+                f"default, the maximum of the first batch of {'training' if self.is_training else 'evaluation'}): set "
                 f"exchange_options={{'slots': {max_load}}} or more, or a smaller capacity_factor if the gate has one"
             )
-        slots = -(-self.slots // self.chunks) * self.chunks
+        slots = -(-slots // self.chunks) * self.chunks
         return PaddedPlan(super().plan(routing), slots, self.chunks)
 
     def open(self, plan: PaddedPlan, depth: int) -> Dispatch | ChunkedDispatch:
         slots, device = plan.slots, plan.inverse_TK.device
-        if self._counts is None or self._counts.receive.device != device:
+        if (slots, device) not in self._counts:
             counts = [[slots] * self.num_local_experts] * self.ep_size
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)
-            self._counts = hop_counts(self.group, counts, counts, on_device)
+            self._counts[slots, device] = hop_counts(self.group, counts, counts, on_device)
+        hops = self._counts[slots, device]
         # The other ranks' depths are unknown: all ranks that train anything run the same collectives.
         depth = 0 if depth in (0, NO_GRAD) else WEIGHTS
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
         chunks = [
-            Dispatch(plan, [self._counts.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)
+            Dispatch(plan, [hops.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)
             for chunk in range(self.chunks)
         ]
         return chunks[0] if self.chunks == 1 else ChunkedDispatch(plan, chunks)

@@ -10,6 +10,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.parametrize import is_parametrized
 
 from fmoe import random
 from fmoe.errors import UserError
@@ -60,11 +62,12 @@ class Stacked(nn.Module):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        parametrizations = getattr(self, "parametrizations", {}).values()
-        marked: list[Any] = [getattr(part, "original", None) for part in parametrizations]
-        for parameter in (*self.parameters(recurse=False), *marked):
-            if parameter is not None:
-                parameter.is_stacked = True
+        owners: list[Any] = [self, *getattr(self, "parametrizations", {}).values()]
+        for owner in owners:
+            # weight_norm may add a tensor that lacks the axis of the experts.
+            tensors = [parameter for parameter in owner.parameters(recurse=False) if parameter.dim()]
+            for parameter in tensors:
+                parameter.is_stacked = len(parameter) == max(map(len, tensors))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # `to_empty`, for one, makes new parameters without the mark
@@ -186,9 +189,20 @@ class FFNExperts(Stacked):
         ``init_method`` or ``output_init_method`` other than `torch.nn.init.normal_` runs on the CPU, one expert at a
         time. Meta tensors stay as they are.
         """
-        for name, parameter in self.named_parameters():
-            if not parameter.is_meta:
+        for name in ("weight_in", "weight_out", "bias_in", "bias_out"):
+            parameter = getattr(self, name)
+            if parameter is None or parameter.is_meta:
+                continue
+            if not is_parametrized(self, name):
                 self._draw(name, parameter)
+                continue
+            value = torch.empty_like(parameter)
+            self._draw(name, value)
+            parametrization: Any = self.parametrizations[name]
+            if all(hasattr(function, "right_inverse") for function in parametrization):
+                setattr(self, name, value)
+            else:  # torch takes the identity as the inverse
+                parametrization.original.copy_(value)
 
     def _draw(self, name: str, parameter: Tensor) -> None:
         shape = self.whole_shape(name, parameter.shape[1:])
@@ -339,11 +353,18 @@ class FFNExperts(Stacked):
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"
 
 
+def autocast_dtype(device: torch.device, *dtypes: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to which autocast casts operands of these dtypes; None if it does not. It casts no float64."""
+    if not torch.is_autocast_enabled(device.type) or torch.float64 in dtypes:
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Parameters]:
-    device = rows_RD.device.type
-    if not torch.is_autocast_enabled(device):
+    weight_in, bias_in, weight_out, bias_out = parameters
+    dtype = autocast_dtype(rows_RD.device, rows_RD.dtype, weight_in.dtype)
+    if dtype is None:
         return rows_RD, parameters
-    dtype, (weight_in, bias_in, weight_out, bias_out) = torch.get_autocast_dtype(device), parameters
     bias_in, bias_out = (None if bias is None else bias.to(dtype) for bias in (bias_in, bias_out))
     return rows_RD.to(dtype), (weight_in.to(dtype), bias_in, weight_out.to(dtype), bias_out)
 
@@ -357,25 +378,27 @@ class ExpertCall:
         module: the experts.
         name: the layer's name in errors.
         x_TD: the tokens.
-        training: whether dropout drops hidden units.
+        training: whether the layer is in training mode, in which dropout drops hidden units.
 
     Attributes:
+        is_training: the argument ``training``.
         needs_keys: whether a call requires dropout keys (`FFNExperts.wants_row_keys`). They are the last tensor of the
             call's argument ``rows``, int64 [R, 1].
 
     Raises:
-        UserError: tokens and experts have different dtypes, and autocast is off.
+        UserError: tokens and experts have different dtypes, and autocast is off or one of the dtypes is float64.
     """
 
     module: Any  # an nn.Module; its type lacks the experts' own methods
 
     def __init__(self, module: nn.Module, name: str, x_TD: Tensor, training: bool):
-        self.module, self.name, experts = module, name, module if isinstance(module, FFNExperts) else adapted(module)
+        self.module, self.name, self.is_training = module, name, training
+        experts = module if isinstance(module, FFNExperts) else adapted(module)
         self.needs_keys = training and getattr(experts, "wants_row_keys", False)
         dtype = getattr(experts, "dtype", x_TD.dtype)
         # The mixed precision policy of fully_shard casts weights and rows when the experts are called.
-        is_cast = torch.is_autocast_enabled(x_TD.device.type) or getattr(module, "_is_fsdp_managed_module", False)
-        if x_TD.dtype != dtype and not is_cast:
+        is_managed = getattr(module, "_is_fsdp_managed_module", False)
+        if x_TD.dtype != dtype and not is_managed and autocast_dtype(x_TD.device, x_TD.dtype, dtype) is None:
             raise UserError(f"the input of {name} is {x_TD.dtype}, its experts are {dtype}: cast one, or use autocast")
 
     def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
@@ -429,7 +452,7 @@ class ExpertCall:
 
     def _is_plain(self) -> bool:
         is_ffn = isinstance(self.module, FFNExperts) and is_unchanged(self.module, "forward", FFNExperts.forward)
-        return is_ffn and not any(getattr(self.module, hooks) for hooks in _HOOKS)
+        return is_ffn and not any(getattr(self.module, hooks) for hooks in _HOOKS) and not _has_any_global_hook()
 
     def shadow(self, local: int) -> list[Tensor]:
         """Return the parameters of expert ``local`` of this rank."""

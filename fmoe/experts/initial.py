@@ -8,6 +8,7 @@ Shape letters: L experts of this rank.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,15 @@ def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] 
     options = dict(method.keywords)
     mean, std = options.pop("mean", 0.0), options.pop("std", 1.0)
     return None if options else (mean, std)
+
+
+def reset(module: Any) -> None:
+    """Call ``reset_parameters`` of ``module``, or of its submodules if ``module`` has no such method.
+
+    A function, such as a gate without parameters, is left unchanged.
+    """
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+    elif isinstance(module, nn.Module):
+        for child in module.children():
+            reset(child)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import check_options
+from fmoe.experts import initial
 from fmoe.experts.ffn import FFNExperts
 
 
@@ -44,13 +45,12 @@ class SharedExpert(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the parameters again from torch's default CPU generator.
 
-        An expert without a method ``reset_parameters`` is left unchanged.
+        An expert without a method ``reset_parameters`` needs it in its submodules.
         """
         if isinstance(self.expert, FFNExperts):
             self.expert.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
         for part in (self.expert, self.output_gate):
-            if (reset := getattr(part, "reset_parameters", None)) is not None:
-                reset()
+            initial.reset(part)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Map tokens [T, D] to outputs [T, D]."""

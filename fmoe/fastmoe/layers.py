@@ -110,7 +110,8 @@ class NestedCall(ExpertCall):
 
     def __init__(self, layer: "FMoE", tokens: NestedTokens):
         self._has_own_expert_fn = not is_unchanged(layer, "expert_fn", FMoE.expert_fn)  # which takes no dropout keys
-        super().__init__(layer.experts, layer.name, tokens.x_TD, layer.training and not self._has_own_expert_fn)
+        super().__init__(layer.experts, layer.name, tokens.x_TD, layer.training)
+        self.needs_keys = self.needs_keys and not self._has_own_expert_fn
         self._expert_fn, self._inputs, self.nest = layer.expert_fn, tokens.nest, tokens.nest
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fmoe.experts.ffn import Stacked
+from fmoe.experts.ffn import Stacked, autocast_dtype
 from fmoe.kernels import grouped_linear
 
 
@@ -46,9 +46,8 @@ class FMoELinear(Stacked):
         counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        device = inp.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(inp.device, inp.dtype, weight.dtype)
+        if dtype is not None:
             inp, weight, bias = inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         return grouped_linear(inp.type_as(weight), weight, bias, counts)
 

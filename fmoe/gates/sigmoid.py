@@ -76,7 +76,7 @@ class SigmoidRouter(TopKRouter):
         self.bias_step, self.routed_scale, self.normalize, self.score = bias_step, routed_scale, normalize, score
         self.expert_groups, self.kept_groups = expert_groups, kept_groups
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
-        # Always the same memory, because a CUDA graph repeats additions to it, and replicas of nn.DataParallel share it.
+        # Always the same memory, because a CUDA graph repeats additions to it.
         # Not a buffer: DistributedDataParallel would overwrite each rank's counts with those of rank 0.
         device = self.expert_bias_E.device
         self._load_E = torch.zeros(num_experts, dtype=sum_dtype(device), device=device)

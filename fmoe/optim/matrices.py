@@ -4,13 +4,14 @@ Shape letters: B blocks (experts of a stack), M rows, N columns.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
@@ -118,31 +119,52 @@ def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[
     """Return the trained hidden matrices of a model, found through the modules that own them.
 
     Hidden matrices are the parameters with two axes and the stacks of matrices. Excluded are the parameters of
-    embeddings (even if other modules share them), of MoE gates, of shared experts' output gates, and of ``others``.
-    Gated `FFNExperts` have two matrices per expert in ``weight_in``.
+    embeddings (even if other modules share them), of MoE gates, of shared experts' output gates, and of ``others``. A
+    module names further parameters to exclude in its attribute ``router_parameters``. Gated `FFNExperts` have two
+    matrices per expert in ``weight_in``.
 
     Args:
         others: modules that are excluded too, such as the output layer.
     """
     ownership.refresh()
     excluded: list[nn.Module] = [*others]
+    spared: set[Tensor] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             excluded.append(module)
         children: Any = module._modules
-        if children.get("gate") is not None and "experts" in children:  # an MoE layer, of this package or another
-            excluded.append(children["gate"])
+        if "experts" in children:  # an MoE layer, of this package or another
+            gates = [children.get(name) for name in ("gate", "router", "shared_expert_gate")]
+            excluded += [gate for gate in gates if gate is not None]
+        for name in getattr(module, "router_parameters", ()):
+            spared.add(getattr(module, name))
         if isinstance(module, SharedExpert) and module.output_gate is not None:
             excluded.append(module.output_gate)
-    spared = {parameter for module in excluded for parameter in module.parameters()}
+    for module in excluded:
+        spared.update(module.parameters())
     found: dict[Tensor, Matrices] = {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in _own_parameters(module):
             if parameter in spared or not parameter.requires_grad:
                 continue
             if (matrices := _described(module, name, parameter)) is not None:
                 found[parameter] = matrices
     return found
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of ``module``, without submodules. Parametrized ones have the name of the parametrization.
+
+    The magnitude of weight_norm is left out, as it is a vector.
+    """
+    if isinstance(module, ParametrizationList):  # its owner yields the parameters
+        return
+    yield from module.named_parameters(recurse=False)
+    for name, parametrization in getattr(module, "parametrizations", {}).items():
+        shape = getattr(module, name).shape
+        for parameter in parametrization.parameters(recurse=False):
+            if not any(size == 1 < whole for size, whole in zip(parameter.shape, shape, strict=False)):
+                yield name, parameter
 
 
 def _described(module: nn.Module, name: str, parameter: Tensor) -> Matrices | None:

@@ -1,6 +1,9 @@
 """Exchanges: their options and errors, chunks and bounds, what shadowing chooses, precision on the wire, the watch."""
 
+import copy
 import datetime
+import io
+import pickle
 import re
 
 import pytest
@@ -332,3 +335,48 @@ def test_workers_that_differ_are_told_so(two_ranks, field):
     messages = values(two_ranks.run(another, field))
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"block 3: {field}=") and " on rank 1, but " in messages[0]
+
+
+def evaluated_between(gate, exchange, first):
+    options = {"gate": gate, "seed": 0, "moe_group": dist.group.WORLD, "exchange": exchange}
+    layer = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=8, gate_options={"eval_capacity_factor": 3.0}, **options)
+    outputs = []
+    for index, training in enumerate([first, not first, first, not first]):
+        tokens = torch.randn(12 if training else 20, 8, generator=torch.Generator().manual_seed(index))
+        fmoe.random.set_position(seed=0, step=index)
+        outputs.append(layer.train(training)(tokens))
+        outputs[-1].sum().backward()
+    return [y.detach() for y in outputs], layer.gate.weight.grad
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["training first", "evaluation first"])
+@pytest.mark.parametrize("gate", ["switch", "gshard"])
+def test_padded_slots_are_those_of_the_mode(two_ranks, gate, first):
+    padded, plain = (values(two_ranks.run(evaluated_between, gate, way, first)) for way in ("padded", "all_to_all"))
+    for rank, expected in zip(padded, plain, strict=True):
+        for y, other in zip([*rank[0], rank[1]], [*expected[0], expected[1]], strict=True):
+            assert_close(y, other, 1e-5, "output or gradient")
+
+
+def pickled(options):
+    for group in ("moe_group", "slice_group", "sequence_group", "expert_tensor_group"):
+        if group in options:
+            options[group] = dist.group.WORLD
+    if options.pop("balances", False):
+        options["gate_options"] = {"balance_group": dist.group.WORLD}
+    layer = fmoe.MoE.build(d_model=8, num_experts=4, d_hidden=8, seed=0, name="block 3", **options)
+    copy.copy(layer)
+    assert all(torch.equal(a, b) for a, b in zip(copy.deepcopy(layer).parameters(), layer.parameters(), strict=True))
+    messages = []
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO()), pickle.dumps):
+        try:
+            save(torch.nn.Sequential(layer))
+        except fmoe.UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("group", ["moe_group", "slice_group", "sequence_group", "expert_tensor_group", "balances"])
+def test_a_layer_with_groups_asks_for_its_state_dict(two_ranks, group):
+    for messages in values(two_ranks.run(pickled, {group: True})):
+        assert len(messages) == 3 and all("block 3" in text and "state_dict" in text for text in messages)

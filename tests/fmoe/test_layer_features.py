@@ -10,6 +10,7 @@ import torch
 from compare import assert_close
 from forks import values
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fmoe
 from fmoe.experts import FFNExperts
@@ -482,3 +483,63 @@ def test_evaluation_is_counted_where_it_is_wanted():
     fmoe.end_step(once)
     assert torch.equal(layer.gate.expert_bias_E, once.gate.expert_bias_E)
     assert not torch.equal(layer.gate.expert_bias_E, bias)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build(shared_expert=8),
+        lambda: fmoe.FMoETransformerMLP(num_expert=E, d_model=D, d_hidden=16),
+        lambda: fmoe.SoftMoE(D, E),
+        lambda: fmoe.MMoE(D, E, 2),
+    ],
+    ids=["layer", "fastmoe", "soft", "mmoe"],
+)
+def test_autocast_casts_no_float64(make):
+    layer, x = make().double().eval(), torch.randn(3, 5, D, dtype=torch.float64)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert pytree.tree_all(lambda y: y.dtype == torch.float64, found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("weights", "tokens"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_autocast_mixes_no_float64(weights, tokens):
+    layer = build().to(weights)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fmoe.UserError, match=r"input .* is torch.*experts are"):
+        layer(torch.randn(5, D, dtype=tokens))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # torch's, about the gate
+def test_global_hooks_see_the_experts(register, backend):
+    layer, seen = build(backend=backend), []
+    handle = register(lambda module, *_: seen.append(module))
+    try:
+        layer(tokens(5)).sum().backward()
+    finally:
+        handle.remove()
+    assert layer.experts in seen
+
+
+def test_two_backward_passes_through_one_forward_pass_add_losses_by_hand_once():
+    """The way around in docs/losses.md: one of the losses gets the auxiliary ones."""
+    layer = build(gate="switch", gate_options={"jitter": 0}, aux_loss="manual")
+    x = tokens(6)
+    y = layer(x)
+    (y.sum() + fmoe.collect_losses(layer)).backward(retain_graph=True)
+    (2 * y.sum()).backward()
+    found = layer.gate.weight.grad.clone()
+    layer.zero_grad()
+    (3 * layer(x).sum() + fmoe.collect_losses(layer)).backward()
+    assert_close(found, layer.gate.weight.grad, 1e-5, "gradient of the router")

@@ -373,3 +373,22 @@ def test_many_matrices_are_iterated_in_parts():
     for number in (0, 41, 42, 43, 99):
         assert torch.equal(found[1, number], orthogonalize(stack[1, number]))
     assert orthogonalize(stack[:0]).shape == (0, 100, 96, 64)
+
+
+def test_weight_norm_divides_a_matrix_into_a_matrix_and_a_vector():
+    model = Model()
+    for module, name in ((model.hidden, "weight"), (model.moe.experts, "weight_in")):
+        nn.utils.parametrizations.weight_norm(module, name)
+    found = names_of(model, others=[model.head])
+    assert found["moe.experts.parametrizations.weight_in.original1"] == (16, 16)
+    assert found["hidden.parametrizations.weight.original1"] == (8,)
+    assert not any(name.endswith("original0") for name in found)
+
+
+@pytest.mark.parametrize("gate", ["gate", "router"])
+def test_routers_of_other_packages_are_no_hidden_matrices(gate):
+    block = nn.Module()
+    block.experts, block.shared_expert = nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 8)
+    block.shared_expert_gate = nn.Linear(8, 1)
+    block.add_module(gate, nn.Linear(8, 4))
+    assert names_of(block).keys() == {"experts.0.weight", "shared_expert.weight"}

@@ -153,3 +153,28 @@ def shard_replaced(route):
 @pytest.mark.parametrize("route", [route for route in ROUTES if route is not parametrized])
 def test_sharding_leaves_replaced_experts_as_they_are(two_ranks, route):
     values(two_ranks.run(shard_replaced, route))
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("normalize", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_stacks_under_weight_norm_stay_stacks(normalize, dim):
+    experts = build()[1].experts
+    rows, counts = tokens(0), [2, 3, 1, 4]
+    expected = experts(rows, counts)
+    normalize(experts, "weight_in", dim=dim)
+    torch.testing.assert_close(experts(rows, counts), expected)
+    stacks = {name: is_stacked(p) for name, p in experts.named_parameters()}
+    without = {name for name, p in experts.named_parameters() if not p.dim() or len(p) != EXPERTS}
+    assert len(stacks) == 5 and {name for name in stacks if not stacks[name]} == without
+
+
+def test_parametrized_experts_are_drawn_as_others():
+    experts, other = build()[1].experts, build()[1].experts
+    nn.utils.parametrizations.weight_norm(other, "weight_in")
+    nn.utils.parametrize.register_parametrization(other, "bias_out", Same())
+    for parameter in other.parameters():
+        parameter.data.fill_(2.0)
+    other.reset_parameters()
+    for name in ("weight_in", "weight_out", "bias_in", "bias_out"):
+        torch.testing.assert_close(getattr(other, name), getattr(experts, name))

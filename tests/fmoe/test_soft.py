@@ -5,6 +5,7 @@ import torch
 from compare import assert_close
 
 import fmoe
+from fmoe.optim import hidden_matrices
 
 
 def expert(layer, e, x):
@@ -109,3 +110,25 @@ def test_no_tokens_give_no_outputs_and_gradients_of_zero(make, shape, expert):
         sum(y.sum() for y in outputs).backward()
         assert x.grad.shape == shape
         assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("expert", ["ffn", Block, lambda d: torch.nn.Sequential(torch.nn.Linear(d, d))])
+@pytest.mark.parametrize("make", [fmoe.SoftMoE, fmoe.MMoE], ids=["soft", "mmoe"])
+def test_what_was_built_on_the_meta_device_is_drawn_as_any_other(make, expert):
+    layer = make(8, 4, 3, expert=expert, seed=5)
+    with torch.device("meta"):
+        other = make(8, 4, 3, expert=expert, seed=5)
+    assert all(p.is_meta for p in other.parameters())
+    other.to_empty(device="cpu")
+    for parameter in other.parameters():
+        parameter.data.fill_(float("nan"))
+    other.reset_parameters()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("make", [fmoe.SoftMoE, fmoe.MMoE], ids=["soft", "mmoe"])
+def test_routers_are_no_hidden_matrices(make):
+    layer = make(8, 4, 3)
+    names = {p: name for name, p in layer.named_parameters()}
+    assert {names[p] for p in hidden_matrices(layer)} == {"experts.weight_in", "experts.weight_out"}
