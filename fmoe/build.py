@@ -35,10 +35,11 @@ class Spec:
         top_k: K, experts per token; None for the gate's own default.
         gate: a name in `fmoe.gates.GATES`, a class, a function or a ready instance; None for "naive".
         gate_options: keywords for a gate given by name or class, e.g. ``{"capacity_factor": 1.0}``.
-        expert: a name in `fmoe.experts.EXPERTS`; a subclass of `fmoe.experts.FFNExperts`; a module class or function,
-            called with ``d_model`` once per expert; or a sequence of one module, class or function per expert. None if
-            a subclass of `fmoe.MoE` assigns the experts.
-        expert_options: keywords for a named expert or a subclass of ``FFNExperts``, e.g. ``{"bias": False}``.
+        expert: a name in `fmoe.experts.EXPERTS`; a module class or function, called as `fmoe.register_expert`
+            describes; or a sequence of one module, class or function per expert. None if a subclass of `fmoe.MoE`
+            assigns the experts. A class or function that has a default for ``d_hidden`` gets it only if the layer's
+            ``d_hidden`` or ``granularity`` is set.
+        expert_options: keywords for the named expert, class or function, e.g. ``{"bias": False}``.
         shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or the hidden
             width of an FFN; None for no shared expert.
         shared_options: options of that FFN (`fmoe.experts.FFNExperts`); None for ``expert_options``. The FFN is ungated
@@ -121,6 +122,7 @@ class Spec:
             raise UserError(f"shared_expert={shared!r} is neither a module nor a positive whole number")
         if self.aux_loss not in ("auto", "manual"):
             raise UserError(f"aux_loss={self.aux_loss!r} must be 'auto' or 'manual'")
+        self.is_default_width = self.d_hidden is None and self.granularity == 1
         self.d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
         if self.d_hidden % self.granularity:
             raise UserError(f"granularity={self.granularity} does not divide d_hidden={self.d_hidden}")
@@ -211,6 +213,7 @@ class Spec:
                 self.expert_options,
                 self.expert_tensor_group,
                 self.backend,
+                is_default_width=self.is_default_width,
             )
         if self.shared_expert is not None:
             given = self.expert_options if self.shared_options is None else self.shared_options

@@ -59,24 +59,24 @@ def option_names(factory: Any) -> list[str] | None:
     For a class that passes on its ``**options``, the result includes the names that its base classes accept. A
     ``functools.partial`` accepts the names of its function.
     """
-    annotations, is_complete = _options(factory)
-    return sorted(annotations) if is_complete else None
+    parameters, is_complete = parameters_of(factory)
+    return sorted(parameters) if is_complete else None
 
 
-def _options(factory: Any) -> tuple[dict[str, Any], bool]:
-    """Return the annotations of the factory's parameters by name, and whether it accepts no other names."""
+def parameters_of(factory: Any) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters that `option_names` names, and whether the factory accepts no other names."""
     factory = getattr(factory, "func", factory)
     calls = [factory]
     if isinstance(factory, type):
         calls = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
-    annotations: dict[str, Any] = {}
+    found: dict[str, inspect.Parameter] = {}
     for call in calls:
         parameters = inspect.signature(call).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
-        annotations = {p.name: p.annotation for p in named} | annotations
+        found = {p.name: p for p in named} | found
         if all(p.kind != p.VAR_KEYWORD for p in parameters):
-            return annotations, True
-    return annotations, False
+            return found, True
+    return found, False
 
 
 def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: str, own: Iterable[str]) -> None:
@@ -90,12 +90,12 @@ def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: s
     Raises:
         UserError: an unknown name, or a value whose type `wrong_type` recognizes as wrong.
     """
-    annotations, is_complete = _options(factory)
+    parameters, is_complete = parameters_of(factory)
     for name, value in options.items():
-        if name in own or (is_complete and name not in annotations):
-            known = known_names(name, sorted({*annotations} - {*own}))
+        if name in own or (is_complete and name not in parameters):
+            known = known_names(name, sorted({*parameters} - {*own}))
             raise UserError(f"{table}.{name}={value!r} is not an option of {owner}; {known}")
-        if wrong := wrong_type(annotations.get(name), value):
+        if name in parameters and (wrong := wrong_type(parameters[name].annotation, value)):
             raise UserError(f"{table}.{name}={value!r} is not {wrong}")
 
 

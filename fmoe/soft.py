@@ -32,9 +32,15 @@ class _DenseExperts(nn.Module):
                 raise UserError(f"{name}={value} must be at least 1")
         self.d_model, self.num_experts = d_model, num_experts
         self.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
-        d_hidden = 4 * d_model if d_hidden is None else d_hidden
         self.experts = build_experts(
-            expert, num_experts, slice(0, num_experts), d_model, d_hidden, self.seed, expert_options or {}
+            expert,
+            num_experts,
+            slice(0, num_experts),
+            d_model,
+            4 * d_model if d_hidden is None else d_hidden,
+            self.seed,
+            expert_options or {},
+            is_default_width=d_hidden is None,
         )
 
     def reset_parameters(self) -> None:

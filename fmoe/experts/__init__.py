@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fmoe import random
 from fmoe.errors import UserError, add_name, check_options, known_names, option_names
+from fmoe.experts.factories import Singles, call, call_for_all, makes_all
 from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
@@ -31,19 +32,31 @@ EXPERTS: dict[str, Callable[..., nn.Module]] = {
 They are called as ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``."""
 
 
-def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bool = True) -> None:
+def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bool | None = None) -> None:
     """Register experts under a new name, for the option ``expert`` of a layer and ``model.expert`` of a recipe.
 
     Args:
-        factory: called as ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``, and
-            returns all experts of a rank as one module (`fmoe.experts`).
-        stacked: False if ``factory(d_model, d_hidden, **options)`` returns a single expert, which maps rows [n, D] to
-            [n, D]. The factory is then called once per expert, each time under another random seed.
+        factory: a module class or function. If it requires an argument ``num_experts``, it is called as
+            ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``, without ``first_expert``
+            and ``seed`` if it does not take them. It returns all experts of a rank as one module (`fmoe.experts`).
+            Otherwise it is called once per expert, each time under another random seed, as
+            ``factory(d_model, **options)``, or ``factory(d_model, d_hidden, **options)`` if it has a second required
+            argument or one named ``d_hidden``. It returns one expert, which maps rows [n, D] to [n, D].
+        stacked: True if the factory returns all experts of a rank, False if it returns one; None to tell it from the
+            signature as above.
 
     Raises:
-        UserError: the name is not a string, is empty, or belongs to other experts.
+        UserError: the name is not a string, is empty, or belongs to other experts; or ``factory`` is not a class or
+            function.
     """
-    add_name(EXPERTS, "expert", name, factory if stacked else _Singles(factory))
+    _check_callable(factory)
+    is_stacked = makes_all(factory) if stacked is None else stacked
+    add_name(EXPERTS, "expert", name, factory if is_stacked else Singles(factory))
+
+
+def _check_callable(factory: Any) -> None:
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise UserError(f"expert={factory!r} must be a class or function that returns a module")
 
 
 def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,27 +67,6 @@ def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     factory = EXPERTS.get(name)
     taken, fixed = option_names(factory), getattr(factory, "keywords", {})
     return {key: value for key, value in options.items() if (taken is None or key in taken) and key not in fixed}
-
-
-class _Singles:
-    """Expert factory, for `EXPERTS`, that makes each expert by ``func(d_model, d_hidden, **options)``."""
-
-    def __init__(self, func: Callable[..., nn.Module]):
-        self.func = func
-
-    def __call__(
-        self, num_experts: int, d_model: int, d_hidden: int, *, first_expert: int = 0, seed: int = 0, **options: Any
-    ) -> ModuleExperts:
-        return _keyed(lambda _: self.func(d_model, d_hidden, **options), first_expert, num_experts, seed)
-
-
-def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Make ``count`` experts by ``make(id)``, for global ids from ``first`` on. Each has its own random seed."""
-    modules = []
-    for index in range(first, first + count):
-        with random.keyed("expert", seed, index):
-            modules.append(make(index))
-    return ModuleExperts(modules, first_expert=first, seed=seed)
 
 
 @torch.no_grad()
@@ -99,6 +91,8 @@ def build_experts(
     options: Mapping[str, Any],
     tensor_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
+    *,
+    is_default_width: bool = False,
 ) -> nn.Module:
     """Build this rank's experts. Their weights depend on the seed and on their global ids.
 
@@ -108,11 +102,12 @@ def build_experts(
         local: global ids of this rank's experts.
         tensor_group: ranks over which the hidden units of each expert are spread; None if they are not.
         backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for experts that are not `FFNExperts`.
+        is_default_width: whether ``d_hidden`` is a default. Experts with a default of their own then keep that.
 
     Raises:
-        UserError: an unknown name; a sequence whose length is not ``num_experts``; an invalid option; options for
-            experts that take none; ``tensor_group`` with experts other than ffn, swiglu and geglu; an unavailable
-            backend.
+        UserError: an unknown name; a sequence whose length is not ``num_experts``; an invalid option; options for a
+            sequence; a class or function whose signature does not fit; ``tensor_group`` with experts other than ffn,
+            swiglu and geglu; an unavailable backend.
     """
     count = local.stop - local.start
     if backend not in BACKENDS:
@@ -121,36 +116,61 @@ def build_experts(
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
     made_by = getattr(factory, "func", factory)
     is_ffn = isinstance(made_by, type) and issubclass(made_by, FFNExperts)
-    if options and (is_ffn or factory is not expert):
-        own = ("num_experts", "d_model", "d_hidden", "first_expert", "seed")
-        check_options("expert_options", factory, options, getattr(expert, "__name__", str(expert)), own)
     if backend not in ("auto", "torch") and not is_ffn:
         raise UserError(f"backend={backend!r} supports ffn, swiglu and geglu, not expert={expert!r}")
+    if isinstance(expert, str) and expert not in EXPERTS:
+        raise UserError(f"expert={expert!r} is not known; {known_names(expert, sorted(EXPERTS))}")
+    if tensor_group is not None and made_by is not FFNExperts:
+        raise UserError(f"expert={expert!r} is not supported with expert_tensor_group: use ffn, swiglu or geglu")
+    if isinstance(factory, Sequence):
+        return _build_each(factory, num_experts, local, d_model, d_hidden, seed, options, is_default_width)
+    if isinstance(factory, nn.Module):
+        raise UserError(
+            f"expert is one module, {type(factory).__name__}: pass a list of {num_experts} modules, or a function of "
+            "d_model that returns a module"
+        )
+    _check_callable(factory)
+    if isinstance(factory, Singles) or not (isinstance(expert, str) or is_ffn or makes_all(factory)):
+        factory = Singles(made_by if isinstance(factory, Singles) else factory, is_default_width=is_default_width)
+    own = ("num_experts", "d_model", "d_hidden", "first_expert", "seed")
+    if isinstance(factory, Singles):
+        own = ("d_model", "d_hidden")
+    check_options("expert_options", factory, options, getattr(expert, "__name__", str(expert)), own)
     if backend != "auto" and is_ffn:
         options = {**options, "backend": backend}
     if tensor_group is not None:
-        if made_by is not FFNExperts:
-            raise UserError(f"expert={expert!r} is not supported with expert_tensor_group: use ffn, swiglu or geglu")
         options = {**fixed, **options, "group": tensor_group}
         return ShardedFFNExperts(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
-    if isinstance(expert, str):
-        if expert not in EXPERTS:
-            raise UserError(f"expert={expert!r} is not known; {known_names(expert, sorted(EXPERTS))}")
-        return EXPERTS[expert](count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
-    if isinstance(expert, type) and issubclass(expert, FFNExperts):
-        return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
+    if is_ffn or isinstance(factory, Singles):
+        return factory(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
+    return call_for_all(factory, count, d_model, d_hidden, first_expert=local.start, seed=seed, options=options)
+
+
+def _build_each(
+    sources: Sequence[Any],
+    num_experts: int,
+    local: slice,
+    d_model: int,
+    d_hidden: int,
+    seed: int,
+    options: Mapping[str, Any],
+    is_default_width: bool,
+) -> ModuleExperts:
+    """Build this rank's experts from one module, class or function for each expert of all ranks."""
     if options:
-        raise UserError(f"expert_options={dict(options)!r} need a named expert or FFNExperts: set them on your expert")
-    if isinstance(expert, nn.Module):
-        raise UserError(
-            f"expert is one module, {type(expert).__name__}: pass a list of {num_experts} modules, or a function of "
-            "d_model that returns a module"
-        )
-    sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
+        raise UserError(f"expert_options={dict(options)!r} need one expert for all: set them on each of your experts")
     if len(sources) != num_experts:
         raise UserError(f"expert has {len(sources)} entries for {num_experts} experts: pass one for each expert")
-    ready = [isinstance(source, nn.Module) for source in sources]
-    return _keyed(lambda i: sources[i] if ready[i] else sources[i](d_model), local.start, count, seed)
+    sizes = {"d_model": d_model, "d_hidden": d_hidden}
+    modules = []
+    for index in range(local.start, local.stop):
+        source = sources[index]
+        if not isinstance(source, nn.Module):
+            _check_callable(source)
+            with random.keyed("expert", seed, index):
+                source = call(source, sizes, {}, is_default_width=is_default_width)
+        modules.append(source)
+    return ModuleExperts(modules, first_expert=local.start, seed=seed)
 
 
 __all__ = [

@@ -32,8 +32,9 @@ def translate(
         world_size: number of expert-parallel ranks, which hold different experts.
         mp_group: old name of ``slice_group``.
         moe_group: expert-parallel group; None for all processes. Ignored if ``world_size`` is 1.
-        expert: class or function called with ``d_model``, or a list of them, one per expert of this rank. None if a
-            subclass sets ``self.experts``, which is called as ``experts(rows, counts)``.
+        expert: class or function called with ``d_model`` (`fmoe.register_expert` describes other signatures), or a list
+            of them, one per expert of this rank. None if a subclass sets ``self.experts``, which is called as
+            ``experts(rows, counts)``.
 
     Raises:
         UserError: ``moe_group`` does not have ``world_size`` ranks; ``world_size`` is above 1 and
