@@ -63,7 +63,8 @@ class RoutingStats:
         """Return a copy on another device, with separate fields; ``self`` if it is on ``device`` already."""
         if self.load_E.device == device:
             return self
-        return RoutingStats(*(x.to(device) for x in (self.load_E, self.dropped, self.entropy, self.tokens)))
+        load_E, dropped = self.load_E.to(device), self.dropped.to(device)
+        return RoutingStats(load_E, dropped, self.entropy.to(device), self.tokens.to(device))
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -112,7 +112,7 @@ def build_experts(
     count = local.stop - local.start
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is not known; {known_names(backend, BACKENDS)}")
-    factory = EXPERTS.get(expert, expert) if isinstance(expert, str) else expert
+    factory: Any = EXPERTS.get(expert, expert) if isinstance(expert, str) else expert
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
     made_by = getattr(factory, "func", factory)
     is_ffn = isinstance(made_by, type) and issubclass(made_by, FFNExperts)
@@ -130,18 +130,21 @@ def build_experts(
             "d_model that returns a module"
         )
     _check_callable(factory)
-    if isinstance(factory, Singles) or not (isinstance(expert, str) or is_ffn or makes_all(factory)):
-        factory = Singles(made_by if isinstance(factory, Singles) else factory, is_default_width=is_default_width)
+    is_single = isinstance(factory, Singles)
+    if is_single:
+        factory = factory.func
+    elif not isinstance(expert, str) and not is_ffn:
+        is_single = not makes_all(factory)
+    if is_single:
+        factory = Singles(factory, is_default_width=is_default_width)
     own = ("num_experts", "d_model", "d_hidden", "first_expert", "seed")
-    if isinstance(factory, Singles):
-        own = ("d_model", "d_hidden")
     check_options("expert_options", factory, options, getattr(expert, "__name__", str(expert)), own)
     if backend != "auto" and is_ffn:
         options = {**options, "backend": backend}
     if tensor_group is not None:
         options = {**fixed, **options, "group": tensor_group}
         return ShardedFFNExperts(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
-    if is_ffn or isinstance(factory, Singles):
+    if is_ffn or is_single:
         return factory(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     return call_for_all(factory, count, d_model, d_hidden, first_expert=local.start, seed=seed, options=options)
 

@@ -198,7 +198,8 @@ class FFNExperts(Stacked):
                 continue
             value = torch.empty_like(parameter)
             self._draw(name, value)
-            parametrization: Any = self.parametrizations[name]
+            parametrizations: Any = self.parametrizations
+            parametrization = parametrizations[name]
             if all(hasattr(function, "right_inverse") for function in parametrization):
                 setattr(self, name, value)
             else:  # torch takes the identity as the inverse
