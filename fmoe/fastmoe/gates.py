@@ -7,7 +7,7 @@ Shape letters: T tokens, D width, K choices, E experts of all ranks, L experts o
 """
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,30 @@ class BaseGate(nn.Module):
         super().__init__()
         self.world_size, self.num_expert = world_size, num_expert
         self.tot_expert = world_size * num_expert
-        self.loss: Tensor | None = None
+        # By id of the gate. Replicas of nn.DataParallel, which are discarded, share this dict with the gate.
+        self._losses: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor):
         raise NotImplementedError("a gate must implement forward(x) -> (index, score)")
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Loss of the last forward pass, under nn.DataParallel the mean over the replicas; None if there is none."""
+        losses = list(self._losses.values())
+        if len(losses) < 2:
+            return losses[0] if losses else None
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean(0)
+
+    @loss.setter
+    def loss(self, loss: Tensor | None) -> None:
+        if not getattr(self, "_is_replica", False):
+            self._losses.clear()
+        if loss is not None:
+            self._losses[id(self)] = loss
+
+    def _replicate_for_data_parallel(self) -> Self:
+        self._losses.clear()  # of an earlier forward pass
+        return super()._replicate_for_data_parallel()
 
     def set_loss(self, loss: Tensor) -> None:
         """Store the loss of this forward pass."""
@@ -60,7 +80,7 @@ class BaseGate(nn.Module):
         return self.loss is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"loss": None}  # a loss belongs to a graph, which cannot be copied
+        return self.__dict__ | {"_losses": {}}  # a loss belongs to a graph, which cannot be copied
 
 
 def check_top_k(top_k: int, num_expert: int, world_size: int) -> None:

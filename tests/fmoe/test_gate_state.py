@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fmoe
+from fmoe.fastmoe.gates import GShardGate, NoisyGate
 from fmoe.gates import TopKRouter, skip_step
 from fmoe.gates.router import Choice
 
@@ -83,6 +84,25 @@ def test_gates_of_users_record_for_their_replicas(replicate):
     assert gate.calls == 2 * 3 and gate.replaced_E.sum() == gate.added_E.sum() == 2 * 2 * TOKENS
     layer(tokens()).sum().backward()  # replicas have left the layer as it was
     assert gate.calls == 7
+
+
+@pytest.mark.parametrize("kind", [GShardGate, NoisyGate])
+def test_losses_of_fastmoes_gates_are_the_mean_over_replicas(replicate, kind):
+    layer = fmoe.FMoE(num_expert=EXPERTS, d_model=WIDTH, gate=kind, expert=lambda d: nn.Linear(d, d)).eval()
+    for step in range(2):
+        x = tokens(step)
+        losses = []
+        for part in x.chunk(3):
+            layer(part)
+            losses.append(layer.gate.get_loss())
+        expected = torch.autograd.grad(sum(losses) / 3, list(layer.gate.parameters()), allow_unused=True)
+        for replica, part in zip(replicate(layer, 3), x.chunk(3), strict=True):
+            replica(part)
+        loss = layer.gate.get_loss(clear=bool(step))
+        torch.testing.assert_close(loss, sum(losses) / 3)
+        found = torch.autograd.grad(loss, list(layer.gate.parameters()), allow_unused=True)
+        torch.testing.assert_close(found, expected)
+    assert not layer.gate.has_loss and copy.deepcopy(layer).gate.get_loss() is None
 
 
 class Recorded(TorchDispatchMode):
