@@ -69,7 +69,7 @@ def call(
         UserError: the signature does not fit, or the factory returned something else than a module.
     """
     try:
-        signature = inspect.signature(factory)
+        signature = _signature(factory)
     except ValueError as error:
         raise UserError(f"expert={factory!r} cannot be called: {error}; {_CONTRACT}") from None
     parameters = signature.parameters
@@ -109,6 +109,21 @@ def call(
             f"expert={name}{signature} returned {type(module).__name__}, which is not a module; {_CONTRACT}"
         )
     return module
+
+
+def _signature(factory: Factory) -> inspect.Signature:
+    """Return the signature; of a class that passes on ``*args, **kwargs``, that of its base class."""
+    if not isinstance(factory, type):
+        return inspect.signature(factory)
+    passes_on = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    for base in factory.__mro__:
+        if base is nn.Module:
+            return inspect.Signature()  # accepts no argument in fact
+        if "__init__" in vars(base):
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            if {parameter.kind for parameter in parameters} != passes_on:
+                return inspect.Signature(parameters)
+    return inspect.signature(factory)
 
 
 def call_for_all(

@@ -57,6 +57,20 @@ class AllSeeded(Made):
         super().__init__(num_experts=num_experts, first_expert=first_expert, seed=seed, **options)
 
 
+class PassesOn(OtherNames):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class PassesAllOn(AllOfARank):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class NoArguments(nn.Module):
+    """A module without a constructor of its own."""
+
+
 SIZES = {"d_model": 8, "d_hidden": 12}
 # factory, options, arguments with d_hidden=12, arguments without d_hidden (the layer's default is 32)
 FACTORIES = {
@@ -85,6 +99,13 @@ FACTORIES = {
     ),
     "partial": (functools.partial(Default, d_hidden=5), {}, {"d_model": 8, "d_hidden": 5, "bias": True}, None),
     "all of a rank": (AllOfARank, {"scale": 2.0}, {"num_experts": 4, **SIZES, "scale": 2.0}, None),
+    "passes on": (
+        PassesOn,
+        {"bias": False},
+        {"dim": 8, "inner": 12, "bias": False},
+        {"dim": 8, "inner": 32, "bias": False},
+    ),
+    "passes all on": (PassesAllOn, {"scale": 2.0}, {"num_experts": 4, **SIZES, "scale": 2.0}, None),
     "all, seeded": (AllSeeded, {"x": 1}, {"num_experts": 4, "first_expert": 0, "seed": 3, "x": 1}, None),
 }
 
@@ -157,6 +178,7 @@ def test_other_arguments_are_options():
         ([Heads] * 4, {}, ["Heads(d_model, d_hidden, heads)", "'heads'"]),
         ([AllOfARank] * 4, {}, ["AllOfARank(num_experts", "'num_experts'"]),
         (lambda: Narrow(8), {}, ["()", "(d_model)", "(num_experts, d_model, d_hidden)"]),
+        (NoArguments, {}, ["NoArguments()", "(d_model)"]),
         (lambda d: 3, {}, ["int", "not a module"]),
         (Wide, {"bias": True}, ["expert_options.bias=True", "Wide"]),
         (Wide, {"d_hidden": 3}, ["expert_options.d_hidden=3", "Wide"]),
