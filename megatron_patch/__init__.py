@@ -4,6 +4,7 @@ Without a GPU, call ``megatron_patch.cpu.install()`` before using megatron-core.
 needs Triton. If Triton is not installed, import this package before megatron-core.
 """
 
+import logging
 import warnings
 
 from megatron_patch import versions
@@ -11,6 +12,9 @@ from megatron_patch import versions
 # Several modules of megatron-core warn about Apex when they are imported. Apex is optional.
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")  # megatron-core imports it
+# torch.utils.cpp_extension, which megatron-core imports, warns about a CUDA toolkit on a machine without a GPU.
+_toolkit = logging.getLogger("torch.utils.cpp_extension")
+_toolkit.addFilter(lambda record: "No CUDA runtime is found" not in record.getMessage())
 versions.check()
 with versions.without_triton():
     import megatron.core  # noqa: F401

@@ -64,10 +64,11 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, *settings):
-        fusion, allreduce_dgrad, sequence_parallel, buffer, _, group, *remat_size = settings  # remat_size from 0.19 on
+        # from 0.19 on: gtp_remat_size; then also output_dtype
+        fusion, allreduce_dgrad, sequence_parallel, buffer, _, group, *others = settings
         ctx.is_float32 = (
             getattr(weight, _MARK, False) and input.dtype == torch.bfloat16 and not (fusion or sequence_parallel)
-        ) and (buffer is None and remat_size in ([], [1]))
+        ) and (buffer is None and others in ([], [1], [1, None]))
         if not ctx.is_float32:
             return forward(ctx, input, weight, bias, *settings)
         ctx.num_settings = len(settings)

@@ -162,6 +162,13 @@ def _splits_as_numpy(move: Callable) -> Callable:
     return moved
 
 
+def _copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Fill the storage of ``output``, which was freed, with the storage of ``recomputed``."""
+    storage = recomputed.untyped_storage()
+    output.untyped_storage().resize_(storage.size())
+    output.untyped_storage().copy_(storage)
+
+
 def _max_without_indices(largest: Callable) -> staticmethod:
     """Return a `calculate_logits_max` that finds each token's largest logit without its index."""
 
@@ -210,6 +217,13 @@ PATCHES = (
         "_set_cuda_rng_state",
         lambda old: lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         "activation recomputation restores it",
+    ),
+    Patch(
+        _RANDOM,
+        "_get_share_storage",
+        _constant(_copy_storage),
+        "0.17 and later: recomputation of norms compiles a C++ extension, which needs ninja and a compiler",
+        required=False,
     ),
     Patch(
         f"{_MOE}.moe_utils",

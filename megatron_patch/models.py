@@ -1,8 +1,9 @@
 """MoE layers of fmoe in a Megatron-core model: through its layer spec (`fmoe_layer_spec`), or in place (`fmoefy`)."""
 
 import copy
+import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,6 +22,7 @@ from megatron_patch.layer import MegatronMoE
 from megatron_patch.mtp import mtp_layers
 from megatron_patch.upcycle import expert_options, fill, mlp_block
 
+LayerSpec = TypeVar("LayerSpec", ModuleSpec, functools.partial)
 MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
@@ -82,7 +84,7 @@ def stacks(model: Any) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
+def fmoe_layer_spec(base_spec: LayerSpec, **options) -> LayerSpec:
     """Return a copy of a transformer layer's spec with `MegatronMoE` instead of the MLP.
 
     For a T5 with N encoder and M decoder layers, pass ``model_layers=N + M`` to both specs and ``layer_offset=N`` to
@@ -90,16 +92,25 @@ def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
     Megatron's aux-loss tracker.
 
     Args:
-        base_spec: spec of the layer, such as ``get_gpt_layer_local_spec()``.
+        base_spec: spec of the layer, such as ``get_gpt_layer_local_spec()``: a ModuleSpec, or a functools.partial with
+            the keyword argument ``submodules``.
         options: arguments of `MegatronMoE`, such as ``num_experts``, ``top_k`` and ``gate``.
 
     Raises:
-        UserError: the MLP of ``base_spec`` contains the layer's norm, as in Transformer Engine's specs of dense layers.
+        UserError: ``base_spec`` is not the spec of a transformer layer; or its MLP contains the layer's norm, as in
+            Transformer Engine's specs of dense layers.
     """
     spec = copy.deepcopy(base_spec)
-    if spec.submodules.pre_mlp_layernorm is IdentityOp:
-        _refuse_norm_in_mlp("base_spec", spec.submodules.mlp)
-    spec.submodules.mlp = ModuleSpec(module=MegatronMoE, params=options)
+    parts: Any = getattr(spec, "submodules", None)
+    if isinstance(spec, functools.partial):
+        parts = spec.keywords.get("submodules")
+    if not hasattr(parts, "pre_mlp_layernorm"):
+        kind = type(base_spec).__name__
+        raise UserError(f"base_spec must be the spec of a transformer layer, with submodules; this {kind} is not")
+    norm = parts.pre_mlp_layernorm
+    if getattr(norm, "func", getattr(norm, "module", norm)) is IdentityOp:
+        _refuse_norm_in_mlp("base_spec", parts.mlp)
+    parts.mlp = ModuleSpec(module=MegatronMoE, params=options)
     return spec
 
 
@@ -183,7 +194,7 @@ def fmoefy(
 
 
 def _refuse_norm_in_mlp(where: str, mlp: Any) -> None:
-    # By class name: a spec holds classes, in a ModuleSpec or, from megatron-core 0.19 on, in a functools.partial.
+    # By class name: a spec holds classes, in a ModuleSpec or, from megatron-core 0.18 on, in a functools.partial.
     if "LayerNorm" in repr(mlp):
         raise UserError(
             f"{where} has its norm inside the MLP, which the experts replace: use a layer spec whose pre_mlp_layernorm "

@@ -26,11 +26,14 @@ _OF_LINEAR = {"linear_fc1": "in", "linear_fc2": "out"}
 # Config fields that FMoE supports only for some values: name, test of the value, reason.
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_expert_capacity_factor", lambda v: v is None, "FMoE may drop other tokens than Megatron-core"),
+    ("moe_expert_rank_capacity_factor", lambda v: v is None, "FMoE may drop other tokens than Megatron-core"),
+    ("moe_router_score_function", lambda v: v in ("softmax", "sigmoid"), "it must be softmax or sigmoid"),
     ("moe_router_num_groups", lambda v: v is None, "FMoE ranks groups of experts differently"),
     ("moe_input_jitter_eps", lambda v: v is None, "FMoE draws noise differently"),
     ("moe_apply_probs_on_input", lambda v: not v, "FMoE multiplies outputs by the probabilities"),
     ("moe_latent_size", lambda v: v is None, "FMoE's experts have the model's width"),
     ("moe_router_force_load_balancing", lambda v: not v, "it is for benchmarks only"),
+    ("moe_router_force_biased", lambda v: v is None, "it is for benchmarks only"),
     (
         "moe_router_load_balancing_type",
         lambda v: v in ("none", "aux_loss", "seq_aux_loss"),
@@ -39,6 +42,8 @@ LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("use_te_activation_func", lambda v: not v, "FMoE's experts use torch's activations"),
     ("activation_func_clamp_value", lambda v: v is None, "FMoE's experts do not clamp activations"),
     ("glu_linear_offset", lambda v: not v, "FMoE's gated experts have no offset"),
+    ("moe_mlp_glu_interleave_size", lambda v: v is None, "FMoE's gated experts do not interleave their halves"),
+    ("moe_shared_expert_glu_interleave_size", lambda v: v is None, "FMoE's shared experts do not interleave halves"),
 )
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -14,11 +15,26 @@ from torch import Tensor, nn
 from fmoe.runtime import collectives
 
 
+def norm_all_heads(attention: type[SelfAttention]) -> type[SelfAttention]:
+    """Return a subclass of ``attention`` that normalizes queries and keys with `AllHeadsRMSNorm`.
+
+    Leave ``config.qk_layernorm`` False, and the spec without norms of queries and keys.
+    """
+    # Not by the spec: from megatron-core 0.19 on, attention refuses norms in its spec without `config.qk_layernorm`.
+    # With it, Megatron-core takes the weights for replicas, and sums their gradients over tensor parallel ranks.
+
+    class AllHeadsNormAttention(attention):  # type: ignore[misc, valid-type]
+        def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
+            super().__init__(config, *args, **options)
+            width, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+            self.q_layernorm = AllHeadsRMSNorm(width, config, eps, num_heads=config.num_attention_heads)
+            self.k_layernorm = AllHeadsRMSNorm(width, config, eps, num_heads=config.num_query_groups)
+
+    return AllHeadsNormAttention
+
+
 class AllHeadsRMSNorm(nn.Module):
     """RMSNorm over the elements of all heads; each tensor parallel rank holds some heads and their weights.
-
-    Leave ``config.qk_layernorm`` False. Otherwise Megatron-core treats the weights as replicas and sums their gradients
-    over the ranks.
 
     Args:
         hidden_size: width of a head.

@@ -8,10 +8,13 @@
 | 0.17 on  | the package requires Python 3.12                         | pip installs 0.16.1 on Python 3.11             |
 | 0.17 on  | replaces the function with which torch unpickles tensors | tests/forks.py restores it                     |
 | 0.17 on  | ``schedules.backward_step`` has no ``model_type``        | `pretrain.engine.pipeline` checks for it       |
+| 0.17 on  | recomputation of norms compiles C++, with ninja          | `cpu.PATCHES`, on _get_share_storage           |
 | 0.18 on  | ``import megatron.core`` needs Triton                    | `without_triton`, around the import            |
 | 0.18 on  | the aux-loss tracker is an object of a new module        | `layer.drop_tracked_losses` knows both         |
-| 0.18 on  | a layer spec differs from its copies (functools.partial) | specs are copied, never compared               |
+| 0.18 on  | specs have partials, which differ from their copies      | `fmoe_layer_spec` reads them; never compared   |
 | 0.19 on  | the linear function has an argument ``gtp_remat_size``   | `bf16_linear` passes it on                     |
+| 0.19 on  | attention refuses norms of queries and keys in its spec  | `qk_norm.norm_all_heads` adds them afterwards  |
+| 0.19 on  | checkpoints have an object instead of common.pt          | `pretrain.interchange.megatron` reads both     |
 | 0.19 on  | MLA chooses its norms by the config, not by the spec     | `latent_attention` takes the norms of the spec |
 | 0.19 on  | GPTModel and an import warn                              | silenced in __init__.py, pretrain.engine.model |
 

@@ -71,7 +71,7 @@ def _import(arguments: argparse.Namespace) -> int:
     out = printable(str(arguments.out))
     print(f"{out}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
     if not done.is_checked:
-        print("  common.pt has no arguments: routing, positions and norms come from the recipe and were not checked")
+        print("  no arguments of Megatron-LM: routing, positions and norms come from the recipe and were not checked")
     if done.is_resumable:
         print(f"  to resume    fmoe train {out}/config.toml --resume")
     else:

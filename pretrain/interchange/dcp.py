@@ -7,6 +7,7 @@ Reading parses both pickles without running them (`pretrain.interchange.pickled`
 zip's CRC-32, which torch's own reader ignores.
 """
 
+import contextlib
 import io
 import re
 import struct
@@ -114,14 +115,20 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A block of a tensor of a DCP folder, stored in ``length`` bytes of ``file`` from ``position`` on."""
+class Location:
+    """Data of a DCP folder: ``length`` bytes of ``file`` from ``position`` on."""
 
-    offset: Shape
-    shape: Shape
     file: str
     position: int
     length: int
+
+
+@dataclass(frozen=True)
+class Chunk(Location):
+    """A block of a tensor of a DCP folder."""
+
+    offset: Shape
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,8 @@ class DcpFolder:
 
     Attributes:
         path: the folder.
-        tensors: its tensors by name. Other objects of the folder are ignored.
+        tensors: its tensors by name.
+        objects: its other objects by name, such as the state of a generator.
 
     Raises:
         UserError: ``.metadata`` is missing or damaged; a file is missing, too short or outside the folder; chunks of a
@@ -150,7 +158,7 @@ class DcpFolder:
         metadata = path / METADATA
         try:
             document = parse(metadata.read_bytes())
-            self.tensors = _tensors_of(document)
+            self.tensors, self.objects = _contents_of(document)
         except FileNotFoundError:
             raise UserError(f"{path} is not a torch.distributed.checkpoint: it has no {METADATA}") from None
         except OSError as error:
@@ -167,18 +175,34 @@ class DcpFolder:
         Raises:
             UserError: the file is damaged or cannot be read.
         """
-        path = self.path / chunk.file
         dtype = self.tensors[name].dtype
-        try:
-            with open(path, "rb") as file, zipfile.ZipFile(_Part(file, chunk.position, chunk.length)) as archive:
-                tensor = _tensor_in(archive, dtype)
-        except DAMAGE as error:
-            raise UserError(f"{path} is damaged or cannot be read: {name}: {error}") from error
+        with self._archive(name, chunk) as archive:
+            tensor = _tensor_in(archive, dtype)
         if tensor.numel() != prod(chunk.shape):
             raise UserError(
-                f"{path} is damaged: {name} has shape {list(tensor.shape)}, but {list(chunk.shape)} in {METADATA}"
+                f"{self.path / chunk.file} is damaged: {name} has shape {list(tensor.shape)}, but "
+                f"{list(chunk.shape)} in {METADATA}"
             )
         return tensor.reshape(chunk.shape)
+
+    def read_object(self, name: str) -> Any:
+        """Return an object that ``torch.save`` stored, parsed as by `pretrain.interchange.pickled.parse`.
+
+        Raises:
+            UserError: the file is damaged or cannot be read.
+        """
+        with self._archive(name, self.objects[name]) as archive:
+            return pickle_in(archive)
+
+    @contextlib.contextmanager
+    def _archive(self, name: str, where: Location) -> Iterator[zipfile.ZipFile]:
+        """Open what ``torch.save`` stored. Convert errors of the ``with`` block to a UserError."""
+        path = self._path_of(where.file)
+        try:
+            with open(path, "rb") as file, zipfile.ZipFile(_Part(file, where.position, where.length)) as archive:
+                yield archive
+        except DAMAGE as error:
+            raise UserError(f"{path} is damaged or cannot be read: {name}: {error}") from error
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -186,34 +210,41 @@ class DcpFolder:
             for chunk in tensor.chunks:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.position + chunk.length)
         for name, end in sorted(ends.items()):
-            path = self.path / name
-            if not _PLAIN_NAME.fullmatch(name):
-                raise UserError(
-                    f"{self.path / METADATA} names {name!r}, which must be a file name of letters, digits, '_', '.' "
-                    "and '-' that does not begin with '.' or '-'"
-                )
-            if not path.is_file():
-                raise UserError(f"{path} is missing; {METADATA} names it")
+            path = self._path_of(name)
             if (size := path.stat().st_size) < end:
                 raise UserError(f"{path} has {size} bytes, but {METADATA} requires {end}")
 
+    def _path_of(self, name: str) -> Path:
+        """Return the path of a file that ``.metadata`` names, after a check that it is a file of the folder."""
+        path = self.path / name
+        if not _PLAIN_NAME.fullmatch(name):
+            raise UserError(
+                f"{self.path / METADATA} names {name!r}, which must be a file name of letters, digits, '_', '.' "
+                "and '-' that does not begin with '.' or '-'"
+            )
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {METADATA} names it")
+        return path
 
-def _tensors_of(document: Any) -> dict[str, Chunked]:
-    """Return the tensors that a parsed ``.metadata`` describes, by name."""
+
+def _contents_of(document: Any) -> tuple[dict[str, Chunked], dict[str, Location]]:
+    """Return the tensors and the other objects that a parsed ``.metadata`` describes, by name."""
     if not _is(document, "Metadata"):
         raise ValueError("its pickle has no Metadata object")
-    stored: dict[tuple[str, Shape], Any] = {}
+    stored: dict[tuple[str, Shape | None], Any] = {}  # without an offset: objects other than tensors
     for index, info in document.state["storage_data"].items():
-        if (offset := index.state.get("offset")) is not None:
-            if not isinstance(fqn := index.state["fqn"], str):
-                raise ValueError(f"the name of a tensor has type {type(fqn).__name__}: it must be str")
-            stored[fqn, _size(offset)] = info.state
-    found = {}
+        if not isinstance(fqn := index.state["fqn"], str):
+            raise ValueError(f"the name of an entry has type {type(fqn).__name__}: it must be str")
+        offset = index.state.get("offset")
+        stored[fqn, None if offset is None else _size(offset)] = info.state
+    tensors, objects = {}, {}
     for name, entry in document.state["state_dict_metadata"].items():
         if not isinstance(name, str):
             raise ValueError(f"the name of an entry has type {type(name).__name__}: it must be str")
         if not _is(entry, "TensorStorageMetadata"):
-            continue  # an object, such as the state of a generator
+            if (name, None) in stored:
+                objects[name] = Location(*_place(name, stored[name, None]))
+            continue
         state = entry.state
         dtype = state["properties"].state[0]
         if not isinstance(dtype, Name):
@@ -224,15 +255,19 @@ def _tensors_of(document: Any) -> dict[str, Chunked]:
             offset, block = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
             if (name, offset) not in stored:
                 raise ValueError(f"{name} has no data at {list(offset)}")
-            where = stored[name, offset]
-            if where.get("transform_descriptors"):
-                raise ValueError(f"{name} is compressed or encrypted")
-            file, begin, length = where["relative_path"], where["offset"], where["length"]
-            if not isinstance(file, str) or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
-                raise ValueError(f"{name} has an invalid file, offset or length")
-            chunks.append(Chunk(offset, block, file, begin, length))
-        found[name] = Chunked(dtype_named(dtype.text.removeprefix("torch.")), shape, tuple(chunks))
-    return found
+            chunks.append(Chunk(*_place(name, stored[name, offset]), offset, block))
+        tensors[name] = Chunked(dtype_named(dtype.text.removeprefix("torch.")), shape, tuple(chunks))
+    return tensors, objects
+
+
+def _place(name: str, stored: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return file, position and length of data, from the attributes of its parsed ``_StorageInfo``."""
+    if stored.get("transform_descriptors"):
+        raise ValueError(f"{name} is compressed or encrypted")
+    file, begin, length = stored["relative_path"], stored["offset"], stored["length"]
+    if not isinstance(file, str) or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
+        raise ValueError(f"{name} has an invalid file, offset or length")
+    return file, begin, length
 
 
 def _is(value: Any, name: str) -> bool:

@@ -1,9 +1,12 @@
 """Checkpoints of Megatron-core's dist_checkpointing (format ``torch_dist``), read under fmoe's names.
 
-Such a checkpoint is a folder in torch.distributed.checkpoint's format, with metadata.json and common.pt. Megatron-core
-saves a tensor of equal layers once, with the layers as a leading axis (``decoder.layers.mlp.router.weight``, [layers,
-E, D]). If layers differ, it saves one tensor per layer (``decoder.layers.3.mlp.router.weight``). The experts of a layer
-are one tensor, whichever class of Megatron-core held them.
+Such a checkpoint is a folder in torch.distributed.checkpoint's format, with metadata.json. What is not sharded, such as
+the arguments of Megatron-LM, is in the file common.pt or, from megatron-core 0.19 on, in an object of the folder.
+
+Megatron-core saves a tensor of equal layers once, with the layers as a leading axis
+(``decoder.layers.mlp.router.weight``, [layers, E, D]). If layers differ, it saves one tensor per layer
+(``decoder.layers.3.mlp.router.weight``). The experts of a layer are one tensor, whichever class of Megatron-core held
+them.
 """
 
 import re
@@ -11,7 +14,6 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +24,12 @@ from pretrain.checkpoint import Piece
 from pretrain.checkpoint.geometry import Shape
 from pretrain.config import ModelConfig
 from pretrain.config.model import GPT_SCALES
-from pretrain.interchange.dcp import DAMAGE, DcpFolder, chunks_of, pickle_in
+from pretrain.interchange.dcp import DAMAGE, METADATA, DcpFolder, chunks_of, pickle_in
 from pretrain.interchange.family import toml
 from pretrain.interchange.pickled import Made
 
 COMMON = "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
 _IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
 # Names that are not the model's: optimizer states, and extra states of modules.
 _NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
@@ -138,26 +141,23 @@ def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
             yield Piece(ours.name, ours.shape, offset, tuple(part.shape), part)
 
 
-def check_arguments(path: Path, model: ModelConfig) -> bool:
-    """Compare a recipe's model with the arguments of Megatron-LM in a checkpoint's common.pt.
-
-    Args:
-        path: folder of the checkpoint.
+def check_arguments(folder: DcpFolder, model: ModelConfig) -> bool:
+    """Compare a recipe's model with the arguments of Megatron-LM in a checkpoint.
 
     Returns:
-        True if the arguments were compared. False if common.pt has none, because a program other than Megatron-LM saved
-            it.
+        True if the arguments were compared. False if there are none, because a program other than Megatron-LM saved the
+            checkpoint.
 
     Raises:
-        UserError: an argument differs from the recipe; an argument or a key of the recipe is not supported; common.pt
-            is missing, unreadable or damaged.
+        UserError: an argument differs from the recipe; an argument or a key of the recipe is not supported; the part
+            of the checkpoint that would hold the arguments is missing, unreadable or damaged.
     """
-    arguments = _arguments_in(path / COMMON)
+    where, arguments = _arguments_in(folder)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
         # Megatron-LM lacks these settings or, as for its own YaRN, has arguments for them that are not compared here.
         if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
             raise UserError(
-                f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({path / COMMON}): "
+                f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({where}): "
                 f"if the model was trained with {toml(default)}, import with model.{ours}={toml(default)}, then set "
                 f"model.{ours}={toml(value)} in the recipe of the run that starts from the imported checkpoint"
             )
@@ -165,11 +165,11 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         theirs = arguments.get(name, ours)
         is_default = (theirs is None and ours in (False, 1.0)) or (theirs is False and ours is None)
         if theirs != ours and not is_default:
-            raise UserError(f"{path / COMMON}: {name}={_brief(theirs)} differs from the recipe, which has {key}")
+            raise UserError(f"{where}: {name}={_brief(theirs)} differs from the recipe, which has {key}")
     for name, holds, why in LIMITS:
         value = arguments.get(name)
         if name != "moe_router_load_balancing_type" and value is not None and not holds(value):
-            raise UserError(f"{path / COMMON}: {name}={_brief(value)} is not supported: {why}")
+            raise UserError(f"{where}: {name}={_brief(value)} is not supported: {why}")
     return bool(arguments)
 
 
@@ -182,19 +182,29 @@ def _brief(value: Any) -> str:
     return toml(value)
 
 
-def _arguments_in(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path} is missing: the checkpoint is incomplete")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            common = pickle_in(archive)
-        arguments = common.get("args")
-    except DAMAGE as error:
-        raise UserError(f"{path} is damaged or cannot be read: {error}") from error
-    if not isinstance(arguments, Made):
-        return {}
-    state = arguments.state
-    return state if isinstance(state, Mapping) else {}
+def _arguments_in(folder: DcpFolder) -> tuple[str, Mapping[str, Any]]:
+    """Return the location of the arguments of Megatron-LM, for messages, and the arguments; empty if there are none."""
+    path = folder.path / COMMON
+    if path.is_file():
+        where = str(path)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                common = pickle_in(archive)
+        except DAMAGE as error:
+            raise UserError(f"{path} is damaged or cannot be read: {error}") from error
+    elif _COMMON_OBJECT in folder.objects:
+        where = f"{folder.path}: {_COMMON_OBJECT}"
+        stored = folder.read_object(_COMMON_OBJECT)
+        common = stored[0] if isinstance(stored, list) and stored else None
+    else:
+        raise UserError(
+            f"{path} is missing, and {METADATA} has no {_COMMON_OBJECT}: the checkpoint is incomplete; copy it again"
+        )
+    if not isinstance(common, dict):
+        raise UserError(f"{where} is damaged: it is not a dict")
+    arguments = common.get("args")
+    state = arguments.state if isinstance(arguments, Made) else None
+    return where, state if isinstance(state, Mapping) else {}
 
 
 def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -222,7 +232,9 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         yield "rotary_interleaved", False, "no interleaved rotary positions"
         yield "rotary_seq_len_interpolation_factor", None, "no interpolated positions"
     yield "normalization", {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm], key("norm")
-    yield "apply_layernorm_1p", False, "norms without an added 1"
+    for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):  # up to megatron-core 0.16, and from 0.17 on
+        yield name, False, "norms without an added 1"
+    yield "use_mup", False, "no scales of muP"
     for name in ("norm_epsilon", "layernorm_epsilon"):
         yield name, model.norm_eps, key("norm_eps")
     for name in ("squared_relu", "quick_geglu"):

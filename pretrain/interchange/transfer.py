@@ -249,7 +249,7 @@ def _of_megatron(
     from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
 
     assert isinstance(folder, DcpFolder)
-    is_checked = check_arguments(folder.path, model)
+    is_checked = check_arguments(folder, model)
     found = rename(folder, wanted)
     nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in found)
     layouts = {each.name: (each.shape, each.dtype) for each in found}

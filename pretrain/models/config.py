@@ -14,7 +14,7 @@ from megatron.core.utils import init_method_normal
 from fmoe.experts import truncated_normal_
 from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
 from fmoe.kernels.glu import SwiGLUOAI
-from megatron_patch.qk_norm import AllHeadsRMSNorm
+from megatron_patch.qk_norm import norm_all_heads
 from pretrain.config import ModelConfig, Recipe
 from pretrain.models.yarn import prepare_yarn
 
@@ -47,12 +47,11 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
         for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
             if getattr(parts, name) is not IdentityOp:
                 setattr(parts, name, WrappedTorchNorm)
-    if model.qk_norm:
+    if model.qk_norm and model.qk_norm_over == "all":
+        parts.self_attention.module = norm_all_heads(parts.self_attention.module)
+    elif model.qk_norm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
-        if model.qk_norm_over == "all":
-            attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"num_heads": model.num_heads})
-            attention.k_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"num_heads": model.query_groups})
     if model.kv_lora_rank is not None:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
@@ -129,7 +128,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         num_attention_heads=model.num_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_width,
-        qk_layernorm=model.qk_norm and model.qk_norm_over == "head",  # see AllHeadsRMSNorm
+        qk_layernorm=model.qk_norm and model.qk_norm_over == "head",  # see norm_all_heads
         softmax_scale=model.attention_scale,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,

@@ -45,9 +45,10 @@ def with_the_norm_in_the_mlp(form):
 
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from tiny_gpt import EXPERTS, start, tiny_gpt
 
     import fmoe
@@ -61,9 +62,13 @@ def with_the_norm_in_the_mlp(form):
     start()
     spec = get_gpt_layer_local_spec()
     spec.submodules.pre_mlp_layernorm = IdentityOp
-    spec.submodules.mlp.submodules.linear_fc1 = LayerNormColumnParallelLinear
-    if form == "partial":
-        spec.submodules.mlp = partial(MLP, submodules=spec.submodules.mlp.submodules)
+    within = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    spec.submodules.mlp = ModuleSpec(MLP, submodules=within)
+    if "partial" in form:
+        spec.submodules.mlp = partial(MLP, submodules=within)
+        spec.submodules.pre_mlp_layernorm = partial(IdentityOp)
+    if form == "partial layer":
+        spec = partial(spec.module, submodules=spec.submodules)
     try:
         if form == "model":
             fmoe.fmoefy(tiny_gpt(spec), EXPERTS, upcycle=False)
@@ -73,7 +78,10 @@ def with_the_norm_in_the_mlp(form):
         return str(error)
 
 
-@pytest.mark.parametrize(("form", "where"), [("model", "layer 1"), ("spec", "base_spec"), ("partial", "base_spec")])
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [("model", "layer 1"), ("spec", "base_spec"), ("partial", "base_spec"), ("partial layer", "base_spec")],
+)
 def test_a_norm_in_the_mlp_is_not_lost(forks, form, where):
     message = only(forks.run(1, with_the_norm_in_the_mlp, form))
     assert message.startswith(where)

@@ -54,6 +54,30 @@ def test_spec_in_place_and_entry_point_give_the_same_model_bit_for_bit(forks):
             assert same, f"{way}: {name}"
 
 
+def from_a_partial():
+    from functools import partial
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from tiny_gpt import MOE, start, tiny_config
+
+    import fmoe
+    import megatron_patch
+
+    start()
+    spec = get_gpt_layer_local_spec()
+    base = partial(spec.module, submodules=spec.submodules)
+    untouched = repr(base)
+    layer = megatron_patch.fmoe_layer_spec(base, **MOE)(config=tiny_config(), layer_number=2)
+    for other in (get_gpt_decoder_block_spec(tiny_config(), use_transformer_engine=False), partial(spec.module)):
+        with pytest.raises(fmoe.UserError, match=f"base_spec must be .* {type(other).__name__}"):
+            megatron_patch.fmoe_layer_spec(other, **MOE)
+    return type(layer.mlp).__name__, layer.mlp.layer_number, repr(base) == untouched
+
+
+def test_a_layer_spec_may_be_a_partial(forks):
+    assert only(forks.run(1, from_a_partial)) == ("MegatronMoE", 2, True)
+
+
 def one_layer():
     from tiny_gpt import MOE, start, tiny_gpt
 

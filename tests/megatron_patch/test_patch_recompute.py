@@ -43,9 +43,11 @@ def gpt(size, options):
 
 def train(options):
     import torch.distributed as dist
+    from megatron.core.tensor_parallel import random
 
     import fmoe
 
+    random.load_inline = None  # from megatron-core 0.17 on, it would need ninja and a compiler
     size = dist.get_world_size()
     start(**{("tensor" if options.get("tensor") else "expert_parallel"): size})
     seen = {}

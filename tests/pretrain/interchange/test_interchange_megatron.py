@@ -7,12 +7,14 @@ import json
 import multiprocessing
 import queue
 import shutil
+import warnings
 import zlib
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from compare import assert_close
 from forks import only, values
@@ -23,6 +25,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.checkpoint.cli import main
 from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+from pretrain.interchange.dcp import DcpFolder
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
 EXPERTS = 4
@@ -192,10 +195,9 @@ def saved(folder, fields, arguments, tied, tokens, tensor=1, expert=1):
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    # Megatron-core writes from forks of this process. Its own queue would be one more process, which would stay.
+    # Megatron-core 0.16 writes from forks of this process. Its own queue would be one more process, which would stay.
     multiprocessing.current_process()._config["daemon"] = False
-    results = queue.Queue()
-    filesystem_async._get_write_results_queue = lambda: results
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(state, str(folder))
     return logits
 
@@ -243,7 +245,7 @@ def test_a_run_of_ours_has_the_same_logits(forks, tmp_path, case):
     out = tmp_path / "run"
     code, output, error = only(forks.run(1, importing, folder.parent, out, "--recipe", tmp_path / "mine.toml"))
     assert (code, error) == (0, "")
-    assert ("common.pt has no arguments" in output) == (arguments is None)
+    assert ("no arguments of Megatron-LM" in output) == (arguments is None)
     assert load_recipe(str(out / "config.toml")).model == recipe.model
     assert_close(only(forks.run(1, our_logits, out, tokens)), expected, LIMIT, "our logits")
     open_checkpoint(out).verify()
@@ -331,7 +333,7 @@ DAMAGES = {
     "no sharded_backend": broken_json,
     "sharded_backend='zarr'": another_backend,
     "iter_0000007": no_iteration,
-    "__0_1.distcp is missing": lambda folder: (folder / "__0_1.distcp").unlink(),
+    "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
     "has no .metadata": lambda folder: (folder / ".metadata").unlink(),
 }
 
@@ -353,7 +355,7 @@ def checks_of_arguments(folder):
         if value is not None:
             torch.save(value, folder / "common.pt")
         try:
-            return check_arguments(folder, OURS)
+            return check_arguments(argparse.Namespace(path=folder, objects={}), OURS)
         except UserError as error:
             return str(error)
 
@@ -372,6 +374,32 @@ def test_arguments_of_a_damaged_file_and_unsupported_ones(forks, tmp_path):
     assert (same, none) == (True, False)
     for (name, value), message in zip(UNSUPPORTED.items(), refused, strict=True):
         assert f"{name}={str(value).lower()}" in message
+
+
+def test_arguments_as_an_object_of_the_folder(tmp_path):
+    """As megatron-core saves them from 0.19 on: without common.pt."""
+    from pretrain.interchange.megatron import check_arguments
+
+    def folder_with(name, value):
+        with warnings.catch_warnings(action="ignore"):
+            planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+            state = {name: value, "weight": torch.ones(2)}
+            dcp.save(state, checkpoint_id=tmp_path / name, planner=planner, no_dist=True)
+        return DcpFolder(tmp_path / name)
+
+    folder = folder_with("common_state/shard_0_1", [{"args": argparse.Namespace(**ARGS), "iteration": 3}])
+    assert check_arguments(folder, OURS)
+    with pytest.raises(UserError, match=r"common_state.*: moe_router_topk=2 differs .* model\.top_k=1"):
+        check_arguments(folder, replace(OURS, top_k=1))
+    data = folder.path / folder.objects["common_state/shard_0_1"].file
+    data.write_bytes(data.read_bytes().replace(b"moe_router_topk", b"moe_router_topX"))
+    with pytest.raises(UserError, match=f"{data.name} is damaged .* common_state"):
+        check_arguments(folder, OURS)
+    data.unlink()
+    with pytest.raises(UserError, match=f"{data.name} is missing"):
+        check_arguments(folder, OURS)
+    with pytest.raises(UserError, match=r"common\.pt is missing.* common_state"):
+        check_arguments(folder_with("another", [{"args": argparse.Namespace(**ARGS)}]), OURS)
 
 
 @pytest.mark.parametrize(("shape", "word"), [((10**10, 2), f"has {10**10} layers"), ((10**10, 0), "is empty")])
@@ -396,6 +424,9 @@ NOT_OURS = {
     "softmax_type=learnable": ({"softmax_type": "learnable"}, {}),
     "rotary_percent=1.0": ({}, {"rotary_fraction": 0.5}),
     "qk_l2_norm=true": ({"qk_l2_norm": True}, {}),
+    "layernorm_zero_centered_gamma=true": ({"layernorm_zero_centered_gamma": True}, {}),
+    "use_mup=true": ({"use_mup": True}, {}),
+    "moe_router_score_function=sqrtsoftplus": ({"moe_router_score_function": "sqrtsoftplus"}, {}),
     "no_rope_freq=4": ({"no_rope_freq": 4}, {}),
     "apply_residual_connection_post_layernorm=true": ({"apply_residual_connection_post_layernorm": True}, {}),
     "swiglu=true": ({}, {"gated": False, "activation": "relu"}),
@@ -430,7 +461,7 @@ def result_of_arguments(folder, arguments, keys):
     from pretrain.interchange.megatron import check_arguments
 
     torch.save({"args": argparse.Namespace(**ARGS | arguments)}, folder / "common.pt")
-    return check_arguments(folder, replace(OURS, **keys))
+    return check_arguments(argparse.Namespace(path=folder, objects={}), replace(OURS, **keys))
 
 
 @pytest.mark.parametrize("word", NOT_OURS)
