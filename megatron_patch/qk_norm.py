@@ -23,7 +23,7 @@ def norm_all_heads(attention: type[SelfAttention]) -> type[SelfAttention]:
     # Not by the spec: from megatron-core 0.19 on, attention refuses norms in its spec without `config.qk_layernorm`.
     # With it, Megatron-core takes the weights for replicas, and sums their gradients over tensor parallel ranks.
 
-    class AllHeadsNormAttention(attention):  # type: ignore[misc, valid-type]
+    class AllHeadsNormAttention(attention):
         def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
             super().__init__(config, *args, **options)
             width, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
