@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import fmoe
+from fmoe import random
 from fmoe.errors import UserError
-from fmoe.experts import FFNExperts
+from fmoe.experts import initial
 from fmoe.gates.naive import NaiveRouter
 from fmoe.kernels.cuda import calls, tuning
 from fmoe.kernels.cuda import loader as cuda
@@ -149,14 +150,10 @@ def _cold_thread(device: torch.device) -> None:
 
 
 def _initial_weights(device: torch.device) -> None:
-    method = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)
-    for init_method in (None, method):
-        drawn = []
-        for where in (device, torch.device("cpu")):
-            with torch.device(where):
-                drawn.append(FFNExperts(3, 200, 300, init_method=init_method, output_init_method=init_method))
-        for own, other in zip(drawn[0].parameters(), drawn[1].parameters(), strict=True):
-            _near(own, other, 0.0)
+    keys, count = [random.key("smoke", number) for number in range(3)], 60_000
+    keys_L = torch.tensor(keys)
+    _near(initial.draw(keys, count, device, 1.0, True), random.exact_normal(keys_L, count), 0.0)
+    _near(initial.draw(keys, count, device, 1.0, False), random.uniform(keys_L, count) * 2 - 1, 0.0)
 
 
 def _router(device: torch.device) -> None:

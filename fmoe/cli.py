@@ -9,15 +9,15 @@ import difflib
 import errno
 import io
 import os
-import re
 import select
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
+from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
 from fmoe.errors import EXIT_USAGE, UserError, known_names, printable
+from fmoe.packaging import entries, extras
 
 USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help for details)"
 
@@ -40,27 +40,10 @@ SUMMARIES = {
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Return the installed commands by name. Those of fmoe come first, in the order of `SUMMARIES`."""
+    """Return the commands by name. Those of fmoe come first, in the order of `SUMMARIES`."""
     order = {name: index for index, name in enumerate(SUMMARIES)}
-    found = sorted(entry_points(group="fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
+    found = sorted(entries("fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
     return {entry.name: entry for entry in found}
-
-
-def extras() -> dict[str, list[str]]:
-    """Return a dict from each pip extra of the installed fmoe to the packages that it lists.
-
-    If an extra includes another one, as ``test`` includes ``pretrain``, the other's packages are left out.
-    """
-    found: dict[str, list[str]] = {}
-    try:
-        requirements = requires("fmoe") or []
-    except PackageNotFoundError:  # imported from a folder, not installed
-        return found
-    for requirement in requirements:
-        name, extra = re.match(r"[\w.-]+", requirement), re.search(r"""extra == ["']([\w-]+)""", requirement)
-        if name and extra and name[0] != "fmoe":
-            found.setdefault(extra[1], []).append(name[0])
-    return found
 
 
 def usage() -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer
@@ -173,6 +174,16 @@ def _gather_once(step: Callable) -> Callable:
     return wrapped
 
 
+def _norm_without_waits(norm: Callable) -> Callable:
+    """Return a norm over a list of tensors in place of megatron-core's own; keep that of TransformerEngine or apex."""
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def total_norm(chunk_size, noop_flag, tensor_lists, per_tensor):
+        return torch.nn.utils.get_total_norm(tensor_lists[0]).float().view(1), None
+
+    return total_norm if norm is local_multi_tensor_l2_norm else norm
+
+
 def _is_engine_installed(claimed: bool) -> bool:
     from megatron.core.extensions import transformer_engine
 
@@ -232,6 +243,12 @@ PATCHES = (
         _gather_once,
         "the optimizers of dense parameters and of experts each gather all parameters: twice the bytes "
         "(distrib_optimizer.py:2618)",
+    ),
+    Patch(
+        "megatron.core.optimizer.clip_grads",
+        "l2_norm_impl",
+        _norm_without_waits,
+        "without TransformerEngine and apex, the host waits for the GPU once per parameter (utils.py:1205)",
     ),
     Patch(
         "megatron.core.transformer.multi_latent_attention",

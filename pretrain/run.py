@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import fmoe
 from fmoe.cli import drop_output
 from fmoe.errors import UserError, printable
 from megatron_patch import cpu
@@ -282,8 +283,12 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
             "validation": trainer.inputs.validation_fingerprints,
         },
         "imports": digests(recipe),
-        "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
-        | {"python": platform.python_version()},
+        "versions": {
+            "fmoe": fmoe.__version__,
+            "torch": version("torch"),
+            "megatron-core": version("megatron-core"),
+            "python": platform.python_version(),
+        },
     }
     temporary = folder / f"{RUN_INFO}.tmp"
     temporary.write_text(json.dumps(text, indent=1) + "\n")

@@ -2,20 +2,22 @@
 
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fmoe.cli import Parser, commands, extras
+import fmoe
+from fmoe.cli import Parser, commands
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.native import loader as native
+from fmoe.packaging import entries, extras
 
 _REPORTED = ("pretrain", "tensorboard")  # extras whose packages the report lists
 
 
 def lines() -> list[str]:
     """Return the lines that ``fmoe info`` prints."""
-    report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
+    report = [f"fmoe {fmoe.__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         report.append(f"devices: {', '.join(names)} (nccl)")
@@ -33,7 +35,7 @@ def lines() -> list[str]:
         if missing:
             report.append(f"{extra}: missing {', '.join(missing)}: pip install 'fmoe[{extra}]'")
     report.append(f"commands: {', '.join(commands())}")
-    report.append(f"converters: {', '.join(sorted(entry.name for entry in entry_points(group='fmoe.converters')))}")
+    report.append(f"converters: {', '.join(sorted(entry.name for entry in entries('fmoe.converters')))}")
     return report
 
 

@@ -16,7 +16,6 @@ import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from fmoe.convert.families import FAMILIES, Found, find_blocks, register_family,
 from fmoe.convert.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 from fmoe.errors import UserError
 from fmoe.moe import MoE
+from fmoe.packaging import entries
 from fmoe.random import key
 from fmoe.runtime.versions import warn_untested
 
@@ -119,7 +119,7 @@ def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
     The converters are entry points of the group ``fmoe.converters``.
     """
     names = []
-    for entry in entry_points(group="fmoe.converters"):
+    for entry in entries("fmoe.converters"):
         if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds
             names.append(f"{entry.name} (not imported)")
             continue

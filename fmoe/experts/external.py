@@ -130,21 +130,36 @@ def ffn(
         UserError: the rows are not 16-bit or not on a GPU; or, in the backward pass, second derivatives are requested.
     """
     _check_rows(backend, rows_MD)
-    stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
-    if perm_N is None or inverse_TK is None or weight_TK is None:
-        out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
-        out = out if weight_TK is None else weigh_gradient(out, weight_TK)
-    elif backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # SonicMoE also computes dropped rows
-        counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
-        end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
-        out = _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
-    else:
-        on_host = _on_host(counts)
-        rows = permute(rows_MD, perm_N, inverse_TK, sum(on_host))
-        out = combine(_of_rows(backend, rows, stacks, on_host, activation, gated), weight_TK, inverse_TK)
+    with torch.cuda.device_of(rows_MD):  # packages may launch on the current device
+        plan = (perm_N, inverse_TK, weight_TK, offsets)
+        out = _ffn(backend, rows_MD, (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD), counts, activation, gated, *plan)
     if out.requires_grad:
         out.register_hook(functools.partial(_refuse_second_derivatives, backend))
     return out
+
+
+def _ffn(
+    backend: str,
+    rows_MD: Tensor,
+    stacks: Stacks,
+    counts: Tensor | Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+    perm_N: Tensor | None,
+    inverse_TK: Tensor | None,
+    weight_TK: Tensor | None,
+    offsets: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    if perm_N is None or inverse_TK is None or weight_TK is None:
+        out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
+        return out if weight_TK is None else weigh_gradient(out, weight_TK)
+    if backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # SonicMoE also computes dropped rows
+        counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
+        end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
+        return _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
+    on_host = _on_host(counts)
+    rows = permute(rows_MD, perm_N, inverse_TK, sum(on_host))
+    return combine(_of_rows(backend, rows, stacks, on_host, activation, gated), weight_TK, inverse_TK)
 
 
 def _on_host(counts: Tensor | Sequence[int]) -> list[int]:
@@ -314,9 +329,10 @@ def fastest_ffn(
     found = _tuned.get(key)
     if found not in operations:
         found = "cuda"
-        if num_rows and not torch.cuda.is_current_stream_capturing():
-            found, lasts = tuning.fastest([*names, "cuda"], run, key)
-            _tuned.put(key, found, lasts)
+        with torch.cuda.device_of(rows_MD):  # the device whose stream is timed
+            if num_rows and not torch.cuda.is_current_stream_capturing():
+                found, lasts = tuning.fastest([*names, "cuda"], run, key)
+                _tuned.put(key, found, lasts)
     return operations[found](*given, counts, activation, gated, **plan)
 
 

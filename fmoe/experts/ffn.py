@@ -161,10 +161,10 @@ class FFNExperts(Stacked):
             raise UserError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
         cuda_gemm.requested(self.gemm)
         if self.backend == "auto":
-            if self.weight_in.device.type == "cuda" or torch.cuda.is_available():
-                device = self.weight_in.device
-                cuda.load(device if device.type == "cuda" else None)  # on failure it logs the reason once
-            elif self.weight_in.device.type == "cpu":
+            device = self.weight_in.device
+            has_gpu = device.type == "cuda" or torch.cuda.is_available()
+            is_loaded = has_gpu and cuda.load(device if device.type == "cuda" else None)  # logs why it fails, once
+            if device.type == "cpu" and not is_loaded:
                 native.load()
         elif self.backend in external.BACKENDS:
             sizes = {"num_experts": self.num_experts, "d_model": self.d_model, "d_hidden": self.d_hidden}
@@ -185,8 +185,8 @@ class FFNExperts(Stacked):
     def reset_parameters(self) -> None:
         """Draw each parameter from (seed, global id of the expert, name), so that it is equal at every EP size.
 
-        Values are drawn on the device of the parameters, with the same bits on every device. However, an
-        ``init_method`` or ``output_init_method`` other than `torch.nn.init.normal_` runs on the CPU, one expert at a
+        Values are drawn on the device of the parameters, or for parameters on the CPU on a faster GPU, with the same
+        bits on every device. However, an ``init_method`` or ``output_init_method`` other than `torch.nn.init.normal_` runs on the CPU, one expert at a
         time. Meta tensors stay as they are.
         """
         for name in ("weight_in", "weight_out", "bias_in", "bias_out"):

@@ -1,7 +1,7 @@
 """Initial weights of stacked experts, drawn on the device of the parameters and equal bit for bit on every device.
 
-The numbers come from a counter-based hash (`fmoe.random`), by operations whose rounding IEEE 754 defines. On the CPU,
-the native backend computes the same bits in one pass.
+The numbers come from a counter-based hash (`fmoe.random`), by operations whose rounding IEEE 754 defines. For
+parameters on the CPU, the native backend computes the same bits in one pass. Without it, a GPU with kernels does.
 
 Shape letters: L experts of this rank.
 """
@@ -28,9 +28,12 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
         is_normal: draw normal numbers, within 4.62 standard deviations, instead of uniform ones.
     """
     keys_L = torch.tensor(keys, dtype=torch.int64, device="cpu").to(device)
-    if device.type == "cpu" and backends.native_is_loaded and type(keys_L) is Tensor:  # not a fake tensor
-        ends = random.normal_ends(device) if is_normal else None
-        return torch.ops.fmoe_native.draw(keys_L, count, scale, ends)
+    if device.type == "cpu" and type(keys_L) is Tensor:  # not a fake tensor
+        if backends.native_is_loaded:
+            ends = random.normal_ends(device) if is_normal else None
+            return torch.ops.fmoe_native.draw(keys_L, count, scale, ends)
+        if (gpu := backends.current_gpu()) is not None:
+            return draw(keys, count, gpu, scale, is_normal).to(device)
     step = max(1, (_AT_ONCE_ON_GPU if device.type == "cuda" else _AT_ONCE) // max(1, len(keys)))
     out = torch.empty(len(keys), count, dtype=torch.float32, device=device)
     for start in range(0, count, step):

@@ -48,6 +48,14 @@ def cuda_is_loaded(device: torch.device) -> bool:
     return bool(launch.launchers) and launch.launcher(device) is not None
 
 
+def current_gpu() -> torch.device | None:
+    """Return the current GPU if CUDA kernels are loaded for it, so that it has passed a self-check; else None."""
+    if not launch.launchers or not torch.cuda.is_available():
+        return None
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    return gpu if cuda_is_loaded(gpu) else None
+
+
 # torch.compiler.assume_constant_result sets this, but it imports torch._dynamo, which takes as long as importing torch.
 cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -10,11 +10,11 @@ import math
 import time
 import zlib
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
+import fmoe
 from pretrain.compare.groups import common_name
 from pretrain.compare.runs import OF_NO_EFFECT
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
@@ -69,7 +69,7 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
     """Return the data of the runs' report page: JSON and arrays, deflated. The module docstring has the format."""
     arrays = Arrays()
     header = {
-        "fmoe": _version(),
+        "fmoe": fmoe.__version__,
         "time": round(time.time()),
         "runs": [_run(run, arrays, len(runs)) for run in runs],
         "groups": _groups(runs),
@@ -232,10 +232,3 @@ def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
 
 def _planes(words: np.ndarray) -> np.ndarray:
     return words.view(np.uint8).reshape(-1, 4).T.copy()
-
-
-def _version() -> str:
-    try:
-        return version("fmoe")
-    except PackageNotFoundError:
-        return "unknown"

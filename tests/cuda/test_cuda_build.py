@@ -16,10 +16,12 @@ from fmoe.cli import run
 from fmoe.commands import build as cli
 from fmoe.commands import info
 from fmoe.errors import BuildError, UserError
+from fmoe.experts import FFNExperts
 from fmoe.kernels import backends, cache
 from fmoe.kernels.cuda import build, launch, nvrtc, tuning
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.cuda.launch import DeviceLauncher, Geometry
+from fmoe.kernels.native import loader as native
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed", exc_type=ImportError)
 
@@ -356,6 +358,73 @@ def test_what_the_driver_says_is_one_line(monkeypatch):
     says = r"^the driver refuses the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
     with pytest.raises(BuildError, match=says):
         DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
+
+
+class OtherCore(FakeCore):
+    """A version of cuda.core with another interface."""
+
+    def __init__(self, lacks=(), raises=None):
+        super().__init__()
+        self._lacks, self._raises = lacks, raises
+
+    def __getattribute__(self, name):
+        if name in object.__getattribute__(self, "__dict__").get("_lacks", ()):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def from_cubin(self, cubin, symbol_mapping):
+        raise self._raises
+
+
+@pytest.mark.parametrize(
+    ("core", "reason"),
+    [
+        (OtherCore(lacks=["Stream"]), "cuda.core is not usable (cannot import name 'Stream'"),
+        (OtherCore(raises=TypeError("got an unexpected keyword argument")), "cuda.core is not usable (got an unexp"),
+        (OtherCore(raises=AttributeError("no 'from_cubin'")), "cuda.core is not usable (no 'from_cubin')"),
+    ],
+    ids=["a name is missing", "another argument", "another class"],
+)
+def test_another_cuda_core_is_a_reason(core, reason, monkeypatch, caplog):
+    """A layer is made all the same, and runs on the torch path; so it is with errors that nobody has thought of."""
+    build.library("sm_90")
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
+    monkeypatch.setattr(native, "load", lambda: False)  # it would be compiled
+    on_a_gpu(monkeypatch)
+    FFNExperts(2, 4, 6)
+    assert cuda.why().startswith(reason) and "\n" not in cuda.why()
+    with pytest.raises(UserError, match=r"^backend='cuda' is unavailable: cuda.core is not"):
+        FFNExperts(2, 4, 6, backend="cuda")
+
+
+def test_any_failure_of_loading_is_a_reason(monkeypatch):
+    def fail(arch):
+        raise KeyError("nowhere")
+
+    monkeypatch.setattr(cuda, "_launcher", fail)
+    on_a_gpu(monkeypatch)
+    assert not cuda.load() and cuda.why() == "KeyError: 'nowhere'"
+
+
+def test_another_compiler_interface_is_one_line(monkeypatch, folder):
+    from cuda import core
+
+    def options(**given):
+        raise TypeError("ProgramOptions() got an unexpected keyword argument 'std'")
+
+    monkeypatch.setattr(core, "ProgramOptions", options)
+    with pytest.raises(BuildError, match="unexpected keyword argument 'std'"):
+        build.library("sm_90")
+
+
+def test_a_damaged_cuda_core_is_one_line(monkeypatch):
+    def fail(name):
+        raise OSError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(nvrtc.importlib, "import_module", fail)
+    with pytest.raises(BuildError, match=r"^cuda.core is not usable \(libcuda.so.1"):
+        nvrtc.find()
 
 
 def test_a_gpu_that_nvrtc_does_not_support_is_reported(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fmoe
 from fmoe.errors import UserError
 from fmoe.exchange import hops
-from fmoe.kernels.cuda import calls, launch, selfcheck
+from fmoe.kernels.cuda import calls, launch, selfcheck, triton_gemm
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import RoutingGroups
@@ -185,6 +186,51 @@ def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "_reasons", {})
     with pytest.raises(UserError, match="backend='cuda' is unavailable: there is no CUDA device"):
         layer_of("cuda")
+
+
+def test_the_device_of_the_tokens_is_the_current_one(on, monkeypatch):
+    """In each pass: Triton launches on the current device, and measurements are of its stream."""
+    entered, device_of = [], torch.cuda.device_of
+
+    def noted(tensor):
+        entered.append(tensor)
+        return device_of(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", noted)
+    layer, x = layer_of("cuda"), torch.randn(5, 24).requires_grad_()
+    y = layer(x)
+    assert len(entered) == 1 and entered[0].shape == x.shape
+    y.sum().backward()
+    assert len(entered) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision"),
+    [("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32"), (True, "tf32"), (False, "ieee")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_triton_multiplies_in_the_precision_of_torch(setting, precision, dtype, monkeypatch):
+    """By either of torch's two settings, after the newer of which the older one raises."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **options: seen.append(options.get("PRECISION"))
+
+    kernels = SimpleNamespace(schedule=Kernel(), multiply=Kernel())
+    monkeypatch.setattr(triton_gemm, "_kernels", lambda: kernels)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        if isinstance(setting, bool):
+            matmul.allow_tf32 = setting
+        else:
+            matmul.fp32_precision = setting
+        gemms = triton_gemm.TritonGemms(torch.tensor([3, 5], dtype=torch.int32), 5)
+        gemms.down(torch.zeros(5, 16, dtype=dtype), torch.zeros(2, 16, 16, dtype=dtype), None)
+    finally:
+        matmul.fp32_precision = before
+    assert seen[-1] == (precision if dtype == torch.float32 else "ieee")
 
 
 def test_what_is_kept_for_the_backward_pass(on):

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import tomllib
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from fmoe import MissingPackageError, UserError
+import fmoe
+from fmoe import MissingPackageError, UserError, packaging
 from fmoe.cli import SUMMARIES, commands, main, run
 from fmoe.errors import require
 
@@ -187,3 +189,19 @@ def test_wrong_options_are_one_line_that_names_the_nearest(capsys, argv, says):
         main(argv)
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and len(error) < 200
+
+
+def test_a_checkout_has_its_commands_without_an_installation(capsys, monkeypatch):
+    """And names the extra that a missing package belongs to."""
+
+    def requires(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(packaging, "entry_points", lambda group: [])
+    monkeypatch.setattr(packaging, "requires", requires)
+    assert list(commands()) == list(SUMMARIES) and packaging.extras()["pretrain"][0] == "megatron-core"
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert f"fmoe {fmoe.__version__}, " in out and "\nconverters: megatron\n" in out
+    monkeypatch.setattr(packaging, "_project", dict)  # a wheel without metadata
+    assert not commands() and not packaging.extras()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe.errors import UserError
 from fmoe.experts import FFNExperts
+from fmoe.kernels import backends
 
 OPTIONS = [
     {},
@@ -31,12 +32,17 @@ def test_values_and_gradients(options, dtype):
 
 
 @pytest.mark.parametrize("method", [None, functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)])
-def test_initial_weights_are_those_of_the_cpu(method):
+def test_initial_weights_are_those_of_the_cpu(method, monkeypatch):
+    """Those that the GPU draws for a layer on the CPU too."""
+
     def drawn(device):
         with torch.device(device):
             return FFNExperts(3, 1000, 3000, gated=True, init_method=method, output_init_method=method).state_dict()
 
-    found, expected = drawn("cuda"), drawn("cpu")
+    found, copied = drawn("cuda"), drawn("cpu")
+    monkeypatch.setattr(backends, "current_gpu", lambda: None)
+    expected = drawn("cpu")
+    assert all(torch.equal(copied[name], value) for name, value in expected.items())
     assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
 
 

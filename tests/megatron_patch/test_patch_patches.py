@@ -101,3 +101,29 @@ def test_the_last_optimizer_of_a_chunk_alone_gathers_it(forks):
     for (name, (case, expected)), (during, after) in zip(cases.items(), found, strict=True):
         assert during == [[1], *expected], name
         assert after == [[1], *case[0]], name
+
+
+def norms(count):
+    """Whether ours has the bits of megatron-core's norm, which of the two reads values, and what happens to others'."""
+    import torch
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    from megatron_patch import cpu, patches
+
+    cpu.install()
+    tensors = [torch.randn(1000 * i + 1) * 10.0 ** (i % 5) for i in range(count)]
+    found, reading = [], []
+    for norm in (local_multi_tensor_l2_norm, patches._norm_without_waits(local_multi_tensor_l2_norm)):
+        found.append(norm(1, None, [tensors], False)[0])
+        try:
+            norm(1, None, [[tensor.to("meta") for tensor in tensors]], False)
+            reading.append(False)
+        except (RuntimeError, NotImplementedError):  # a tensor on the meta device has no values to read
+            reading.append(True)
+    return torch.equal(*found), reading, patches._norm_without_waits(len) is len
+
+
+def test_a_norm_waits_for_no_parameter(forks):
+    """Where TransformerEngine or apex has a norm, theirs stays."""
+    is_same, reading, is_kept = only(forks.run(1, norms, 30))
+    assert is_same and reading == [True, False] and is_kept

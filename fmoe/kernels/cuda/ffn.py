@@ -110,7 +110,8 @@ def _expert_ffn(
     if not batch.num_rows:
         return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
     run = functools.partial(forward, batch)
-    return run(choose(gemm, "forward", x, batch.num_rows, w_in, w_out, run))
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return run(choose(gemm, "forward", x, batch.num_rows, w_in, w_out, run))
 
 
 @_expert_ffn.register_fake
@@ -159,7 +160,8 @@ def _gradients(
         found = {name: torch.zeros_like(getattr(batch, name)) for name in here}
     else:
         name = "backward" if sum_in is None and sum_out is None else "backward to main_grad"
-        found = step.run(choose(gemm, name, batch.x, batch.num_rows, batch.w_in, batch.w_out, step.rehearse))
+        with torch.cuda.device_of(batch.x):
+            found = step.run(choose(gemm, name, batch.x, batch.num_rows, batch.w_in, batch.w_out, step.rehearse))
     return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # one each: torch forbids aliases
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import BuildError
-from fmoe.kernels.cuda.nvrtc import extra
+from fmoe.kernels.cuda.nvrtc import Unusable
 
 Argument = Tensor | int | bool | float | None
 
@@ -120,27 +120,30 @@ class DeviceLauncher:
         codes: kernels from `fmoe.kernels.cuda.build.read`.
 
     Raises:
-        BuildError: cuda.core is missing or too old, or the driver refuses the machine code.
+        Unusable: cuda.core is missing, or has another interface than expected.
+        BuildError: the driver refuses the machine code.
     """
 
     def __init__(self, codes: Sequence[tuple[bytes, dict[str, str]]]):
         try:
             from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
-        except ImportError as error:
-            raise BuildError(f"cuda.core is not usable ({error}): pip install '{extra()}'") from error
+        except Exception as error:  # a damaged installation may raise any class
+            raise Unusable(error) from error
         self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
         self._device, self._of_thread = Device, _OfThread()
         self._streams = {0: LEGACY_DEFAULT_STREAM}
         self._codes = {}
-        for cubin, symbols in codes:
-            mapping = {name: symbol.encode() for name, symbol in symbols.items()}  # bytes, as cuda.core expects
-            code = ObjectCode.from_cubin(cubin, symbol_mapping=mapping)
-            self._codes.update(dict.fromkeys(symbols, code))
         self._kernels: dict[str, object] = {}
         self._configs: dict[Geometry, object] = {}
         try:
+            for cubin, symbols in codes:
+                mapping = {name: symbol.encode() for name, symbol in symbols.items()}  # bytes, as cuda.core expects
+                code = ObjectCode.from_cubin(cubin, symbol_mapping=mapping)
+                self._codes.update(dict.fromkeys(symbols, code))
             if self._codes:
                 self._kernel(next(iter(self._codes)))  # raises here if the driver refuses the code
+        except (AttributeError, KeyError, TypeError) as error:  # another interface
+            raise Unusable(error) from error
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BuildError(f"the driver refuses the kernels: {reason}") from error

@@ -114,6 +114,8 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
         launch.launchers[arch] = _launcher(arch)
     except (BuildError, UserError) as error:
         return _give_up(arch, str(error))
+    except Exception as error:  # of packages and drivers in versions that nobody has tried: layers run without them
+        return _give_up(arch, tuning.one_line(error))
     wrong = tuning.failure(torch.device("cuda" if device is None else device))
     if wrong is None:
         return None
@@ -133,12 +135,14 @@ def _give_up(arch: str, reason: str) -> str:
 
 def _launcher(arch: str) -> launch.Launcher:
     from fmoe.kernels import cache
-    from fmoe.kernels.cuda import build
+    from fmoe.kernels.cuda import build, nvrtc
 
     path = build.library(arch)
     failed = cache.identity(path)
     try:
         return launch.DeviceLauncher(build.read(path))
+    except nvrtc.Unusable:
+        raise
     except BuildError as error:
         logger.info("%s: recompiling", error)
         path = build.library(arch, instead_of=failed)

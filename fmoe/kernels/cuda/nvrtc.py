@@ -15,6 +15,13 @@ import torch
 from fmoe.errors import BuildError
 
 
+class Unusable(BuildError):
+    """cuda.core is missing, or has another interface than expected. The message names the remedy."""
+
+    def __init__(self, error: Exception):
+        super().__init__(f"cuda.core is not usable ({_first_line(error)}): pip install '{extra()}'")
+
+
 @dataclass(frozen=True)
 class Nvrtc:
     """An installed NVRTC compiler.
@@ -57,8 +64,8 @@ def find() -> Nvrtc:
     try:
         importlib.import_module("cuda.core")
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise BuildError(f"cuda.core is not usable ({_first_line(error)}): pip install '{extra()}'") from error
+    except Exception as error:  # a damaged installation may raise any class
+        raise Unusable(error) from error
     try:
         (code, *version), (other, known) = nvrtc.nvrtcVersion(), nvrtc.nvrtcGetSupportedArchs()
     except Exception as error:  # cuda.pathfinder has its own class for a missing library
@@ -79,17 +86,17 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
     Raises:
         BuildError: compilation fails. The message is the compiler's first error, followed by its whole output.
     """
-    from cuda.core import Program, ProgramOptions
-
-    chosen = ProgramOptions(
-        name=path.name,
-        arch=arch,
-        std="c++17",
-        include_path=str(path.parent),
-        ptxas_options=["-v"] if verbose else None,
-    )
     log = io.StringIO()
     try:
+        from cuda.core import Program, ProgramOptions
+
+        chosen = ProgramOptions(
+            name=path.name,
+            arch=arch,
+            std="c++17",
+            include_path=str(path.parent),
+            ptxas_options=["-v"] if verbose else None,
+        )
         program = Program(path.read_text(encoding="utf-8"), "c++", chosen)
         try:
             made = program.compile("cubin", name_expressions=tuple(kernels), logs=log)

@@ -347,10 +347,12 @@ class TritonGemms:
     ) -> None:
         if depth is not None:
             flags["EVEN"] = depth % config.depth == 0
+        is_wide = dtype == torch.float32
         getattr(_kernels(), kind)[grid](
             *given,
             **flags,
-            PRECISION="tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            # Not `allow_tf32`, which raises if this newer setting was used.
+            PRECISION="tf32" if is_wide and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
             BLOCK_M=config.rows,
             BLOCK_N=config.columns,
             BLOCK_K=config.depth,

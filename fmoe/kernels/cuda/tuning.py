@@ -42,7 +42,7 @@ def failure(device: torch.device, **options) -> str | None:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(check).result()
     except Exception as error:  # from the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
-        return _one_line(error)
+        return one_line(error)
 
 
 def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tuple[T, bool]:
@@ -63,14 +63,15 @@ def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tu
             times[candidate] = milliseconds(functools.partial(run, candidate))
         except Exception as error:  # Triton has its own classes for lack of shared memory and of registers
             lasts = lasts and not isinstance(error, torch.OutOfMemoryError)
-            logger.info("%s: %s does not run (%s)", key, candidate, _one_line(error))
+            logger.info("%s: %s does not run (%s)", key, candidate, one_line(error))
     best = min(times, key=times.__getitem__) if times else candidates[0]
     listed = ", ".join(f"{name} {time:.3f} ms" for name, time in sorted(times.items(), key=lambda item: item[1])[:4])
     logger.info("%s: %s (%s)", key, best, listed or "none of the candidates runs")
     return best, lasts
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return class and message of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
