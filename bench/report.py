@@ -36,6 +36,7 @@ def write(
     machine: dict[str, Any] | None = None,
     notes: Sequence[str] = (),
     means: bool = True,
+    is_shown: bool = True,
 ) -> tuple[Path, Path]:
     """Write ``NAME.json`` and ``NAME.md`` and print the latter; NAME is the title in lower case with dashes.
 
@@ -46,6 +47,7 @@ def write(
         machine: description of the machine; by default from `describe_machine`.
         notes: Markdown lines below the table.
         means: whether geometric means over the rows are meaningful.
+        is_shown: whether to print the report.
 
     Returns:
         The paths of the two files.
@@ -60,7 +62,8 @@ def write(
     json_path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
     text = markdown(measurements, title, facts, notes, means)
     markdown_path.write_text(text)
-    print(text)
+    if is_shown:
+        print(text)
     return json_path, markdown_path
 
 
@@ -92,6 +95,16 @@ def markdown(
     means: bool = True,
 ) -> str:
     """Return the report as Markdown, with padded columns, so that it is also readable in a terminal."""
+    lines = [f"# {title}", "", *rows_table(measurements), ""]
+    lines += _notes(measurements, means)
+    if notes:
+        lines += ["", *notes]
+    lines += ["", "Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def rows_table(measurements: Sequence[Measurement]) -> list[str]:
+    """Return the lines of the table of all contenders of the rows."""
     has_label = any(row.label for row in measurements)
     units = list(dict.fromkeys(row.unit for row in measurements if row.work))
     facts = list(dict.fromkeys(fact for row in measurements for values in row.facts.values() for fact in values))
@@ -107,12 +120,7 @@ def markdown(
                 + [f"{throughput:,.0f}" if throughput is not None and row.unit == unit else "" for unit in units]
                 + [row.facts.get(name, {}).get(fact, "") for fact in facts]
             )
-    lines = [f"# {title}", "", *table(cells), ""]
-    lines += _notes(measurements, means)
-    if notes:
-        lines += ["", *notes]
-    lines += ["", "Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
-    return "\n".join(lines) + "\n"
+    return table(cells)
 
 
 def duration(seconds: float) -> str:
@@ -138,12 +146,17 @@ def _notes(measurements: Sequence[Measurement], means: bool) -> list[str]:
         names = dict.fromkeys(name for row in measurements for name in row.seconds if name != row.reference)
         over_rows = {name: geometric_mean_of_ratios(measurements, name) for name in names}
         notes += ["", *(f"* geometric mean over {len(measurements)} rows: {n} {m}" for n, m in over_rows.items() if m)]
-    failures = [
+    failed = failures(measurements)
+    return notes + (["", *failed] if failed else [])
+
+
+def failures(measurements: Sequence[Measurement]) -> list[str]:
+    """Return a line for each contender that failed."""
+    return [
         f"* failed{f' ({row.label})' if row.label else ''}: {name}, {reason}"
         for row in measurements
         for name, reason in row.failures.items()
     ]
-    return notes + (["", *failures] if failures else [])
 
 
 def _ratio_cell(row: Measurement, name: str) -> str:

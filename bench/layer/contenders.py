@@ -154,18 +154,21 @@ def ours(problem: Problem, gemm: str = "auto", **options) -> nn.Module:
     import fmoe
 
     shape = problem.shape
-    layer = fmoe.FMoE(
-        d_model=shape.d_model,
-        num_experts=shape.num_experts,
-        d_hidden=shape.d_hidden,
-        top_k=shape.top_k,
-        gate="naive" if problem.skew is None else Router(problem),
-        expert="swiglu" if shape.gated else "ffn",
-        expert_options={"bias": False, "gemm": gemm},
-        loss_weights={"balance": 0.0, "z": 0.0},
-        seed=0,
-        **options,
-    ).to(problem.device, problem.dtype)
+    gate = "naive" if problem.skew is None else Router(problem)
+    with torch.device("meta"):  # no weights are drawn: those of a large layer would take minutes on a CPU
+        layer = fmoe.FMoE(
+            d_model=shape.d_model,
+            num_experts=shape.num_experts,
+            d_hidden=shape.d_hidden,
+            top_k=shape.top_k,
+            gate=gate,
+            expert="swiglu" if shape.gated else "ffn",
+            expert_options={"bias": False, "gemm": gemm},
+            loss_weights={"balance": 0.0, "z": 0.0},
+            seed=0,
+            **options,
+        )
+    layer = layer.to(problem.dtype).to_empty(device=problem.device)
     with torch.no_grad():
         layer.gate.weight.copy_(problem.router_ED)
         layer.experts.weight_in.copy_(problem.w_in_EPD)

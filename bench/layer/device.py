@@ -115,15 +115,15 @@ def host_syncs(step: Step) -> int:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def of_name(name: str, peak: bool) -> "Cpu | Cuda":
+def of_name(name: str, peak: bool, needs_gpu: bool = True) -> "Cpu | Cuda":
     """Return the device that ``--device`` names.
 
     Raises:
-        UserError: there is no GPU.
+        UserError: a GPU is named and needed, and there is none.
     """
     if name == "cpu":
         return Cpu(peaks=Peaks() if peak else None)
-    if not torch.cuda.is_available():
+    if needs_gpu and not torch.cuda.is_available():
         raise UserError(
             f"--device cuda: torch {torch.__version__} sees no GPU here; leave it out to measure on the CPU"
         )

@@ -12,11 +12,12 @@ from importlib.util import find_spec
 import torch
 
 from bench import frame, options, report
-from bench.layer import contenders, goals, limits, sweeps
+from bench.layer import goals, limits, sweeps
 from bench.layer.device import Cpu, Cuda, of_name
 from bench.layer.problem import SHAPES, Problem
 from bench.layer.rows import PASSES, PRECISIONS, Point, Row, Settings, measure
 from fmoe.errors import UserError, known_names
+from fmoe.kernels import backends
 from pretrain import process
 
 _SHAPES = {device.name: device.shapes for device in (Cpu, Cuda)}
@@ -38,7 +39,7 @@ _ON_CUDA = (
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    device = of_name(arguments.device, arguments.peak)
+    device = of_name(arguments.device, arguments.peak, needs_gpu=not arguments.list)
     arguments.precision = arguments.precision or device.precisions
     arguments.passes = arguments.passes or device.passes
     settings = Settings(
@@ -60,12 +61,18 @@ def main(argv: Sequence[str]) -> None:
     if device.name == "cpu":
         device.clock = options.clock(arguments.clock, max(arguments.threads))
     runs = {sweep: points(sweep, arguments) for sweep in arguments.sweep or [None]}  # raises for any invalid option
+    if arguments.list:
+        for name, layer in settings.layers.items():
+            if name not in settings.without and name in (settings.only or settings.layers):
+                print(name if layer.is_installed() else f"without {name}: {layer.needs} is not installed")
+        return
     try:
         for sweep, of_run in runs.items():
             rows = []
             for point in of_run:
                 rows.append(measure(point, settings))
-                print(f"{point.label}: {_progress(rows[-1])}", flush=True)
+                _show(rows[-1])
+                write(sweep, rows, arguments, is_shown=False)  # a run that is cut short has written its rows
             write(sweep, rows, arguments, _bandwidths(rows, settings), sweeps.along(sweep, rows, settings))
     finally:
         process.stop()
@@ -92,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--only", nargs="+", help="contenders to measure, besides the limits; default: all")
+    parser.add_argument("--list", action="store_true", help="print the contenders; measure nothing, and need no GPU")
     options.add_clock(parser)
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="about the time limit of a row, of at least 3 rounds"
@@ -143,8 +151,8 @@ def _problem(sweep: str | None, shape, dtype, value: float | None, seed: int) ->
 
 
 def _bandwidths(rows: Sequence[Row], settings: Settings) -> list[frame.Measurement]:
-    """Measure the memory-bound kernels at each shape and precision on a GPU; return nothing on a CPU."""
-    if settings.device.name == "cpu":
+    """Measure the memory-bound kernels at each shape and precision; return nothing without a GPU that has them."""
+    if backends.current_gpu() is None or settings.device.name == "cpu":
         return []
     from bench.layer import bandwidth
 
@@ -162,8 +170,9 @@ def write(
     arguments: argparse.Namespace,
     others: Sequence[frame.Measurement] = (),
     interleaved: Sequence[sweeps.Along] = (),
+    is_shown: bool = True,
 ) -> None:
-    """Write the table and the JSON, and for a sweep the picture, if matplotlib is installed."""
+    """Write the table and the JSON; if it is shown, print the table, and for a sweep draw it if matplotlib is there."""
     title = "layer" if sweep is None else f"layer, sweep of {sweep}"
     if arguments.device != "cpu":
         title += f" on {arguments.device}"
@@ -180,10 +189,9 @@ def write(
     if asked:
         notes += ["", "Goals:", "", *map(str, asked)]
     measurements = [measured for row in rows for measured in row.measurements()]
-    report.write(
-        [*measurements, *others, *(one.timed for one in interleaved)], arguments.out, title, notes=notes, means=False
-    )
-    if sweep is not None:
+    found = [*measurements, *others, *(one.timed for one in interleaved)]
+    report.write(found, arguments.out, title, notes=notes, means=False, is_shown=is_shown)
+    if sweep is not None and is_shown:
         if find_spec("matplotlib") is None:
             print("no picture: matplotlib is not installed")
             return
@@ -192,7 +200,8 @@ def write(
         draw(sweep, rows, arguments.out / f"{report.file_name(title)}.png")
 
 
-def _progress(row: Row) -> str:
-    if row.ours is None:
-        return "none of ours: " + "; ".join(row.timed.failures.get(name, "left out") for name in contenders.OURS)
-    return f"{row.ours} at {row.timed.ratio(row.ours)} of the {limits.DENSE}"
+def _show(row: Row) -> None:
+    measured = row.measurements()
+    print("\n".join(["", *report.rows_table(measured), *report.failures(measured)]), flush=True)
+    if row.ours is not None:
+        print(f"{row.point.label}: {row.ours} at {row.timed.ratio(row.ours)} of the {limits.DENSE}", flush=True)

@@ -45,7 +45,9 @@ def _hugging_face_experts(problem: Problem, implementation: str) -> nn.Module:
             n_routed_experts=shape.num_experts, mlp_hidden_act="gelu", moe_latent_size=None, **sizes
         )
     config._experts_implementation = implementation
-    experts = Experts(config).to(problem.device, problem.dtype)
+    with torch.device("meta"):
+        experts = Experts(config)
+    experts = experts.to(problem.dtype).to_empty(device=problem.device)
     with torch.no_grad():
         (experts.gate_up_proj if shape.gated else experts.up_proj).copy_(problem.w_in_EPD)
         experts.down_proj.copy_(problem.w_out_EDH)
@@ -85,7 +87,7 @@ def megatron(problem: Problem) -> nn.Module:
         add_bias_linear=False,
         gated_linear_unit=shape.gated,
         activation_func=F.silu if shape.gated else F.gelu,
-        use_cpu_initialization=True,
+        use_cpu_initialization=problem.device == "cpu",
         perform_initialization=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -204,7 +206,8 @@ def scattermoe(problem: Problem) -> nn.Module:
         "num_experts": shape.num_experts,
         "top_k": shape.top_k,
     }
-    experts = GLUMLP(**sizes, activation=nn.SiLU()) if shape.gated else MLP(**sizes, activation=nn.GELU())
+    with torch.device(problem.device):
+        experts = GLUMLP(**sizes, activation=nn.SiLU()) if shape.gated else MLP(**sizes, activation=nn.GELU())
     return _behind_router(problem, experts, lambda x_TD, expert_TK, weight_TK: experts(x_TD, weight_TK, expert_TK))
 
 
@@ -215,15 +218,16 @@ def sonicmoe(problem: Problem) -> nn.Module:
 
     shape = problem.shape
     activation = ActivationType.SWIGLU if shape.gated else ActivationType.GELU
-    layer = MoE(
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        hidden_size=shape.d_model,
-        intermediate_size=shape.d_hidden,
-        activation_function=activation,
-        add_bias=False,
-        std=0.02,
-    ).to(problem.device, problem.dtype)
+    with torch.device(problem.device):
+        layer = MoE(
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.top_k,
+            hidden_size=shape.d_model,
+            intermediate_size=shape.d_hidden,
+            activation_function=activation,
+            add_bias=False,
+            std=0.02,
+        ).to(problem.dtype)
 
     class Layer(nn.Module):
         def __init__(self):

@@ -6,27 +6,37 @@ from collections.abc import Callable
 from torch import nn
 
 from bench.samples import Tokens
+from fmoe.errors import UserError
+from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.native import loader as native
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.engine.model import build_model
 from pretrain.process import Processes
 
-NATIVE, TORCH, MEGATRON = "fmoe native", "fmoe torch", "megatron-core MoELayer"
+NATIVE, CUDA, TORCH, MEGATRON = "fmoe native", "fmoe cuda", "fmoe torch", "megatron-core MoELayer"
+BACKENDS = {NATIVE: "native", CUDA: "cuda", TORCH: "torch"}
+
+
+def names_on(device: str) -> list[str]:
+    """Return the names of the contenders on a device, the reference last."""
+    return [CUDA if device == "cuda" else NATIVE, TORCH, MEGATRON]
 
 
 class Contenders:
     """Engines of a recipe, made on first use. Our two backends are two ways to run the same engine.
 
     Attributes:
-        names: names of the contenders; native only on a CPU for which the extension can be built.
+        device: the device that runs them.
+        names: names of the contenders; native only if the extension can be built.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes):
-        self.recipe, self._processes = recipe, processes
+        self.recipe, self.device, self._processes = recipe, processes.device, processes
         self.samples = Tokens(recipe)
-        has_native = processes.device.type == "cpu" and native.load()
-        self.names = [NATIVE, TORCH, MEGATRON] if has_native else [TORCH, MEGATRON]
+        self.names = names_on(self.device.type)
+        if NATIVE in self.names and not native.load():
+            self.names.remove(NATIVE)
         self._step = -1
 
     @functools.cached_property
@@ -41,8 +51,10 @@ class Contenders:
         """Return the engine, ready to run with that contender's layer."""
         if name == MEGATRON:
             return self._megatron
+        if name == CUDA and not cuda.load(self.device):
+            raise UserError(f"{name} is unavailable: {cuda.why(self.device)}")
         for layer in self._ours.moe_layers:
-            layer.experts.backend = {NATIVE: "native", TORCH: "torch"}[name]
+            layer.experts.backend = BACKENDS[name]
         return self._ours
 
     def step(self, name: str) -> Callable[[], object]:

@@ -1,7 +1,8 @@
 """``python -m bench step``: a whole training step, in one process and split over ranks, and its time by region.
 
-Contenders differ only in the Mixture-of-Experts layer: ours with either backend, and megatron-core's own MoELayer with
-the same experts, top-k and capacity. Everything around it (attention, schedule, DDP, optimizer) is the same for all.
+Contenders differ only in the Mixture-of-Experts layer: ours with experts on torch's operators or on the kernels for the
+device, and megatron-core's own MoELayer with the same experts, top-k and capacity. Everything around it (attention,
+schedule, DDP, optimizer) is the same for all.
 Splits over several processes run on gloo and divide the machine's cores; a round's time is that of the slowest rank. In
 one process on a CPU, the blocks of experts are also timed by themselves, and the time of a step is split into regions.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bench import frame, options, ranks, report
+from fmoe.errors import UserError
 from pretrain import process
 from pretrain.config import Recipe, load_recipe
 from pretrain.process import Processes
@@ -38,6 +40,13 @@ def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     options.clock(arguments.clock, arguments.threads)  # raises for --clock cpu with several threads
     recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # raises UserError before anything is measured
+    if arguments.list:
+        from bench.step.contenders import names_on
+
+        print("\n".join(names_on(arguments.device or _device())))
+        return
+    if arguments.device == "cuda" and _device() != "cuda":
+        raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU here")
     rows, notes = [], []
     for name in recipes:
         for split in arguments.splits:
@@ -47,6 +56,11 @@ def main(argv: Sequence[str]) -> None:
             notes += of_split["goals"]
     lines = [f"* {line}" for line in _COLUMNS] if notes else []
     report.write(rows, arguments.out, "step", notes=[*lines, "", "Goals:", "", *notes] if notes else [], means=False)
+
+
+def _device() -> str:
+    """Return the kind of device that `process.start` chooses."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
         help="threads of each process; by default the cores divided by the processes",
     )
     parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
+    parser.add_argument(
+        "--device", choices=["cuda"], help="refuse to run without a GPU; default: a GPU if there is one"
+    )
+    parser.add_argument("--list", action="store_true", help="print the contenders; measure nothing, and need no GPU")
     options.add_clock(parser)
     return parser
 

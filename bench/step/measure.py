@@ -24,13 +24,13 @@ def steps(contenders: Contenders, label: str, arguments, clock: Callable[[], flo
     """Time whole steps."""
     recipe = contenders.recipe
     tokens = recipe.train.global_batch * recipe.model.sequence_length
-    return _measure(contenders.names, contenders.step, tokens, label, arguments, clock)
+    return _measure(contenders, contenders.step, tokens, label, arguments, clock)
 
 
-def _measure(names, setup, tokens: int, label: str, arguments, clock) -> frame.Measurement:
+def _measure(contenders: Contenders, setup, tokens: int, label: str, arguments, clock) -> frame.Measurement:
     is_together = dist.get_world_size() > 1
     result = frame.measure(
-        [frame.Contender(name, functools.partial(setup, name), work=tokens) for name in names],
+        [frame.Contender(name, functools.partial(setup, name), work=tokens) for name in contenders.names],
         rounds=arguments.rounds,
         warmup=arguments.warmup,
         reference=MEGATRON,
@@ -38,6 +38,7 @@ def _measure(names, setup, tokens: int, label: str, arguments, clock) -> frame.M
         label=label,
         unit="tokens",
         clock=clock,
+        sync=torch.cuda.synchronize if contenders.device.type == "cuda" else None,
         line_up=dist.barrier if is_together else None,
         agree=ranks.slowest if is_together else None,
     )
@@ -96,7 +97,7 @@ def blocks_alone(contenders: Contenders, label: str, arguments, clock: Callable[
 
         return run
 
-    return _measure(contenders.names, setup, tokens, label, arguments, clock)
+    return _measure(contenders, setup, tokens, label, arguments, clock)
 
 
 def _inputs(engine: Any, step: Callable[[], object]) -> list[Tensor]:

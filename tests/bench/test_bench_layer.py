@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compare import assert_close
 from forks import only
 
 from bench import frame
@@ -14,6 +15,7 @@ from bench.layer import contenders, goals, limits, main, memory, problem, rows, 
 from bench.layer.contenders import Layer, Router, layers
 from bench.layer.problem import Problem, Shape, skewed_counts
 from fmoe.errors import UserError
+from fmoe.experts import initial
 
 GELU = Shape("A", 24, 16, 32, 8, 2)
 SWIGLU = Shape("D", 24, 16, 16, 8, 3, gated=True)
@@ -192,6 +194,50 @@ def test_table_json_and_goals(tiny, tmp_path, capsys):
     assert len(of_a) == 2 * 3 + 1, "limit, peer, saved bytes; brute force in bf16"
     assert all("forward+backward" in line for line in asked)
     assert not any("drops" in line for line in asked), "a peer that drops tokens"
+
+
+@pytest.mark.parametrize("sweep", [[], ["--sweep", "tokens", "--values", "8", "16"]], ids=["shapes", "sweep"])
+def test_a_row_is_shown_and_written_when_it_is_done(sweep, tiny, tmp_path, capsys, monkeypatch):
+    """A later one fails, or the run is cut short."""
+    measured, asked = rows.measure, []
+
+    def measure(point, settings):
+        asked.append(point)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return measured(point, settings)
+
+    tiny["broken"] = Layer(lambda problem: 1 / 0)
+    monkeypatch.setattr(main, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        main.main(["--precision", "fp32", "bf16", *sweep, *COMMON, "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*.json")
+    first, _ = json.loads(path.read_text())["measurements"]
+    assert first["label"] == asked[0].label and "sorted slices" in first["seconds"]
+    shown = capsys.readouterr().out
+    assert f"| {first['label']}" in shown and "broken, setup: ZeroDivisionError" in shown
+
+
+@pytest.mark.parametrize("skew", [None, 2.0])
+def test_our_layer_draws_no_weights(skew, monkeypatch):
+    """It is built on the meta device, and has the problem's: no parameter or buffer is left there."""
+    given = Problem(GELU, torch.float32, skew)
+    expected = contenders.SortedSlices(given)(given.x_TD)
+    monkeypatch.setattr(initial, "draw", lambda *arguments: pytest.fail("weights are drawn"))
+    layer = contenders.ours(given, backend="torch")
+    assert not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
+    assert_close(layer(given.x_TD), expected, 1e-5, "y")
+
+
+def test_the_contenders_of_a_gpu_are_listed_without_one(capsys, tmp_path):
+    argv = ["--device", "cuda", "--list", "--out", str(tmp_path)]
+    main.main([*argv, "--shapes", "mixtral", "--only", "fmoe cuda", "fmoe torch"])
+    assert capsys.readouterr().out == "fmoe cuda\nfmoe torch\n" and not list(tmp_path.iterdir())
+    main.main([*argv, "--without", "fmoe cuda"])
+    out = capsys.readouterr().out.splitlines()
+    assert "fmoe cuda" not in out and {"fmoe cuda, loop", "without SonicMoE: sonicmoe is not installed"} <= {*out}
+    with pytest.raises(UserError, match="--shapes"):
+        main.main([*argv, "--shapes", "mixtrall"])
 
 
 def test_over_a_naive_layer(tiny, tmp_path):

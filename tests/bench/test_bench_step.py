@@ -130,6 +130,45 @@ def test_clocks_of_several_threads_are_refused():
         main.main(["--recipe", "nobody"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_asked_for_is_needed(tmp_path):
+    with pytest.raises(UserError, match="--device cuda: torch .* sees no GPU"):
+        main.main(["--device", "cuda", "--out", str(tmp_path)])
+
+
+def on_a_gpu():
+    """Contenders of a GPU: their names, the backend of each of ours, and the order of readings and waits."""
+    from bench.step import contenders, measure
+
+    recipe = main._recipe("quickstart", "1")
+    made = contenders.Contenders(recipe, SimpleNamespace(device=torch.device("cuda", 0)))
+    experts = SimpleNamespace(backend="auto")
+    made._ours = SimpleNamespace(moe_layers=[SimpleNamespace(experts=experts)])
+    used, events = {}, []
+    for name, is_loaded in ((contenders.CUDA, True), (contenders.TORCH, False), (contenders.CUDA, False)):
+        contenders.cuda.load = lambda device, is_loaded=is_loaded: is_loaded
+        contenders.cuda.why = lambda device: "no driver"
+        try:
+            made.engine(name)
+            used[name] = experts.backend
+        except UserError as error:
+            used["error"] = str(error)
+    torch.cuda.synchronize = lambda: events.append("wait")
+    made.step = lambda name: lambda: events.append("step")
+    clock = iter(range(1000))
+    arguments = SimpleNamespace(rounds=2, warmup=1, seed=0)
+    measure.steps(made, "row", arguments, lambda: events.append("read") or next(clock))
+    return made.names, used, events
+
+
+def test_steps_on_a_gpu(forks):
+    """One contender runs our kernels, and the clock is read when the GPU is done."""
+    names, used, events = only(forks.run(1, on_a_gpu))
+    assert names == ["fmoe cuda", "fmoe torch", "megatron-core MoELayer"]
+    assert used == {"fmoe cuda": "cuda", "fmoe torch": "torch", "error": "fmoe cuda is unavailable: no driver"}
+    assert events == ["wait", "read", "step", "wait", "read"] * 9
+
+
 TINY = """
 [model]
 num_layers = 2
