@@ -1,11 +1,13 @@
-"""``python -m bench gpu probe|smoke``: what a machine with a GPU has, and whether the layer works on it.
+"""``python -m bench gpu STEP``: what a machine with a GPU has, whether the layer works on it, and where its time goes.
 
-Both are steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and name skipped checks.
+These are steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and name skipped checks.
 """
 
 import functools
 import importlib.metadata
 import platform
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -16,8 +18,12 @@ import torch
 from torch import Tensor
 
 import fmoe
+from bench import report
+from bench.layer import bandwidth, contenders
+from bench.layer.device import EventClock
+from bench.layer.problem import SHAPES, Problem
 from fmoe import random
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.experts import initial
 from fmoe.gates.naive import NaiveRouter
 from fmoe.kernels.cuda import calls, tuning
@@ -38,13 +44,21 @@ class Skipped(Exception):
 def main(argv: Sequence[str]) -> int:
     """Run a step; return 1 if a check failed, else 0."""
     parser = ArgumentParser(prog="python -m bench gpu", description=__doc__)
-    parser.add_argument("step", choices=["probe", "smoke"], help="smoke: run every part of the CUDA backend once")
+    parser.add_argument(
+        "step",
+        choices=["probe", "smoke", "profile", "kernels", "launch"],
+        help="smoke: run every part of the CUDA backend once; profile: time of a layer's step by kernel; kernels: "
+        "bandwidth of the memory-bound kernels, and Nsight Compute on the slowest; launch: run KERNELs once each",
+    )
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="names of kernels, for launch")
     parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, in small sizes")
     arguments = parser.parse_args(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
         raise UserError(f"torch {torch.__version__} sees no GPU; pass --rehearse to run on the CPU")
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", torch.cuda.current_device())
-    return probe(device) if arguments.step == "probe" else smoke(device)
+    if arguments.step == "launch":
+        return launch(device, arguments.kernels)
+    return {"probe": probe, "smoke": smoke, "profile": profile, "kernels": kernels}[arguments.step](device)
 
 
 def probe(device: torch.device) -> int:
@@ -75,6 +89,63 @@ def _seconds(step: Callable[[], object], device: torch.device) -> float:
         step()
         times.append(time.perf_counter() - begin)
     return min(times)
+
+
+def profile(device: torch.device) -> int:
+    """Print the time of a layer's forward and backward pass by kernel."""
+    problem = _problem(device)
+    step = contenders.layer_step(contenders.Layer(contenders.ours), problem, backward=True)
+    for _ in range(3):  # compiles, and measures GEMMs
+        step()
+    with torch.profiler.profile() as found:
+        for _ in range(3):
+            step()
+    times = found.key_averages()
+    print(times.table(sort_by=f"self_{device.type}_time_total", row_limit=20, max_name_column_width=60))
+    return 0
+
+
+def kernels(device: torch.device) -> int:
+    """Print the bandwidth of the memory-bound kernels; run Nsight Compute on the slowest three, if it is installed."""
+    if device.type == "cpu":
+        print("skipped: the kernels need a GPU")
+        return 0
+    _load(device)
+    problem = _problem(device)
+    measured = bandwidth.measure(problem, f"{problem.shape}, kernels", 5, 0, EventClock())
+    print("\n".join([*report.rows_table([measured]), *report.failures([measured])]), flush=True)
+    slowest = sorted(measured.seconds.keys() - {bandwidth.COPY}, key=measured.throughput)[:3]
+    if shutil.which("ncu") is None:
+        print("ncu is not installed: no profile of single kernels")
+        return 0
+    sections = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats")
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
+    for section in sections:
+        command += ["--section", section]
+    return subprocess.run([*command, sys.executable, "-m", "bench", "gpu", "launch", *slowest]).returncode
+
+
+def launch(device: torch.device, names: Sequence[str]) -> int:
+    """Launch kernels once each, between the marks for a profiler."""
+    _only_on_gpu(device)
+    _load(device)
+    steps = {kernel.name: kernel.step for kernel in bandwidth.kernels_of(_problem(device))}
+    for name in names:
+        if name not in steps:
+            raise UserError(f"KERNEL={name!r} is not known; {known_names(name, steps)}")
+        steps[name]()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for name in names:
+        steps[name]()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    return 0
+
+
+def _problem(device: torch.device) -> Problem:
+    small = device.type == "cpu"
+    return Problem(SHAPES["tiny" if small else "qwen3"], torch.bfloat16, device=device.type)
 
 
 def smoke(device: torch.device) -> int:

@@ -54,8 +54,13 @@ def main(argv: Sequence[str]) -> None:
             of_split = _alone(name, arguments) if size == 1 else _together(size, name, split, arguments)
             rows += of_split["rows"]
             notes += of_split["goals"]
-    lines = [f"* {line}" for line in _COLUMNS] if notes else []
-    report.write(rows, arguments.out, "step", notes=[*lines, "", "Goals:", "", *notes] if notes else [], means=False)
+            _write(rows, notes, arguments.out, is_shown=False)  # a run that is cut short has written its rows
+    _write(rows, notes, arguments.out)
+
+
+def _write(rows: list[frame.Measurement], goals: list[str], out: Path, is_shown: bool = True) -> None:
+    notes = [*(f"* {line}" for line in _COLUMNS), "", "Goals:", "", *goals] if goals else []
+    report.write(rows, out, "step", notes=notes, means=False, is_shown=is_shown)
 
 
 def _device() -> str:
@@ -81,9 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         help="threads of each process; by default the cores divided by the processes",
     )
     parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
-    parser.add_argument(
-        "--device", choices=["cuda"], help="refuse to run without a GPU; default: a GPU if there is one"
-    )
+    parser.add_argument("--device", choices=["cuda"], help="raise without a GPU; default: a GPU if there is one")
     parser.add_argument("--list", action="store_true", help="print the contenders; measure nothing, and need no GPU")
     options.add_clock(parser)
     return parser

@@ -26,6 +26,7 @@ def test_sanitizer(tool):
     # Our kernels alone: their mangled names have the namespace.
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=fmoe"]
     command += [sys.executable, "-c", PROGRAM]
-    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # packages may lie in a folder of it
+    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=variables)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
