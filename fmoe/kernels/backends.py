@@ -50,7 +50,7 @@ def cuda_is_loaded(device: torch.device) -> bool:
 
 def current_gpu() -> torch.device | None:
     """Return the current GPU if CUDA kernels are loaded for it, so that it has passed a self-check; else None."""
-    if not launch.launchers or not torch.cuda.is_available():
+    if not launch.launchers or not torch.cuda.is_initialized():  # it is not in a process forked from one that has it
         return None
     gpu = torch.device("cuda", torch.cuda.current_device())
     return gpu if cuda_is_loaded(gpu) else None

@@ -407,6 +407,23 @@ def test_any_failure_of_loading_is_a_reason(monkeypatch):
     assert not cuda.load() and cuda.why() == "KeyError: 'nowhere'"
 
 
+def test_a_gpu_that_torch_cannot_start_is_a_reason(monkeypatch, caplog):
+    """As in a forked process, or where another process has the GPU for itself; it is said once."""
+
+    def fail(device=None):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess\nand more")
+
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(native, "load", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
+    for _ in range(2):
+        FFNExperts(2, 4, 6)
+        assert cuda.why() == "RuntimeError: Cannot re-initialize CUDA in forked subprocess and more"
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    with pytest.raises(UserError, match="backend='cuda' is unavailable: RuntimeError: Cannot re-initialize"):
+        FFNExperts(2, 4, 6, backend="cuda")
+
+
 def test_another_compiler_interface_is_one_line(monkeypatch, folder):
     from cuda import core
 

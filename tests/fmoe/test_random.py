@@ -130,6 +130,7 @@ def test_the_gpu_that_draws_has_kernels(capability, monkeypatch):
     """None where no GPU is visible, or where its kernels are not loaded."""
     monkeypatch.setattr(launch, "launchers", {"sm_90": object(), "none": object()})
     monkeypatch.setattr(launch, "_arch_of_device", {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

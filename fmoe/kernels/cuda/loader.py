@@ -42,7 +42,7 @@ def load(device: torch.device | int | str | None = None) -> bool:
     Raises:
         UserError: FMOE_CUDA is neither 0 nor 1.
     """
-    arch = architecture(device)
+    arch = _architecture(device)
     if arch not in _reasons:
         with _lock:
             if arch not in _reasons:
@@ -52,7 +52,7 @@ def load(device: torch.device | int | str | None = None) -> bool:
 
 def why(device: torch.device | int | str | None = None) -> str | None:
     """Return why `load` returned False; None if it returned True or was not called."""
-    return _reasons.get(architecture(device))
+    return _reasons.get(_architecture(device))
 
 
 def is_off() -> bool:
@@ -102,6 +102,16 @@ def architectures() -> list[str]:
 
 
 AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures for which `describe` also reports kernels built in advance
+
+
+def _architecture(device: torch.device | int | str | None) -> str:
+    """Return `architecture`, or "unusable", with its reason, if torch cannot start CUDA, as in a forked process."""
+    try:
+        return architecture(device)
+    except Exception as error:
+        if "unusable" not in _reasons:
+            _reasons["unusable"] = _give_up("this GPU", tuning.one_line(error))
+        return "unusable"
 
 
 def _load(arch: str, device: torch.device | int | str | None) -> str | None:
