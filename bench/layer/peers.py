@@ -95,7 +95,8 @@ def megatron(problem: Problem) -> nn.Module:
         gradient_accumulation_fusion=False,
     )
     spec = get_gpt_layer_local_spec(num_experts=shape.num_experts, moe_grouped_gemm=False)
-    layer = build_module(spec.submodules.mlp, config=config)
+    build = spec.submodules.mlp  # a function in newer versions
+    layer = build(config=config) if callable(build) else build_module(build, config=config)
     with torch.no_grad():
         layer.router.weight.copy_(problem.router_ED)
         for expert, w_in, w_out in zip(layer.experts.local_experts, problem.w_in_EPD, problem.w_out_EDH, strict=True):
