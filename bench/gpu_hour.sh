@@ -19,9 +19,11 @@
 # up to more than nine minutes, data are missing, a measurement does not have our kernels, or a file lies beside the
 # archive or is too large.
 set -uo pipefail
+case ${OUT:-/} in /*) ;; *) OUT=$PWD/$OUT ;; esac
 cd "$(dirname "$0")/.." || exit
 
 LIMIT=540 GRACE=10 MEGABYTES=16
+failed=0
 BEGIN=0 # the second of the script in which the call began
 REHEARSE=0
 [ "${1:-}" = --rehearse ] && { REHEARSE=1; shift; }
@@ -40,11 +42,15 @@ export FMOE_NATIVE=${FMOE_NATIVE:-0} FMOE_CACHE=${FMOE_CACHE:-$SITE/cache}
 mkdir -p "$FMOE_CACHE"
 
 if compgen -G "$WHEELS/*.whl" >/dev/null && [ ! -f "$SITE/.installed" ]; then
-    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$SITE" "$WHEELS"/*.whl &&
+    if "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$SITE" "$WHEELS"/*.whl; then
         touch "$SITE/.installed"
+    else
+        echo "== the wheels in $WHEELS do not install"
+        failed=1
+    fi
 fi
 
-failed=0 running=0 CALL=
+running=0 CALL=
 scratch=$(mktemp -d)
 trap '[ "$running" = 0 ] || kill -KILL -- "-$running" 2>/dev/null; rm -rf "$scratch"' EXIT
 trap 'archive; exit 130' INT TERM
@@ -147,7 +153,8 @@ train() {
     need "$corpus/tokenizer.model"
     recipe+=(--data.tokenizer "$corpus/tokenizer.model" --data.train "$corpus/train" --data.validation "$corpus/train")
     # Sixty steps of each, compared by the tokens per second of their last lines.
-    run cuda 90 "$PYTHON" -m pretrain "${recipe[@]}" --train.steps 60 --run.folder "$scratch/cuda"
+    run cuda 90 "$PYTHON" -m pretrain "${recipe[@]}" --train.steps 60 --run.folder "$scratch/cuda" \
+        --model.expert_options.backend cuda # an error without the kernels
     rehearse cuda "$PYTHON" -m pretrain "${recipe[@]}" --train.steps 2 --optimizer.warmup_steps 1 \
         --model.num_layers 1 --model.sequence_length 64 --train.validation_every 1 \
         --train.global_batch 2 --train.micro_batch 2 --train.validation_sequences 2 --run.folder "$scratch/cpu"

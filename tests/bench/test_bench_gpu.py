@@ -195,6 +195,17 @@ def test_a_rehearsal_finds_an_omission(name, change, variables, error, tmp_path)
     assert done.returncode == 1 and re.search(f"^== .*{error}", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_wheels_are_installed_once_or_are_a_failure(code, tmp_path):
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    (wheels / "some.whl").touch()
+    change = None if code == 0 else ('"$PYTHON" -m pip install', "false")
+    done, _, calls = hour(tmp_path, "--rehearse", "layer", change=change, WHEELS=str(wheels))
+    assert done.returncode == code and (site / ".installed").exists() == (code == 0)
+    assert sum("pip install" in call for call in calls) == 1 - code
+
+
 def test_an_unknown_call(tmp_path):
     done, files, calls = hour(tmp_path, "layer", "perf")
     assert done.returncode == 2 and "CALL=perf is unknown" in done.stdout and not files and not calls
