@@ -185,9 +185,10 @@ class FFNExperts(Stacked):
     def reset_parameters(self) -> None:
         """Draw each parameter from (seed, global id of the expert, name), so that it is equal at every EP size.
 
-        Values have the same bits on every device, and are drawn on the device of the parameters; for parameters on the
-        CPU, on a GPU if one is faster. However, an ``init_method`` or ``output_init_method`` other than
-        `torch.nn.init.normal_` runs on the CPU, one expert at a time. Meta tensors stay as they are.
+        Values have the same bits on every device, and are drawn on the device of the parameters. For parameters on the
+        CPU, a GPU with kernels draws them if the native backend is not loaded. However, an ``init_method`` or
+        ``output_init_method`` other than `torch.nn.init.normal_` runs on the CPU, one expert at a time. Meta tensors
+        stay as they are.
         """
         for name in ("weight_in", "weight_out", "bias_in", "bias_out"):
             parameter = getattr(self, name)
