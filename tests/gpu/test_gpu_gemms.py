@@ -61,6 +61,15 @@ def test_triton_has_the_same_bits_in_twenty_runs():
 
 
 @needs_triton
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_triton_on_a_gpu_that_is_not_the_current_one():
+    layer, x = layer_of(**by("triton", {"expert": "swiglu"})), tokens()
+    expected = results(layer, x)
+    for name, value in results(layer.to("cuda:1"), x.to("cuda:1")).items():
+        assert_close(value.cpu(), expected[name].cpu(), 2e-2, name)
+
+
+@needs_triton
 def test_triton_does_not_wait_for_the_host():
     layer, x = layer_of(**by("triton", {"expert": "swiglu"})), tokens()
     results(layer, x)
