@@ -82,7 +82,7 @@ both() {
     running=0
     tail -n 40 "$WORK/$name.log"
     echo "  $name ended with $code after $((SECONDS - begin)) s"
-    [ "$code" = 0 ] || fail "$name ended with $code: $*"
+    [ "$code" = 0 ] || fail "$name ended with $code"
     archive
 }
 
