@@ -45,6 +45,9 @@ MAY_NOT_CHANGE = ("optimizer.name",)
 # Keys of files, which `check_data` compares by content: their paths may change.
 _BY_CONTENT = ("data.train", "data.tokenizer")
 
+# Key of a checkpoint's state with the settings of an imported model that only an export uses.
+PUBLISHED = "published"
+
 logger = logging.getLogger(__name__)
 
 

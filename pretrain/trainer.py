@@ -46,6 +46,7 @@ class Trainer:
         self.is_stopping = self.was_skipped = False
         self._flops_per_token = recipe.flops_per_token()
         self._imports = digests(recipe)
+        self._published: dict[str, Any] = {}
         self._batches = Prefetch(
             lambda step: self.engine.collate_step(step, inputs.train), recipe.train.steps, recipe.data.prefetch
         )
@@ -142,6 +143,7 @@ class Trainer:
             "schedule": state.schedule_state(self.engine),
             "data": resume.data_state(self.recipe, self.inputs, self.step),
             "callbacks": {c.state_key: saved for c in self.callbacks if (saved := c.state_dict())},
+            resume.PUBLISHED: self._published,
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
@@ -171,12 +173,13 @@ class Trainer:
         resume.check_data(self.recipe, self.inputs, checkpoint)
         state.load(self.engine, checkpoint)
         self.step = checkpoint.step
+        self._published = checkpoint.state.get(resume.PUBLISHED, {})
         for callback in self.callbacks:
             if saved := checkpoint.state.get("callbacks", {}).get(callback.state_key):
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Load the model's weights and buffers from a checkpoint, and nothing else.
+        """Load the model's weights and buffers from a checkpoint, and the settings of an imported model.
 
         Training then starts at step 0, with a new optimizer and the first sample.
 
@@ -184,6 +187,9 @@ class Trainer:
             UserError: a tensor is missing, unexpected, or differs in shape.
         """
         state.load_weights(self.engine, checkpoint)
+        known = checkpoint.state.get("data", {}).get("tokenizer")
+        if known in (None, self.inputs.tokenizer_fingerprint):  # token ids mean the same
+            self._published = checkpoint.state.get(resume.PUBLISHED, {})
 
 
 def _memory_mb(device: torch.device) -> float:

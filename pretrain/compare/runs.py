@@ -159,7 +159,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 def _meaning(recipe: Recipe) -> list[str]:
     """Return the recipe keys that define the predicted tokens and their context."""
-    keys = {"gpt": ["data.document_mask"], "bert": ["data.noise_density"]}
+    keys = {"gpt": ["data.document_mask", "data.bos"], "bert": ["data.noise_density"]}
     return ["model.kind", *keys.get(recipe.model.objective, ["data.noise_density", "data.mean_span"])]
 
 

@@ -138,8 +138,9 @@ class Recipe:
         decoder_layers = model.num_decoder_layers
         if model.kind != "t5" and decoder_layers is not None:
             raise UserError(f"model.num_decoder_layers={decoder_layers} needs model.kind=t5, not {model.kind}")
-        if model.objective != "gpt" and data.document_mask:
-            raise UserError(f"data.document_mask=true needs model.kind=gpt, not {model.kind}")
+        for key in ("document_mask", "bos"):
+            if model.objective != "gpt" and getattr(data, key):
+                raise UserError(f"data.{key}=true needs model.kind=gpt, not {model.kind}")
         if model.mtp_layers and data.document_mask:
             raise UserError(
                 f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: at the end "

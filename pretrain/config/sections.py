@@ -26,6 +26,10 @@ class DataConfig:
     document_mask: bool = False
     """Let tokens attend only to their own document, and predict no token of the next document. Positions restart in
     each document. Needs model.kind=gpt or a registered kind."""
+    bos: bool = False
+    """Begin each document with the tokenizer's BOS token: in corpora (``fmoe data prepare --bos``), in prompts and in
+    evaluated text. ``fmoe import`` sets it if the tokenizer adds BOS to texts. Needs model.kind=gpt or a registered
+    kind."""
     noise_density: float = 0.15
     """Share of the tokens that a t5 or a bert must predict."""
     mean_span: float = 3.0

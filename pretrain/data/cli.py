@@ -131,6 +131,11 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=path_argument, required=True, metavar="PREFIX", help="output path without suffix"
     )
     prepared.add_argument(
+        "--bos",
+        action="store_true",
+        help="begin each document with the tokenizer's BOS token, for recipes with data.bos=true",
+    )
+    prepared.add_argument(
         "--workers",
         type=int,
         metavar="N",
@@ -321,6 +326,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         progress=True,
         format=arguments.format,
         skip_errors=arguments.on_error == "skip",
+        bos=arguments.bos,
     )
     empty = f", {done.empty_documents:,} empty documents skipped" if done.empty_documents else ""
     print(

@@ -64,7 +64,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
         UserError: for each of
 
             * a file that is missing or damaged,
-            * a corpus that is shorter than a sequence, or that was prepared with another tokenizer,
+            * a corpus that is shorter than a sequence, or that was prepared with another tokenizer or ``data.bos``,
             * a tokenizer with a larger vocabulary than the model's,
             * a token id outside the model's vocabulary (large corpora without counts are not checked; `with_counts`
               checks the training corpora),
@@ -74,7 +74,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
     _check_machine(recipe)
     tokenizer = open_tokenizer(recipe)
     with naming("data.train"):
-        train = [open_corpus(prefix, tokenizer) for prefix in data.train]
+        train = [open_corpus(prefix, tokenizer, bos_of(recipe, tokenizer)) for prefix in data.train]
         samples = build_samples(recipe, train, tokenizer, recipe.train.seed, data.weights)
         _check_ids(train, model.vocab_size)
         entropy = unigram_entropy(train, model.vocab_size) if all(corpus.counts for corpus in train) else None
@@ -207,7 +207,8 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
         UserError: as for `open_inputs`; the message begins with ``data.validation``.
     """
     with naming("data.validation"):
-        corpora = [open_corpus(prefix, tokenizer) for prefix in recipe.data.validation]
+        bos = bos_of(recipe, tokenizer)
+        corpora = [open_corpus(prefix, tokenizer, bos) for prefix in recipe.data.validation]
         samples = build_samples(recipe, corpora, tokenizer, VALIDATION_SEED)
         _check_ids(corpora, recipe.model.vocab_size)
     return samples, _fingerprints(corpora)
@@ -243,12 +244,50 @@ def _fingerprints(corpora: list[IndexedCorpus]) -> tuple[str | None, ...]:
     return tuple(corpus.description.get("sha256", {}).get("bin") for corpus in corpora)
 
 
-def open_corpus(prefix: str | Path, tokenizer: Tokenizer) -> IndexedCorpus:
-    """Open a corpus by its prefix. Raise UserError if it is missing, damaged or prepared with another tokenizer."""
+def open_corpus(prefix: str | Path, tokenizer: Tokenizer, bos: int | None = None) -> IndexedCorpus:
+    """Open a corpus by its prefix.
+
+    Args:
+        bos: id that begins each document; None if no document begins with BOS.
+
+    Raises:
+        UserError: the corpus is missing or damaged; or it was prepared with another tokenizer, end of document or
+            ``bos``.
+    """
     corpus = IndexedCorpus(prefix)
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(
             f"{prefix} was prepared with another tokenizer than the model's, {tokenizer.path}: prepare "
             "the corpus again with the model's tokenizer"
         )
+    described = corpus.description.get("tokenizer", {})
+    end = described.get("end_of_document", tokenizer.end_of_document)
+    if end != tokenizer.end_of_document:
+        raise UserError(
+            f"the documents of {prefix} end with token {end}, but those of the tokenizer {tokenizer.path} with token "
+            f"{tokenizer.end_of_document}: prepare the corpus again, or correct eos_token in tokenizer_config.json "
+            "beside the tokenizer"
+        )
+    found = described.get("bos")
+    if not described and corpus.num_tokens:  # written by Megatron
+        found = bos if int(corpus.flat[0]) == bos else None
+    if found != bos:
+        begin = "without BOS" if found is None else f"with BOS (token {found})"
+        value, how = ("false", "without --bos") if bos is None else (f"true (token {bos})", "with --bos")
+        raise UserError(
+            f"data.bos={value}, but the documents of {prefix} begin {begin}: prepare the corpus again {how}, or change "
+            "data.bos"
+        )
     return corpus
+
+
+def bos_of(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
+    """Return the id that begins a document; None if ``data.bos`` is false.
+
+    Raises:
+        UserError: the tokenizer has no BOS token.
+    """
+    try:
+        return tokenizer.role("bos") if recipe.data.bos else None
+    except UserError as error:
+        raise UserError(f"data.bos=true: {error}") from error

@@ -80,6 +80,7 @@ def prepare(
     progress: bool = False,
     format: str = "auto",
     skip_errors: bool = False,
+    bos: bool = False,
 ) -> Prepared:
     """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, provenance).
 
@@ -97,16 +98,18 @@ def prepare(
         progress: show progress on stderr.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip and count unreadable documents.
+        bos: begin each document with the tokenizer's BOS token, as a recipe with ``data.bos=true`` needs.
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
             `pretrain.data.streams.open_mixture`); ``format`` is "bytes" and the tokenizer does not have one token per
-            byte; an output is an input or not writable; no document has text; ``num_workers`` is less than 1; or a
-            worker process died.
+            byte; the tokenizer has no BOS token; an output is an input or not writable; no document has text;
+            ``num_workers`` is less than 1; or a worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
+    begin = [tokenizer.role("bos")] if bos else []
     if format == "bytes":
         _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
     sources = open_sources(inputs, text_key, format=format)
@@ -128,6 +131,8 @@ def prepare(
         for batch, encoded in encode_all(_batches(sources, text_key, skips if skip_errors else stop)):
             start = 0
             for piece, count in zip(batch.pieces, encoded.counts, strict=True):
+                if count and not length:
+                    writer.append(begin)
                 writer.append(encoded.tokens[start : start + count])
                 start, length = start + count, length + count
                 if not piece.ends_document:
@@ -151,6 +156,7 @@ def prepare(
                 "sha256": tokenizer.fingerprint,
                 "vocab_size": tokenizer.vocab_size,
                 "end_of_document": tokenizer.end_of_document,
+                **({"bos": begin[0]} if begin else {}),
             },
             sources=[source.name for source in sources],
             **({"mixture": streams[0].provenance} if streams else {}),

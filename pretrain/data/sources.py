@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -206,7 +207,7 @@ def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
 
 def _parse(line: str, place: str, format: Format) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         hint = "; a .json file must hold one JSON object per line, or one array of objects" * (format is Format.JSON)
         raise UserError(f"{place} is not JSON: {error.msg} at column {error.colno}{hint}") from error
@@ -214,12 +215,21 @@ def _parse(line: str, place: str, format: Format) -> object:
         raise UserError(f"{place} is not readable JSON: {error}") from error
 
 
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object; raise ValueError if it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has the key {printable(repeated)!r} twice")
+    return found
+
+
 def _items(source: Source) -> Iterator[tuple[str, object]]:
     """Yield the (location, value) of each item of a JSON array."""
     # Only one item and a piece of the file are in memory.
     decode_part = codecs.getincrementaldecoder("utf-8")().decode
     blocks = read_blocks(source, lambda file: file.read(PIECE_SIZE))
-    scan = json.JSONDecoder().raw_decode
+    scan = json.JSONDecoder(object_pairs_hook=_object).raw_decode
     text, at, number, is_over = "", 0, 0, False
 
     def more() -> None:

@@ -15,6 +15,7 @@ import torch
 from fmoe.cli import Parser
 from fmoe.errors import UserError, require
 from pretrain.data.cli import INPUTS, add_format, path_argument
+from pretrain.data.inputs import bos_of
 from pretrain.data.sources import refuse_other_encoding
 from pretrain.inference import decoding, report
 from pretrain.inference.evaluation import evaluate as evaluate_model
@@ -226,6 +227,8 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if not ids:
         raise UserError(f"the prompt has no tokens with the tokenizer {tokenizer.path}: use another prompt")
+    bos = bos_of(recipe, tokenizer)
+    ids = ids if bos is None else [bos, *ids]
     if len(ids) > length:
         raise UserError(f"the prompt takes {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
     return ids

@@ -10,7 +10,7 @@ from typing import Any
 from fmoe.errors import UserError
 from fmoe.metrics import LayerReport
 from pretrain.compare.table import markdown
-from pretrain.data.inputs import open_validation
+from pretrain.data.inputs import bos_of, open_validation
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of
@@ -86,7 +86,7 @@ def open_source(
         raise UserError(
             f"--stride {stride} exceeds model.sequence_length={model.sequence_length}: it would skip tokens"
         )
-    text = Text(data, trained.tokenizer, model.vocab_size, text_key, format)
+    text = Text(data, trained.tokenizer, model.vocab_size, text_key, format, bos_of(recipe, trained.tokenizer))
     count = None
     if text.num_tokens is not None:
         block = recipe.spans.block if model.kind == "t5" else model.sequence_length - 2 * (model.kind == "bert")

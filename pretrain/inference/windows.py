@@ -1,8 +1,8 @@
 """Samples for an evaluation, from a whole text or corpus in order.
 
-The stream is all documents in order, each followed by its end token. Samples have the form of training samples
-(`pretrain.data.kinds`). The last sample may be shorter, and is not padded. A GPT predicts each token once; with
-``data.document_mask``, it does not predict the first token of a document.
+The stream is all documents in order, each followed by its end token. With ``data.bos``, each begins with BOS. Samples
+have the form of training samples (`pretrain.data.kinds`). The last sample may be shorter, and is not padded. A GPT
+predicts each token but BOS once; with ``data.document_mask``, it does not predict the first token of a document.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +34,7 @@ class Text:
         paths: prefixes of corpora, or text files and folders, as for `pretrain.data.documents.find_sources`.
         text_key: key or column with the text in JSON files and tables.
         format: format of the text files, as for `find_sources`.
+        bos: id that begins each document; None to begin with the text.
 
     Attributes:
         num_tokens: total number of tokens; None if ``paths`` include text, which is tokenized only while it is read.
@@ -50,7 +51,9 @@ class Text:
         vocab_size: int,
         text_key: str = "text",
         format: str = "auto",
+        bos: int | None = None,
     ):
+        self.bos = bos
         self._tokenizer, self._vocab_size, self._key, self._format = tokenizer, vocab_size, text_key, format
         with naming("--data"):
             if format == "bytes":
@@ -62,7 +65,7 @@ class Text:
 
     def _open(self, path: Path):
         if path.name not in ("", "..") and all(file.is_file() for file in corpus_paths(path)[::2]):
-            return open_corpus(path, self._tokenizer)
+            return open_corpus(path, self._tokenizer, self.bos)
         if not path.exists():
             raise UserError(f"{path} is neither a file or folder of text nor the prefix of a .bin/.idx pair")
         if path.suffix in (".bin", ".idx"):
@@ -88,6 +91,8 @@ class Text:
         for source in sources:
             for piece in read_source(source, self._key):
                 ids = list(self._tokenizer.encode_piece(piece.text)) if piece.text else []
+                if ids and not length and self.bos is not None:
+                    ids.insert(0, self.bos)
                 length += len(ids)
                 if piece.ends_document:
                     ids += [self._tokenizer.end_of_document] if length else []
@@ -115,12 +120,16 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
 
 def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | None) -> Iterator[Sample]:
     length, end = recipe.model.sequence_length, tokenizer.end_of_document
-    for block, first in gpt_windows(text.tokens(), end, length, length if stride is None else stride):
+    before = end if text.bos is None else None  # BOS begins the stream
+    for block, first in gpt_windows(text.tokens(), before, length, length if stride is None else stride):
         ones = np.ones(len(block) - 1, dtype=np.int64)
         sample = {"tokens": block[:-1], "labels": block[1:], "loss_mask": ones}
         if recipe.data.document_mask:
             sample = mask_documents(block, end)
-        sample["loss_mask"] = np.where(np.arange(len(ones)) < first, 0, sample["loss_mask"])
+        is_left_out = np.arange(len(ones)) < first
+        if text.bos is not None:
+            is_left_out |= sample["labels"] == text.bos
+        sample["loss_mask"] = np.where(is_left_out, 0, sample["loss_mask"])
         yield sample
 
 
@@ -152,7 +161,9 @@ class _One:
         return self._block
 
 
-def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
+def gpt_windows(
+    parts: Iterable[np.ndarray], end: int | None, length: int, stride: int
+) -> Iterator[tuple[np.ndarray, int]]:
     """Yield windows of a stream of tokens, which overlap if ``stride`` is less than ``length``.
 
     An end-of-document token is put before the stream, so that the stream's first token is predicted like the first
@@ -160,7 +171,8 @@ def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int)
 
     Args:
         parts: the stream's tokens in chunks of any length, int64 [n].
-        end: id of the end-of-document token.
+        end: id of the end-of-document token; None to put no token before the stream, whose first token is then not
+            predicted.
         length: maximum number of predicted tokens of a window.
         stride: tokens from the start of one window to the next.
 
@@ -169,7 +181,7 @@ def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int)
             have predicted already. These tokens come first.
     """
     parts = iter(parts)
-    held = np.array([end], dtype=np.int64)  # from the window's start on
+    held = np.array([] if end is None else [end], dtype=np.int64)  # from the window's start on
     begin, done = 0, 0  # offsets in the stream: of the window, of the last predicted token
     is_over = False
     while True:

@@ -89,6 +89,7 @@ MEGATRON_BERT = Family(
     only=(
         Only("hidden_act", ("gelu", None)),
         Only("tie_word_embeddings", (True, None)),
+        Only("chunk_size_feed_forward", (0, None)),
         Only("is_decoder", (False, None)),
         Only("add_cross_attention", (False, None)),
         Only("position_embedding_type", ("absolute", None)),

@@ -94,7 +94,8 @@ def import_main(argv: Sequence[str]) -> int:
         print("  without a tokenizer: set data.tokenizer before training")
     else:
         tokenizer, prefix = printable(str(done.tokenizer)), printable(recipe.data.train[0])
-        print(f"  prepare text:  fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}")
+        bos = " --bos" * recipe.data.bos
+        print(f"  prepare text:  fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}{bos}")
     print(f"  train further: fmoe train {out}/config.toml --run.folder NEW_RUN")
     return 0
 

@@ -1,6 +1,5 @@
 """Conversion of a Hugging Face folder to a run with one checkpoint: ``fmoe import``."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,12 +14,21 @@ from pretrain.checkpoint import Piece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
 from pretrain.data.inputs import naming
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.interchange.configs import family_of, model_of
 from pretrain.interchange.family import Family
-from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, refuse_output, write_bytes
-from pretrain.interchange.outgoing import NO_TOKENIZER
+from pretrain.interchange.folder import (
+    GENERATION_CONFIG,
+    HuggingFaceFolder,
+    Stored,
+    appearing,
+    refuse_output,
+    write_bytes,
+)
+from pretrain.interchange.outgoing import NO_TOKENIZER, TOKEN_IDS
 from pretrain.interchange.tensors import Place, sizes_of
-from pretrain.interchange.tokenizer import files_from
+from pretrain.interchange.tokenizer import check_tokenizer, files_of, find_tokenizer
+from pretrain.resume import PUBLISHED
 from pretrain.tracking.folder import CONFIG
 
 _PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -60,18 +68,18 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     config = family.adapt(folder.config, folder)  # may read weights, whose errors name their file
     with naming(str(source / "config.json")):
         _, model = model_of(config)
-    found = _match(folder, family, model)
-    dtype = _dtype(folder, found)
-    try:
-        files = {} if tokenizer == NO_TOKENIZER else files_from(source if tokenizer is None else Path(tokenizer))
-    except UserError as error:
-        raise UserError(f"{error}; pass --tokenizer FILE with another file, or --tokenizer none") from error
+    found, dtype = _match(folder, family, model)
+    loaded = _tokenizer(folder, model, tokenizer)
+    files = {} if loaded is None else files_of(loaded)
     path = out / "tokenizer" / next(iter(files)) if files else None
     recipe = Recipe(
         run=RunConfig(folder=str(out)),
         model=model,
         data=DataConfig(
-            tokenizer="" if path is None else str(path), train=(str(out / "corpus" / "train"),), validation=()
+            tokenizer="" if path is None else str(path),
+            train=(str(out / "corpus" / "train"),),
+            validation=(),
+            bos=loaded is not None and loaded.adds_bos and model.objective == "gpt",
         ),
         optimizer=OptimizerConfig(lr=_LR, min_lr=0.0, warmup_steps=0),
         train=TrainConfig(precision=_PRECISIONS[dtype], init_from=str(out)),
@@ -88,8 +96,12 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     )
     nbytes *= dtype.itemsize
     state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # so --resume is refused
-    if path is not None:
-        state["data"] = {"tokenizer": hashlib.sha256(files[path.name]).hexdigest()}
+    state[PUBLISHED] = {
+        "config": {key: folder.config[key] for key in TOKEN_IDS if folder.config.get(key) is not None},
+        "generation_config": folder.json(GENERATION_CONFIG) or {},
+    }
+    if loaded is not None:
+        state["data"] = {"tokenizer": loaded.fingerprint}
     with appearing(out, nbytes) as temporary:
         save_parts(temporary / "checkpoints", 0, _pieces(folder, family, model, found, dtype), state, nbytes=nbytes)
         write_recipe(recipe, temporary / CONFIG)
@@ -100,8 +112,40 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     return Imported(family, recipe, out / "checkpoints", path)
 
 
-def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """Return the family's tensors in the layout that fits the folder best, after a check of their names and shapes."""
+def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, given: str | None) -> Tokenizer | None:
+    """Load a folder's tokenizer, or the ``given`` one.
+
+    Raises:
+        UserError: the tokenizer is damaged or does not fit the model; or AutoTokenizer reads the folder's tokenizer
+            differently.
+    """
+    if given == NO_TOKENIZER:
+        return None
+    try:
+        path = find_tokenizer(folder.path if given is None else Path(given))
+        if path is None:
+            return None
+        tokenizer = load_tokenizer(path)
+        if given is None:
+            check_tokenizer(tokenizer, folder.config.get("model_type"))
+        if given is None and tokenizer.vocab_size > model.vocab_size:
+            raise UserError(
+                f"the vocabulary of {path} has {tokenizer.vocab_size} entries, which exceeds vocab_size="
+                f"{model.vocab_size} of config.json"
+            )
+        if tokenizer.adds_bos and model.objective == "gpt":
+            _ = tokenizer.role("bos")  # raises if the tokenizer adds several tokens
+    except UserError as error:
+        raise UserError(f"{error}; pass --tokenizer FILE to use a file as it is, or --tokenizer none") from error
+    return tokenizer
+
+
+def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> tuple[list[Place], torch.dtype]:
+    """Return the family's tensors in the layout that fits the folder best, and their common dtype (see `_dtype`).
+
+    Raises:
+        UserError: a tensor is missing or unexpected, or has another shape or an unsupported dtype.
+    """
     forms = family.forms(model)
     names = set(folder.tensors)
     found = max(forms, key=lambda form: sum(name in names for place in form for name in place.theirs))
@@ -116,6 +160,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
                 f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json implies "
                 f"{list(shape)}"
             )
+    dtype = _dtype(folder, found)  # first: quantized weights come with tensors of scales
     left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
     for copy, name in family.copies.items():
         if copy not in left:
@@ -125,7 +170,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
         left.remove(copy)
     if left:
         raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of this {family.name} model")
-    return found
+    return found, dtype
 
 
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
@@ -135,7 +180,8 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
-                f"{folder.path}: {name} has dtype {name_of(dtype)}: use one of {', '.join(map(name_of, _PRECISIONS))}"
+                f"{folder.path}: {name} has dtype {name_of(dtype)}, which is not supported: convert the weights to one "
+                f"of {', '.join(map(name_of, _PRECISIONS))}"
             )
     return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
 

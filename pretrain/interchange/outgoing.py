@@ -31,9 +31,12 @@ from pretrain.interchange.folder import (
 from pretrain.interchange.llama_cpp import check_convertible, write_gguf
 from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import files_for
+from pretrain.resume import PUBLISHED
 
 SHARD_BYTES = 4 << 30
 NO_TOKENIZER = "none"
+# Keys of config.json with ids of special tokens, which an export keeps from an import.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -83,22 +86,17 @@ def export_checkpoint(
     found = family.tensors(recipe.model)
     dtype = _check_tensors(checkpoint, family, found)
     loaded = load_tokenizer(checkpoint, recipe, tokenizer)
-    files = {**family.files(), **({} if loaded is None else files_for(loaded, recipe.model.sequence_length))}
+    config = config_of(family, recipe.model, name_of(dtype))
+    files = dict(family.files())
+    if loaded is not None:
+        bos = recipe.data.bos if recipe.model.objective == "gpt" else None
+        files |= files_for(loaded, recipe.model.sequence_length, bos=bos, model_type=config["model_type"])
     plan = [Planned(name, place.dtype or dtype, shape) for place in found for name, shape in place.theirs.items()]
     nbytes = sum(planned.nbytes for planned in plan)
     pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
         names = write_weights(folder, plan, _tensors(checkpoint, recipe, found, dtype), shard_bytes)
-        config = config_of(family, recipe.model, name_of(dtype))
-        generation: dict[str, Any] = {}
-        if loaded is not None:
-            config["eos_token_id"] = generation["eos_token_id"] = loaded.end_of_document
-            generation["pad_token_id"] = loaded.end_of_document if loaded.pad is None else loaded.pad
-            if unused := list(range(loaded.vocab_size, recipe.model.vocab_size)):  # as `fmoe generate` does
-                generation["suppress_tokens"] = unused
-            if recipe.model.kind == "t5":  # the decoder starts with the padding token
-                config["pad_token_id"] = config["decoder_start_token_id"] = generation["pad_token_id"]
-                generation["decoder_start_token_id"] = generation["pad_token_id"]
+        generation = _token_settings(checkpoint, recipe, loaded, config)
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
@@ -112,6 +110,40 @@ def export_checkpoint(
     weights = [place for place in found if place.ours and place.dtype is None]
     num_params = sum(prod(shape) for place in weights for shape in place.theirs.values())
     return Exported(family, num_params, tuple(names), notes)
+
+
+def _token_settings(
+    checkpoint: Checkpoint, recipe: Recipe, tokenizer: Tokenizer | None, config: dict[str, Any]
+) -> dict[str, Any]:
+    """Return generation_config.json, and set the ids of special tokens in ``config``.
+
+    The settings of an imported model are kept.
+    """
+    published = checkpoint.state.get(PUBLISHED, {})
+    ids = published.get("config", {})
+    config |= ids
+    generation = {**ids, **published.get("generation_config", {})}
+    if tokenizer is None:
+        return generation
+    end = tokenizer.end_of_document
+    is_trained = not checkpoint.state.get("weights_only")
+    for settings in (config, generation):
+        ends = settings.get("eos_token_id")
+        if ends is None:
+            settings["eos_token_id"] = end
+        elif is_trained and end not in (known := ends if isinstance(ends, list) else [ends]):
+            settings["eos_token_id"] = [*known, end]
+        if recipe.data.bos:
+            settings["bos_token_id"] = tokenizer.bos
+    if generation.get("pad_token_id") is None:
+        generation["pad_token_id"] = end if tokenizer.pad is None else tokenizer.pad
+    if unused := range(tokenizer.vocab_size, recipe.model.vocab_size):  # as `fmoe generate` does
+        generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or ()), *unused})
+    if recipe.model.kind == "t5":  # the decoder starts with the padding token
+        pad = end if tokenizer.pad is None else tokenizer.pad
+        config["pad_token_id"] = config["decoder_start_token_id"] = pad
+        generation["pad_token_id"] = generation["decoder_start_token_id"] = pad
+    return generation
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:

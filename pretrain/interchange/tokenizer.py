@@ -3,23 +3,40 @@
 Export converts a sentencepiece model to a tokenizer.json. It fails unless both give the same tokens for sample texts.
 """
 
+import importlib.util
 import json
+import logging
 import math
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, require
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.base import SPECIAL_NAMES
-from pretrain.data.tokenizers.huggingface import load_json
-from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from pretrain.data.tokenizers.base import ADDED, SPECIAL_MAP, SPECIAL_NAMES, read_declared
+from pretrain.data.tokenizers.base import SETTINGS as CONFIG
+from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer, load_json
+from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer, parse_model
 
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
-CONFIG = "tokenizer_config.json"
-# Files that may accompany tokenizer.json in a Hugging Face folder; import and export copy them.
-BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", SENTENCEPIECE)
+# Files that may accompany a tokenizer in a Hugging Face folder; import and export copy them.
+BESIDE = (CONFIG, SPECIAL_MAP, ADDED, "chat_template.jinja", SENTENCEPIECE)
+# Files of tokenizers that fmoe does not read.
+_OTHERS = (
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+# Keys of tokenizer_config.json that decide how AutoTokenizer encodes a text.
+_DECIDED = frozenset(
+    ("auto_map", "tokenizer_file", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "sp_model_kwargs")
+)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # sentencepiece's types of pieces
 _UNIGRAM, _BPE = 1, 2
 _SPACE_MARK = "\u2581"  # sentencepiece's symbol for a space
@@ -37,85 +54,231 @@ _PROBES = (
     *("\u2581 \u2581\u2581 a\u2581b", "<0x0A> <unk> <s> </s> <pad>", "\x00\x01\x7f\x85\u2028"),
 )
 
+# Text as people write it: contractions, capitals, numbers, punctuation, indentation, several scripts.
+_REAL = (
+    "I'm sure they'll say WE'VE seen 1234567 of them, isn't it?  Yes -- it's $3,999.95 (or 12%) at 10:45!!!\n\n\tOk...",
+    'for (int i = 0; i < n; ++i) {\n    total += a[i] * 0x1F;  // x != y\n\n}\r\nprintf("%d\\n", total);\n',
+    "See https://www.example.org/a_b?c=1&d=%20 or mail jane.doe+spam@example.org; FooBarBaz, foo_bar, FOO-BAR #42.",
+    "L'été dernier, à Zürich: „Straße“, 25 °C — el niño dijo «¿qué?». Łódź, Ελλάδα, Москва́, עברית, العربية ٣٤٥.",
+    "今日は2024年5月17日です。你好。世界。한국어 텍스트. हिन्दी में लिखा है। ภาษาไทย 😀👍🏽",
+)
 
-def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
+logger = logging.getLogger(__name__)
+
+
+def files_for(
+    tokenizer: Tokenizer,
+    model_max_length: int,
+    *,
+    bos: bool | None = False,
+    model_type: str | None = None,
+) -> dict[str, bytes]:
     """Return the tokenizer files of a Hugging Face folder, by name.
 
-    A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with the other files in `BESIDE`.
+    A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with the other files in `BESIDE`, if
+    AutoTokenizer then gives the model's tokens.
 
     Any other tokenizer gets a tokenizer_config.json with which AutoTokenizer behaves like fmoe. AutoTokenizer then
-    adds no tokens to a text. The name of a special token in a text is encoded like any other text. A sentencepiece
-    model that llama.cpp can apply is included for llama.cpp's converter.
+    adds no tokens to a text but BOS. Unless there was a tokenizer_config.json, the name of a special token in a text is
+    encoded like any other text. A sentencepiece model that llama.cpp can apply is included for llama.cpp's converter.
+
+    Args:
+        bos: the model's documents begin with BOS (``data.bos``); None for a model that is not a GPT, whose samples need
+            other tokens around a text.
+        model_type: ``model_type`` of the folder's config.json, which may decide AutoTokenizer's class.
 
     Raises:
         UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.
     """
-    beside: dict[str, bytes] = {}
-    for_llama_cpp: dict[str, bool] = {"add_bos_token": False}
-    if not isinstance(tokenizer, SentencePieceTokenizer):
-        kept = _beside(tokenizer.path)
-        if CONFIG in kept:
-            return {TOKENIZER: tokenizer.path.read_bytes(), **kept}
-        model = json.loads(tokenizer.path.read_bytes())
-        model |= {"post_processor": None, "padding": None, "truncation": None}
-        data = json.dumps(model, ensure_ascii=False).encode()
-    else:
-        proto = _proto(tokenizer)
+    begin = [tokenizer.role("bos")] if bos else []
+    beside = _beside(tokenizer.path)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and CONFIG in beside:
+        copied = {TOKENIZER: tokenizer.path.read_bytes(), **beside}
+        if bos is None or _is_same(copied, model_type, tokenizer, begin):
+            return copied
+    settings = json.loads(beside.pop(CONFIG, b"{}"))
+    beside.pop(SENTENCEPIECE, None)
+    for_llama_cpp: dict[str, bool] = {"add_bos_token": bool(begin)}
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        proto = parse_model(tokenizer.data, tokenizer.path)
         data = _converted(tokenizer, proto)
         if _suits_llama_cpp(proto):
-            beside[SENTENCEPIECE] = tokenizer.path.read_bytes()
+            beside[SENTENCEPIECE] = tokenizer.data
             for_llama_cpp["add_prefix_space"] = proto.normalizer_spec.add_dummy_prefix
-    _compare(tokenizer, data)
+    else:
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        data = tokenizer.data
     names = {i: piece for piece, i in tokenizer.ids.items()}
-    config: dict[str, Any] = {
+    model = json.loads(data)
+    model |= {"post_processor": None, "padding": None, "truncation": None}
+    if begin:
+        model["post_processor"] = _template(names[begin[0]], begin[0])
+    data = json.dumps(model, ensure_ascii=False).encode()
+    _compare(tokenizer, data)
+    config: dict[str, Any] = {key: value for key, value in settings.items() if key not in _DECIDED} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model_max_length,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
+        "split_special_tokens": settings.get("split_special_tokens", not settings),
         "eos_token": names[tokenizer.end_of_document],
         **for_llama_cpp,
     }
     if tokenizer.pad is not None:
         config["pad_token"] = names[tokenizer.pad]
+    if begin:
+        config["bos_token"] = names[begin[0]]
     unknown = next((name for name in ("<unk>", "[UNK]") if name in names.values()), None)
     if unknown is not None:
-        config["unk_token"] = unknown
+        config.setdefault("unk_token", unknown)
     return {TOKENIZER: data, CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(), **beside}
+
+
+def _template(name: str, number: int) -> dict[str, Any]:
+    """Return the post-processor of a tokenizer.json that puts a special token in front of each text."""
+
+    def part(text: str) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": text, "type_id": 0}}]
+
+    tokens = {name: {"id": name, "ids": [number], "tokens": [name]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": part("A"),
+        "pair": [*part("A"), *part("B")],
+        "special_tokens": tokens,
+    }
 
 
 def files_from(source: Path) -> dict[str, bytes]:
     """Return the contents of tokenizer files, by name.
 
     Args:
-        source: folder, or a tokenizer file. The files in `BESIDE` next to a tokenizer.json are included.
+        source: folder, or a tokenizer file. The files in `BESIDE` next to it are included.
 
     Returns:
         The files, unchanged; {} for a folder without a tokenizer.
 
     Raises:
-        UserError: the tokenizer is damaged, or has no end-of-document token.
+        UserError: the tokenizer is damaged or of another format, or has no end-of-document token.
     """
-    if source.is_dir():
-        found = [source / name for name in (TOKENIZER, SENTENCEPIECE) if (source / name).is_file()]
-        if not found:
-            return {}
-        source = found[0]
-    load_tokenizer(source)
-    name = TOKENIZER if source.suffix == ".json" else SENTENCEPIECE
-    return {name: source.read_bytes(), **(_beside(source) if name == TOKENIZER else {})}
+    path = find_tokenizer(source)
+    if path is None:
+        return {}
+    tokenizer = load_tokenizer(path)
+    return files_of(tokenizer)
+
+
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the tokenizer's file, under its name in a Hugging Face folder, and the files in `BESIDE` next to it."""
+    name = SENTENCEPIECE if isinstance(tokenizer, SentencePieceTokenizer) else TOKENIZER
+    return {name: tokenizer.path.read_bytes()} | {
+        other: data for other, data in _beside(tokenizer.path).items() if other != name
+    }
+
+
+def find_tokenizer(source: Path) -> Path | None:
+    """Return the path of a folder's tokenizer, None if it has none. A file is its own tokenizer.
+
+    Raises:
+        UserError: the folder has only tokenizer files that fmoe does not read.
+    """
+    if not source.is_dir():
+        return source
+    for name in (TOKENIZER, SENTENCEPIECE):
+        if (source / name).is_file():
+            return source / name
+    if others := [name for name in _OTHERS if (source / name).is_file()]:
+        raise UserError(
+            f"{source} has a tokenizer in {', '.join(others)}, which is not supported without {TOKENIZER} or "
+            f"{SENTENCEPIECE}: save it as {TOKENIZER} with transformers' AutoTokenizer"
+        )
+    return None
+
+
+def check_tokenizer(tokenizer: Tokenizer, model_type: str | None) -> None:
+    """Check that AutoTokenizer encodes texts as ``tokenizer`` does. Without transformers, only the declared tokens are
+    checked.
+
+    Args:
+        model_type: the folder's ``model_type``, which may decide AutoTokenizer's class.
+
+    Raises:
+        UserError: a declared token is missing, or a text is encoded differently.
+    """
+    path = tokenizer.path
+    declared = read_declared(path.parent)
+    added = [token["content"] for token in declared.added.values()]
+    for name in (*declared.names.values(), *declared.others, *added):
+        if name not in tokenizer.ids:
+            raise UserError(
+                f"{path.with_name(CONFIG)} declares the token {name!r}, which {path.name} does not have: AutoTokenizer "
+                "would give it an id that the model was not trained with; remove it from the files beside "
+                f"{path.name}"
+            )
+    if isinstance(tokenizer, SentencePieceTokenizer):  # export converts it
+        return
+    theirs = _load_auto(files_of(tokenizer), model_type)
+    if theirs is None:
+        return
+    text = _difference(theirs, tokenizer, None)
+    if text is not None:
+        raise UserError(
+            f"AutoTokenizer ({type(theirs).__name__}) tokenizes {text[:40]!r} differently from {path}: correct "
+            f"tokenizer_class in {CONFIG}"
+        )
+
+
+def _is_same(files: Mapping[str, bytes], model_type: str | None, tokenizer: Tokenizer, begin: list[int]) -> bool:
+    """Return whether AutoTokenizer, with ``files``, gives the model's tokens: ``begin``, then the tokens of a text."""
+    try:
+        theirs = _load_auto(files, model_type)
+    except UserError:  # a converted tokenizer needs no class of its own
+        return False
+    if theirs is None:
+        return tokenizer.adds_bos == bool(begin)
+    return _difference(theirs, tokenizer, begin) is None
+
+
+def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None:
+    """Return AutoTokenizer's tokenizer of a folder with ``files``; None without transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        logger.warning("transformers is not installed: the tokenizer is not compared with AutoTokenizer's")
+        return None
+    import transformers
+
+    with tempfile.TemporaryDirectory(prefix="fmoe-") as temporary:
+        for name, data in files.items():
+            (Path(temporary) / name).write_bytes(data)
+        (Path(temporary) / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+        try:
+            return transformers.AutoTokenizer.from_pretrained(temporary, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # of many kinds, some from Rust
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"AutoTokenizer cannot read the tokenizer: {reason}") from error
+
+
+def _difference(theirs: Any, tokenizer: Tokenizer, begin: Sequence[int] | None) -> str | None:
+    """Return a text that AutoTokenizer encodes differently from ``tokenizer``; None if there is none.
+
+    Args:
+        begin: ids that AutoTokenizer must put in front of a text; None to compare without any.
+    """
+    names = [name for name in theirs.get_added_vocab() if name.strip()]  # AutoTokenizer finds them in a text
+    for text in (*_REAL, *_PROBES[:-3], *map(_docstring, dir(str))):
+        if any(name in text for name in names):
+            continue
+        ids = theirs(text, add_special_tokens=begin is not None)["input_ids"]
+        if list(ids) != [*(begin or ()), *tokenizer.encode(text)]:
+            return text
+    return None
+
+
+def _docstring(name: str) -> str:
+    return getattr(str, name).__doc__ or ""
 
 
 def _beside(path: Path) -> dict[str, bytes]:
     return {name: (path.parent / name).read_bytes() for name in BESIDE if (path.parent / name).is_file()}
-
-
-def _proto(tokenizer: Tokenizer) -> Any:
-    require("google.protobuf", "pretrain", f"converting {tokenizer.path}")
-    from sentencepiece import sentencepiece_model_pb2
-
-    messages: Any = sentencepiece_model_pb2
-    return messages.ModelProto.FromString(tokenizer.path.read_bytes())
 
 
 def _suits_llama_cpp(proto: Any) -> bool:

@@ -122,6 +122,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             weights=(0.25, 3.0),
             validation=(),
             document_mask=True,
+            bos=True,
             noise_density=0.2,
             mean_span=2.0,
             prefetch=5,
@@ -230,7 +231,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             **dict.fromkeys(LATENT),
             **NOT_T5,
         ),
-        data=replace(recipe.data, document_mask=False),
+        data=replace(recipe.data, document_mask=False, bos=False),
         parallel=replace(
             recipe.parallel,
             context=1,

@@ -39,7 +39,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a sentencepiece model or, if the file name ends in ``.json``, a Hugging Face tokenizer.
 
     Raises:
-        UserError: the file is missing, is neither of these, or has no end-of-document token (sentencepiece's eos).
+        UserError: the file is missing, is neither of these, or has no end-of-document token; a file beside it that
+            declares special tokens is damaged or contradicts it.
     """
     path = Path(path)
     try:

@@ -1,9 +1,12 @@
-"""Common interface of tokenizers, with the names of special tokens."""
+"""Common interface of tokenizers, with the names and the declarations of special tokens."""
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +16,91 @@ PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids
 CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
 # Roles of special tokens, and their names here and elsewhere; the first one found is used.
 ROLES = {
+    "bos": (BEGIN, "<s>", "<|begin_of_text|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]"),
+    "eos": (
+        *(END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        *("<eos>", "</s>", "[EOS]", "[SEP]"),
+    ),
     "pad": (PAD, "[PAD]"),
     "cls": (CLS, "[CLS]", "<s>"),
     "sep": (SEP, "[SEP]", "</s>"),
     "mask": (MASK, "[MASK]"),
 }
 SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
+SETTINGS, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_UNKNOWN_TEXT = "\U000e0fff"  # a character without a meaning
+# Surroundings in which a text may spell the name of a special token.
+_AROUND = (("", ""), (" ", " "), ("a", "b"), ("\n", "\n"))
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Special tokens that the files beside a tokenizer declare, as transformers reads them.
+
+    Attributes:
+        names: name by role, for the roles of `ROLES`.
+        added: properties of added tokens by id: ``content``, ``special`` and other fields of ``tokenizers.AddedToken``.
+        others: names of other special tokens.
+        adds_bos: the value of ``add_bos_token``.
+    """
+
+    names: Mapping[str, str]
+    added: Mapping[int, Mapping[str, Any]]
+    others: tuple[str, ...]
+    adds_bos: bool
+
+
+def read_declared(folder: Path) -> Declared:
+    """Read the special tokens declared in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+
+    Raises:
+        UserError: a file is unreadable or is not a JSON object; a token is neither a string nor an object with a
+            string ``content``, or its id is not a number.
+    """
+    settings, others, ids = (_read_object(folder / name) for name in (SETTINGS, SPECIAL_MAP, ADDED))
+    settings = {**others, **settings}
+    path = folder / SETTINGS
+    names = {}
+    for role in ROLES:
+        if settings.get(f"{role}_token") is not None:
+            names[role] = _content(path, f"{role}_token", settings[f"{role}_token"])
+    extra: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        values = settings.get(key) or ()
+        extra += values.values() if isinstance(values, dict) else values
+    added: dict[int, Mapping[str, Any]] = {}
+    try:
+        for name, number in ids.items():
+            added[int(number)] = {"content": name, "special": False}
+        for number, token in (settings.get("added_tokens_decoder") or {}).items():
+            added[int(number)] = {**token, "content": _content(path, "added_tokens_decoder", token)}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} or {ADDED} has an added token without a valid id: {error}") from error
+    return Declared(
+        names,
+        added,
+        tuple(_content(path, "additional_special_tokens", token) for token in extra),
+        settings.get("add_bos_token") is True,
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is invalid: it must hold a JSON object")
+    return value
+
+
+def _content(path: Path, key: str, token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str) or not content:
+        raise UserError(f"{path}: {key}={str(token)[:80]} must be a token, or an object with its content")
+    return content
 
 
 def sentinel(number: int) -> str:
@@ -33,7 +115,9 @@ class Tokenizer(ABC):
         path: the file that the tokenizer was read from.
         fingerprint: SHA-256 of the file, hexadecimal.
         vocab_size: size of the vocabulary; ids are ``0 <= id < vocab_size``.
-        end_of_document: id that ends a document (sentencepiece's eos).
+        end_of_document: id that ends a document (eos).
+        bos: id that begins a document if ``data.bos`` is set; None if the tokenizer has none.
+        adds_bos: the tokenizer's own settings put a token in front of a text.
         pad: id of padding; None if the tokenizer has none.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
         special_ids: ids without text: end of document, padding, sentinels, begin, unknown, cls, sep, mask, ...
@@ -43,16 +127,18 @@ class Tokenizer(ABC):
     fingerprint: str
     vocab_size: int
     end_of_document: int
+    bos: int | None
+    adds_bos: bool
     pad: int | None
     sentinels: tuple[int, ...]
     special_ids: frozenset[int]
     _id_of: Mapping[str, int]
     _special: Mapping[str, int]
+    _roles: dict[str, int]
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. A tokenizer that fmoe did not train may give a special id to an unknown character
-        or a user-defined symbol."""
+        """Return the ids of a text. The only special id that a text can have is that of an unknown character."""
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """Return the id of each byte, int64 [len(data)]; the bytes need not be UTF-8.
@@ -117,21 +203,19 @@ class Tokenizer(ABC):
         return self._special[piece]
 
     def role(self, name: str) -> int:
-        """Return the id of the special token for a role: "pad", "cls", "sep" or "mask".
+        """Return the id of the special token for a role: "bos", "eos", "pad", "cls", "sep" or "mask".
 
-        `ROLES` lists the names that the token may have.
+        `ROLES` lists the names that the token may have, if the files beside the tokenizer do not declare it.
 
         Raises:
             UserError: the tokenizer has no such token.
         """
-        if name == "pad" and self.pad is not None:
-            return self.pad
-        for piece in ROLES[name]:
-            if piece in self._special:
-                return self._special[piece]
-        raise UserError(
-            f"the tokenizer {self.path} has no piece for {name}: it needs {' or '.join(map(repr, ROLES[name]))}"
-        )
+        found = self._roles.get(name)
+        if found is None:
+            raise UserError(
+                f"the tokenizer {self.path} has no piece for {name}: it needs {' or '.join(map(repr, ROLES[name]))}"
+            )
+        return found
 
     def _checked(self, ids: Sequence[int] | np.ndarray) -> list[int]:
         ids = [int(i) for i in ids]
@@ -140,8 +224,62 @@ class Tokenizer(ABC):
                 raise UserError(f"token id {i} is outside the vocabulary of {self.path}, 0 to {self.vocab_size - 1}")
         return ids
 
+    def _set_roles(self, declared: Declared, own: Mapping[str, int]) -> None:
+        """Set the attributes that follow from `_special`.
+
+        A role's token is the declared one, that of the tokenizer itself (``own``), or the first of `ROLES`.
+
+        Raises:
+            UserError: no token ends documents, or the declared one is missing.
+        """
+        eos = declared.names.get("eos")
+        if eos is not None and eos not in self._id_of:
+            raise UserError(
+                f"the tokenizer {self.path} has no token {eos!r}, which is eos_token in "
+                f"{self.path.with_name(SETTINGS)}: correct eos_token"
+            )
+        self._roles = dict(own)
+        for role, names in ROLES.items():
+            known = [self._special[name] for name in names if name in self._special]
+            if declared.names.get(role) in self._special:
+                self._roles[role] = self._special[declared.names[role]]
+            elif known:
+                self._roles.setdefault(role, known[0])
+        if "eos" not in self._roles:
+            raise UserError(
+                f"the tokenizer {self.path} has no piece that ends documents: add a special token {ROLES['eos'][0]}, "
+                f"or name one as eos_token in {self.path.with_name(SETTINGS)}"
+            )
+        self.end_of_document = self._roles["eos"]
+        if self.end_of_document in self.encode(_UNKNOWN_TEXT):
+            raise UserError(
+                f"the tokenizer {self.path} encodes unknown characters as token {self.end_of_document}, which ends "
+                f"documents: name another eos_token in {self.path.with_name(SETTINGS)}"
+            )
+        self.bos = self._roles.get("bos")
+        self.pad = self._roles.get("pad")
+        self.adds_bos = declared.adds_bos and self.bos is not None
+        self.sentinels = self._consecutive_sentinels()
+        self.special_ids = frozenset([*self._special.values(), *self._roles.values()])
+
+    def _spelled(self, names: Iterable[str]) -> list[str]:
+        """Return those of ``names`` that a text can spell: `encode` gives their ids. Left out is the token of unknown
+        characters."""
+        unknown = self.encode(_UNKNOWN_TEXT)
+        return [
+            name
+            for name in names
+            if self._id_of[name] not in unknown
+            and any(self._id_of[name] in self.encode(before + name + after) for before, after in _AROUND)
+        ]
+
     def _consecutive_sentinels(self) -> tuple[int, ...]:
         found: list[int] = []
-        while (number := self._id_of.get(sentinel(len(found)))) is not None:
+        while (number := self._special.get(sentinel(len(found)))) is not None:
             found.append(number)
         return tuple(found)
+
+
+def named_sentinels(ids: Iterable[str]) -> set[str]:
+    """Return the names of sentinels among the names of tokens."""
+    return {name for name in ids if name.startswith("<extra_id_")}

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,13 @@ import numpy as np
 
 from fmoe.errors import UserError, require
 from pretrain.data.files import replacing
-from pretrain.data.tokenizers.base import END_OF_DOCUMENT, SPECIAL_NAMES, Tokenizer
+from pretrain.data.tokenizers.base import SETTINGS, SPECIAL_NAMES, Declared, Tokenizer, named_sentinels, read_declared
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# Names of the piece that ends a document in various models; the first one found is used.
-_ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A loaded ``tokenizer.json``.
+    """A loaded ``tokenizer.json``, with the tokens that the files beside it declare.
 
     A text is encoded without added tokens, truncation or padding. A special token spelled in a text is encoded as text.
     Decoding is exact for byte-level models that do not change the text first, e.g. to lower case.
@@ -31,31 +31,50 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, data: bytes, path: Path):
-        tokenizers = require("tokenizers", "pretrain", f"reading {path}")
-        try:
-            model = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the Rust side raises plain Exception
-            what = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"{path} is damaged, or is not a tokenizer.json of Hugging Face tokenizers: {what}"
-            ) from error
+        self.path = path
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        declared = read_declared(path.parent)
+        model = _parse(data, path)
+        self.data = _completed(data, model, path, declared)
+        """The file's content, with declared tokens added and special tokens marked as such."""
+        if self.data is not data:
+            model = _parse(self.data, path)
         model.no_padding()
         model.no_truncation()
         model.encode_special_tokens = True
-        self.path = path
-        self.fingerprint = hashlib.sha256(data).hexdigest()
         self._model = model
         self._id_of = model.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(self._id_of.values(), default=-1)
-        added = {token.content: i for i, token in model.get_added_tokens_decoder().items() if token.special}
-        self._special = {name: i for name, i in self._id_of.items() if name in SPECIAL_NAMES} | added
-        self.sentinels = self._consecutive_sentinels()
-        ends = [self._id_of[name] for name in _ENDS if name in self._id_of]
-        if not ends:
-            raise UserError(f"the tokenizer {path} has no piece that ends documents: add one of {', '.join(_ENDS)}")
-        self.end_of_document = ends[0]
-        self.special_ids = frozenset([*self._special.values(), *self.sentinels, self.end_of_document])
-        self.pad = next((self._special[name] for name in ("<pad>", "[PAD]") if name in self._special), None)
+        marked = {token.content: i for i, token in model.get_added_tokens_decoder().items() if token.special}
+        named = (SPECIAL_NAMES | named_sentinels(self._id_of)).intersection(self._id_of) - marked.keys()
+        text = self._spelled(named)  # ordinary entries of the vocabulary
+        self._special = {name: self._id_of[name] for name in named.difference(text)} | marked
+        self._cut(self._spelled(marked))
+        self._set_roles(declared, {})
+        around = model.encode("a", add_special_tokens=True)
+        before = [i for i, _ in takewhile(itemgetter(1), zip(around.ids, around.special_tokens_mask, strict=True))]
+        if before:  # the post-processor decides
+            self.adds_bos = True
+            self._roles.pop("bos", None)
+        if len(before) == 1:
+            self._roles["bos"] = before[0]
+        self.bos = self._roles.get("bos")
+
+    def _cut(self, names: Sequence[str]) -> None:
+        """Split the text inside of ``names``, so that no text is encoded as one of these tokens."""
+        if not names:
+            return
+        tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
+        inside = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names if len(name) > 1)
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(inside), "isolated")
+        before = self._model.pre_tokenizer
+        self._model.pre_tokenizer = split if before is None else tokenizers.pre_tokenizers.Sequence([before, split])
+        if left := self._spelled(names):
+            raise UserError(
+                f"the tokenizer {self.path} is not supported: it encodes the text {left[0]!r} as the special token of "
+                "that name"
+            )
+        self.data = self._model.to_str().encode()
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -98,6 +117,54 @@ class HuggingFaceTokenizer(Tokenizer):
         if "WordPiece" in self._decoders:  # a piece that begins a word is decoded with a space before it
             return len(piece.encode()) + (-2 if piece.startswith("##") else 1)
         return len(piece.replace("\u2581", " ").encode())
+
+
+def _parse(data: bytes, path: Path) -> Any:
+    tokenizers = require("tokenizers", "pretrain", f"reading {path}")
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the Rust side raises plain Exception
+        what = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged, or is not a tokenizer.json of Hugging Face tokenizers: {what}") from error
+
+
+def _completed(data: bytes, model: Any, path: Path, declared: Declared) -> bytes:
+    """Return the content of a tokenizer.json with all declared tokens, and with every token that has a role special.
+
+    Args:
+        model: the parsed content.
+
+    Raises:
+        UserError: a declared token has another id than ``tokenizers`` gives it.
+    """
+    ids = model.get_vocab(with_added_tokens=True)
+    present = {token.content: token.special for token in model.get_added_tokens_decoder().values()}
+    roles = {*SPECIAL_NAMES, *declared.names.values(), *named_sentinels(present)}
+    unmarked = {name for name, is_special in present.items() if not is_special and name in roles}
+    new: dict[int, Mapping[str, Any]] = {i: token for i, token in declared.added.items() if token["content"] not in ids}
+    for name in declared.names.values():
+        if name in ids and name not in present:
+            new[ids[name]] = {"content": name}
+    if not unmarked and not new:
+        return data
+    content = json.loads(data)
+    tokens = content.get("added_tokens") or []
+    for token in tokens:
+        token["special"] = token["special"] or token["content"] in unmarked
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for i, token in sorted(new.items()):
+        special = bool(token.get("special", True)) or token["content"] in roles
+        own = {name: bool(token.get(name, default)) for name, default in flags.items()}
+        tokens.append({"id": i, "content": token["content"], "special": special, **own})
+    completed = json.dumps({**content, "added_tokens": tokens}, ensure_ascii=False).encode()
+    found = _parse(completed, path)
+    for i, token in sorted(new.items()):
+        if (other := found.token_to_id(token["content"])) != i:
+            raise UserError(
+                f"{path.with_name(SETTINGS)} declares the token {token['content']!r} with id {i}, but the vocabulary "
+                f"of {path.name} leads to id {other}: correct added_tokens_decoder"
+            )
+    return completed
 
 
 def _characters_of_bytes() -> list[str]:

@@ -5,13 +5,24 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, require
 from pretrain.data.files import replacing
-from pretrain.data.tokenizers.base import BEGIN, END_OF_DOCUMENT, PAD, SPECIAL_NAMES, UNKNOWN, Tokenizer
+from pretrain.data.tokenizers.base import (
+    BEGIN,
+    END_OF_DOCUMENT,
+    PAD,
+    SPECIAL_NAMES,
+    UNKNOWN,
+    Declared,
+    Tokenizer,
+    named_sentinels,
+    read_declared,
+)
 
 ALWAYS_ALONE = ("\n", "\t", "\r")  # separate tokens
 LONGEST_LINE = 4096
@@ -22,18 +33,25 @@ _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
 class SentencePieceTokenizer(Tokenizer):
     """A loaded sentencepiece model."""
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, path: Path, fingerprint: str) -> None:
+    def __init__(self, data: bytes, path: Path) -> None:
         self.path = path
-        self.fingerprint = fingerprint
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        declared = read_declared(path.parent)
+        self.data = _with_control_symbols(data, path, declared)
+        """The model, with all special tokens as control symbols."""
+        self._processor = processor = _processor(self.data)
         self.vocab_size: int = processor.vocab_size()
-        self.end_of_document: int = processor.eos_id()
-        self.pad: int | None = processor.pad_id() if processor.pad_id() >= 0 else None
-        self._processor = processor
-        self._id_of = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
-        self.sentinels = self._consecutive_sentinels()
-        # In foreign models, special pieces may be user-defined symbols, as Megatron requires, not control symbols.
-        self._special = {p: i for p, i in self._id_of.items() if processor.is_control(i) or p in SPECIAL_NAMES}
-        self.special_ids = frozenset([*self._special.values(), *self.sentinels, processor.unk_id()])
+        self._id_of = _ids(processor)
+        self._newline = self._mark = None  # for `_spelled`
+        named = (SPECIAL_NAMES | named_sentinels(self._id_of)).intersection(self._id_of)
+        special = named.difference(self._spelled(named))
+        self._special = {
+            piece: i
+            for piece, i in self._id_of.items()
+            if processor.is_control(i) or processor.is_unknown(i) or piece in special
+        }
+        own = {"bos": processor.bos_id(), "eos": processor.eos_id(), "pad": processor.pad_id()}
+        self._set_roles(declared, {role: i for role, i in own.items() if i >= 0})
         # Lines are encoded separately if they are independent, which is faster than encoding a long text at once.
         self._newline = self._id_of["\n"] if self._lines_are_independent() else None
         # sentencepiece writes a space as U+2581, so it would decode a literal U+2581 to a space: spell it in bytes.
@@ -85,17 +103,53 @@ def load_model(data: bytes, path: Path) -> SentencePieceTokenizer:
         UserError: see `pretrain.data.tokenizers.load_tokenizer`.
     """
     sentencepiece.set_min_log_level(2)
-    processor = sentencepiece.SentencePieceProcessor()
     try:
-        if not data:
-            raise RuntimeError("the file is empty")
-        processor.load_from_serialized_proto(data)
-        tokenizer = SentencePieceTokenizer(processor, path, hashlib.sha256(data).hexdigest())
+        return SentencePieceTokenizer(data, path)
     except (RuntimeError, UnicodeDecodeError) as error:  # the latter from a damaged piece
         raise UserError(f"{path} is not a sentencepiece model, or is damaged: {error}") from error
-    if not 0 <= tokenizer.end_of_document < tokenizer.vocab_size:
-        raise UserError(f"the tokenizer {path} has no end-of-sentence piece: fmoe needs one to end documents")
-    return tokenizer
+
+
+def _processor(data: bytes) -> sentencepiece.SentencePieceProcessor:
+    if not data:
+        raise RuntimeError("the file is empty")
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.load_from_serialized_proto(data)
+    return processor
+
+
+def _ids(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
+    return {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
+
+
+def _with_control_symbols(data: bytes, path: Path, declared: Declared) -> bytes:
+    """Return a model without user-defined symbols that have a role, since a text could spell these.
+
+    Such symbols, which Megatron requires, and declared tokens become control symbols.
+    """
+    processor = _processor(data)
+    ids = _ids(processor)
+    roles = SPECIAL_NAMES | named_sentinels(ids)
+    declared_names = set(declared.names.values())
+    if not any(
+        name in ids and not (processor.is_control(ids[name]) or processor.is_unknown(ids[name]))
+        for name in roles | declared_names
+    ):
+        return data
+    proto = parse_model(data, path)
+    for piece in proto.pieces:
+        is_symbol = piece.type == piece.USER_DEFINED and piece.piece in roles
+        if is_symbol or (piece.type in (piece.USER_DEFINED, piece.NORMAL) and piece.piece in declared_names):
+            piece.type = piece.CONTROL
+    return proto.SerializeToString()
+
+
+def parse_model(data: bytes, path: Path) -> Any:
+    """Return sentencepiece's ``ModelProto`` of a model; ``path`` names the file in errors."""
+    require("google.protobuf", "pretrain", f"reading {path}")
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2
+    return messages.ModelProto.FromString(data)
 
 
 def train_model(

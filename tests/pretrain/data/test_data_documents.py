@@ -87,6 +87,11 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="row 2: the value of 'text' is a NoneType"):
         whole([tmp_path / "null.parquet"])
 
+    twice = pa.table([["a"], [1], ["b"]], names=["text", "n", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match=r"twice\.parquet has 2 columns 'text'"):
+        whole([tmp_path / "twice.parquet"])
+
     data = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "short.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match=r"short\.parquet cannot be read as a Parquet file"):
@@ -140,6 +145,7 @@ def test_folder_is_read_in_order_and_named_without_this_machines_path(tmp_path: 
         (b'{"text": "\\ud83d"}', r"line 2: 'text' has the lone surrogate U\+D83D"),
         (b"[" * 100_000, "line 2 is not readable JSON"),
         (b'{"n": ' + b"1" * 10_000 + b"}", "line 2 is not readable JSON"),
+        (b'{"text": "a", "n": 1, "text": "b"}', "line 2 is not readable JSON: an object has the key 'text' twice"),
         (b'{"text": "\xff"}', r"a\.jsonl is not UTF-8 at byte 27"),
     ],
     ids=["cut", "list", "key", "empty", "list value", "null", "surrogate", "deep", "digits", "bytes"],
@@ -233,6 +239,7 @@ def test_an_array_of_objects(name: str, indent: int | None, piece_size: int, tmp
         ('["a"]', r"item 1 is a JSON str, not an object"),
         ('[{"text": "a"}, {"body": "b"}]', r"item 2 has no key 'text'; its keys are 'body'"),
         ("[" * 100_000, "item 1 is not readable JSON"),
+        ('[{"text": "a", "text": "b"}]', "item 1 is not readable JSON: an object has the key 'text' twice"),
     ],
 )
 def test_json_that_is_neither_lines_nor_an_array(content: str, message: str, piece_size: int, tmp_path: Path) -> None:

@@ -166,5 +166,5 @@ def test_a_model_without_an_end_is_refused(texts: list[str], tmp_path: Path) -> 
         sentence_iterator=iter(texts[0].split("\n")), model_writer=model, vocab_size=200, eos_id=-1, minloglevel=2
     )
     (tmp_path / "other.model").write_bytes(model.getvalue())
-    with pytest.raises(UserError, match=r"other\.model has no end-of-sentence piece"):
+    with pytest.raises(UserError, match=r"other\.model has no piece that ends documents"):
         load_tokenizer(tmp_path / "other.model")

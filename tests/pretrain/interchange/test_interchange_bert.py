@@ -168,6 +168,7 @@ def test_keys_of_other_kinds():
 CONFIGS = {
     "another activation": ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new is not supported: it must be gelu"),
     "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings=false is not supported: it must be true"),
+    "feed-forward in chunks": ({"chunk_size_feed_forward": 5}, "chunk_size_feed_forward=5 .*: it must be 0"),
     "a decoder": ({"is_decoder": True}, "is_decoder=true"),
     "relative positions": ({"position_embedding_type": "relative_key"}, "position_embedding_type=relative_key"),
     "plain BERT": ({"model_type": "bert"}, "model_type=bert is not supported: .*megatron-bert"),

@@ -247,6 +247,12 @@ SPOILED = {
         "has the tensor model.layers.0.self_attn.q_proj.bias, which is not part of this mixtral",
     ),
     "integers": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)}), "has dtype int8"),
+    "8 bits with scales": (
+        lambda tensors: tensors.update(
+            {Q_PROJ: tensors[Q_PROJ].to(torch.float8_e4m3fn), f"{Q_PROJ}_scale_inv": torch.ones(1, 1)}
+        ),
+        f"{Q_PROJ} has dtype float8_e4m3fn, .*convert the weights to one of .*bfloat16",
+    ),
     "transposed": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.contiguous()}), r"has shape \[32, 48\]"),
 }
 

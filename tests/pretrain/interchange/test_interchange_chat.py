@@ -1,0 +1,307 @@
+"""Tokenizers in the forms of published models: what AutoTokenizer and generate make of them, import and export keep."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from huggingface_folders import save_random
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Model
+
+from fmoe.cli import main
+from fmoe.errors import UserError
+from pretrain.config import load_recipe
+from pretrain.data.indexed import IndexedCorpus
+from pretrain.data.tokenizers import load_tokenizer
+from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.tokenizer import files_for
+
+VOCAB = 400
+TEXT = "def f(x): return x ** 2  # a square, of 12 or 345\nI'm sure they'll say it's 10:45!\n" * 20
+DEEPSEEK = ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|eot_id|>{% endfor %}"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(*special: str, bos: str = "", splits: str = "") -> bytes:
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if splits:
+        cut = pre_tokenizers.Split(Regex(splits), "isolated")
+        model.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 20,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=list(special),
+        show_progress=False,
+    )
+    model.train_from_iterator([TEXT], trainer)
+    if bos:
+        model.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, model.token_to_id(bos))]
+        )
+    return model.to_str().encode()
+
+
+def piece_model() -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.split("\n")),
+        model_writer=model,
+        vocab_size=VOCAB - 40,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+# By name: files of the tokenizer, other values of config.json, BOS, end of document.
+FORMS = {
+    "llama 3": (
+        lambda: {
+            "tokenizer.json": byte_level(*LLAMA3, bos=LLAMA3[0]),
+            "tokenizer_config.json": {"bos_token": LLAMA3[0], "eos_token": LLAMA3[2], "chat_template": TEMPLATE},
+            "generation_config.json": {"eos_token_id": [1, 2], "bos_token_id": 0, "do_sample": True, "top_p": 0.9},
+        },
+        {"bos_token_id": 0, "eos_token_id": [1, 2]},
+        LLAMA3[0],
+        LLAMA3[2],
+    ),
+    "deepseek": (
+        lambda: {
+            "tokenizer.json": byte_level(*DEEPSEEK),
+            "tokenizer_config.json": {
+                "tokenizer_class": "LlamaTokenizerFast",
+                "add_bos_token": True,
+                "bos_token": {"__type": "AddedToken", "content": DEEPSEEK[0], "normalized": True},
+                "eos_token": {"__type": "AddedToken", "content": DEEPSEEK[1], "normalized": True},
+                "chat_template": TEMPLATE,
+            },
+        },
+        {"bos_token_id": 0, "eos_token_id": 1},
+        DEEPSEEK[0],
+        DEEPSEEK[1],
+    ),
+    "qwen 2": (
+        lambda: {
+            "tokenizer.json": byte_level(splits=QWEN2),
+            "tokenizer_config.json": {
+                "tokenizer_class": "Qwen2Tokenizer",
+                "add_bos_token": False,
+                "bos_token": None,
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>",
+                "added_tokens_decoder": {
+                    str(len(json.loads(byte_level(splits=QWEN2))["model"]["vocab"]) + i): {
+                        "content": name,
+                        "special": True,
+                        **dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False),
+                    }
+                    for i, name in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+                },
+            },
+            "chat_template.jinja": TEMPLATE.encode(),
+            "generation_config.json": {"eos_token_id": [3, 2], "pad_token_id": 2, "temperature": 0.7, "top_k": 20},
+        },
+        {"eos_token_id": 3},
+        None,
+        "<|im_end|>",
+    ),
+    "llama 2": (
+        lambda: {
+            "tokenizer.model": piece_model(),
+            "tokenizer_config.json": {
+                "tokenizer_class": "LlamaTokenizer",
+                "add_bos_token": True,
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "chat_template": TEMPLATE,
+            },
+        },
+        {"bos_token_id": 1, "eos_token_id": 2},
+        "<s>",
+        "</s>",
+    ),
+    "gpt-2": (
+        lambda: {
+            "tokenizer.json": byte_level("<|endoftext|>"),
+            "tokenizer_config.json": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+        },
+        {"bos_token_id": 0, "eos_token_id": 0},
+        None,
+        "<|endoftext|>",
+    ),
+}
+
+
+def written(folder: Path, files: dict, case: str = "mixtral", **config: object) -> Path:
+    """The folder of a model with random weights and these files."""
+    save_random(folder, case, vocab_size=VOCAB)
+    (folder / "generation_config.json").unlink()
+    values = json.loads((folder / "config.json").read_bytes())
+    values = {key: value for key, value in values.items() if not key.endswith("_token_id")} | config
+    for name, content in {"config.json": values, **files}.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return folder
+
+
+def auto(folder: Path):
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_bytes())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_import_and_export_keep_the_tokens(tmp_path, form):
+    files, config, bos, end = FORMS[form]
+    source = written(tmp_path / "theirs", files(), **config)
+    recipe = import_folder(source, tmp_path / "run").recipe
+    ours = load_tokenizer(recipe.data.tokenizer)
+    assert recipe.data.bos == (bos is not None)
+    assert ours.end_of_document == ours.ids[end] and (bos is None or ours.bos == ours.ids[bos])
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    theirs = auto(tmp_path / "out")
+    before = [] if bos is None else [ours.ids[bos]]
+    for text in (TEXT, "x", " It's 12345 o'clock.\n\n\tI'M SURE", "naïve 日本 🙂"):
+        assert theirs(text)["input_ids"] == before + ours.encode(text), "BOS once"
+    assert theirs.eos_token_id == ours.end_of_document
+    assert theirs.get_vocab() == ours.ids | theirs.get_added_vocab()
+    if "chat_template" in str(files()):
+        message = [{"role": "user", "content": "x"}]
+        wanted, found = (each.apply_chat_template(message, tokenize=False) for each in (auto(source), theirs))
+        assert found == wanted
+    exported = read(tmp_path / "out" / "config.json")
+    assert {key: exported[key] for key in config} == config
+    generation = read(tmp_path / "out" / "generation_config.json")
+    kept = files().get("generation_config.json", {})
+    assert {key: generation[key] for key in kept} == kept
+    assert generation["eos_token_id"] == kept.get("eos_token_id", config["eos_token_id"])
+
+
+def test_a_model_trained_without_bos_is_exported_without(tmp_path):
+    """As a run from before ``data.bos``, with a tokenizer that adds BOS."""
+    files, config, *_ = FORMS["llama 3"]
+    import_folder(written(tmp_path / "theirs", files(), **config), tmp_path / "run")
+    ours = load_tokenizer(tmp_path / "run" / "tokenizer" / "tokenizer.json")
+    for bos in (False, True):
+        folder = tmp_path / str(bos)
+        folder.mkdir()
+        for name, data in files_for(ours, 32, bos=bos, model_type="mixtral").items():
+            (folder / name).write_bytes(data)
+        theirs = auto(folder)
+        assert theirs(TEXT)["input_ids"] == [ours.bos] * bos + ours.encode(TEXT)
+        assert theirs("a<|eot_id|>")["input_ids"][-1] == 2, "a chat's tokens are found in its text"
+        assert theirs.chat_template == TEMPLATE and theirs.bos_token_id == 0
+
+
+def test_greedy_text_is_that_of_transformers(tmp_path, capsys):
+    import transformers
+
+    files, config, *_ = FORMS["llama 3"]
+    source = written(tmp_path / "theirs", files(), **config)
+    import_folder(source, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    main(["generate", str(tmp_path / "run"), "--prompt", "def f", "--max-tokens", "6", "--temperature", "0", "--json"])
+    ours = json.loads(capsys.readouterr().out)
+    for folder in (source, tmp_path / "out"):
+        prompt = auto(folder)("def f", return_tensors="pt")
+        assert prompt["input_ids"][0].tolist() == ours["prompt_tokens"]
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        found = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert found.tolist() == ours["samples"][0]["tokens"]
+    (tmp_path / "text.txt").write_text("def f(x): return")
+    main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "text.txt"), "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    ids = torch.tensor([[*auto(source)("def f(x): return")["input_ids"], 2]])
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert found["tokens"] == ids.shape[1] - 1 and found["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_training_follows_the_tokenizer(forks, tmp_path, capsys):
+    """As the command's output says: prepare a corpus with BOS, train on it, export."""
+    files, config, *_ = FORMS["llama 3"]
+    source, run, corpus = written(tmp_path / "theirs", files(), **config), tmp_path / "run", tmp_path / "corpus"
+    main(["import", str(source), str(run)])
+    (said,) = [line for line in capsys.readouterr().out.split("\n") if "fmoe data prepare" in line]
+    assert said.split()[-1] == "--bos"
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (TEXT, "", TEXT[:50])))
+    prepare = ["data", "prepare", str(tmp_path / "text.jsonl"), "--tokenizer", str(run / "tokenizer/tokenizer.json")]
+    main([*prepare, "--out", str(corpus), "--bos"])
+    main([*prepare, "--out", str(tmp_path / "without")])
+    tokens = [IndexedCorpus(corpus).document(i) for i in range(2)]
+    assert all((t[0], t[-1]) == (0, 2) and not (t[1:-1] < 3).any() for t in tokens)
+    train = [str(run / "config.toml"), "--run.folder", str(tmp_path / "new"), "--train.steps", "2"]
+    train += ["--train.global-batch", "2", "--train.micro-batch", "2", "--data.train", str(corpus)]
+    (end,) = forks.command("pretrain", *train[:-1], str(tmp_path / "without"))
+    assert end.code == 2 and "data.bos=true" in end.err and "--bos" in end.err
+    (end,) = forks.command("pretrain", *train, "--data.no-bos")
+    assert end.code == 2 and "data.bos=false" in end.err
+    (end,) = forks.command("pretrain", *train)
+    assert end.code == 0, end.err
+    export_checkpoint(tmp_path / "new", tmp_path / "out")
+    generation = read(tmp_path / "out" / "generation_config.json")
+    assert {key: generation[key] for key in files()["generation_config.json"]} == files()["generation_config.json"]
+    assert load_recipe(str(tmp_path / "new" / "config.toml")).data.bos
+
+
+def test_settings_of_a_model_without_a_tokenizer_are_kept(tmp_path):
+    settings = {"eos_token_id": [5, 7], "temperature": 0.6, "suppress_tokens": [9], "bos_token_id": 4}
+    source = written(tmp_path / "theirs", {"generation_config.json": settings}, eos_token_id=[5, 7], pad_token_id=3)
+    import_folder(source, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert read(tmp_path / "out" / "generation_config.json") == {"pad_token_id": 3, **settings}
+    config = read(tmp_path / "out" / "config.json")
+    assert (config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]) == ([5, 7], 3, None)
+
+
+def test_auto_tokenizer_must_agree(tmp_path):
+    files = {
+        "tokenizer.json": byte_level("<|endoftext|>"),
+        "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"},
+    }
+    source = written(tmp_path / "theirs", files, "qwen3_moe")
+    with pytest.raises(UserError, match=r"Qwen2Tokenizer.*tokenizer\.json.*--tokenizer"):
+        import_folder(source, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    import_folder(source, tmp_path / "run", tokenizer=str(source / "tokenizer.json"))
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    ours = load_tokenizer(source / "tokenizer.json")
+    assert auto(tmp_path / "out")(TEXT)["input_ids"] == ours.encode(TEXT)
+
+
+@pytest.mark.parametrize("key", ["pad_token", "additional_special_tokens"])
+def test_a_token_without_an_id_is_an_error(tmp_path, key):
+    name = "[PAD]"
+    settings = {"eos_token": "<|endoftext|>", key: [name] if key.endswith("s") else name}
+    files = {"tokenizer.json": byte_level("<|endoftext|>"), "tokenizer_config.json": settings}
+    source = written(tmp_path / "theirs", files)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json.*'\[PAD\]'.*--tokenizer none"):
+        import_folder(source, tmp_path / "run")
+    import_folder(source, tmp_path / "run", tokenizer="none")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("vocab.json", "merges.txt"), ("spiece.model",), ("tiktoken.model",), ("vocab.txt",), ("tekken.json",)],
+    ids=" ".join,
+)
+def test_other_tokenizer_files_are_named(tmp_path, names):
+    source = written(tmp_path / "theirs", dict.fromkeys(names, b"x"))
+    with pytest.raises(UserError, match=rf"{', '.join(names)}.*tokenizer\.json.*--tokenizer none"):
+        import_folder(source, tmp_path / "run")
+    assert import_folder(source, tmp_path / "run", tokenizer="none").tokenizer is None
