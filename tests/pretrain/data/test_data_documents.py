@@ -148,7 +148,7 @@ def test_folder_is_read_in_order_and_named_without_this_machines_path(tmp_path: 
         (b'{"text": "a", "n": 1, "text": "b"}', "line 2 is not readable JSON: an object has the key 'text' twice"),
         (b'{"text": "\xff"}', r"a\.jsonl is not UTF-8 at byte 27"),
     ],
-    ids=["cut", "list", "key", "empty", "list value", "null", "surrogate", "deep", "digits", "bytes"],
+    ids=["cut", "list", "key", "empty", "list value", "null", "surrogate", "deep", "digits", "a key twice", "bytes"],
 )
 def test_a_bad_json_line_is_named(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
