@@ -285,9 +285,15 @@ def bos_of(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
     """Return the id that begins a document; None if ``data.bos`` is false.
 
     Raises:
-        UserError: the tokenizer has no BOS token.
+        UserError: the tokenizer has no BOS token; or this token also ends documents, and ``data.document_mask`` is set.
     """
-    try:
-        return tokenizer.role("bos") if recipe.data.bos else None
-    except UserError as error:
-        raise UserError(f"data.bos=true: {error}") from error
+    if not recipe.data.bos:
+        return None
+    with naming("data.bos=true"):
+        bos = tokenizer.role("bos")
+    if bos == tokenizer.end_of_document and recipe.data.document_mask:
+        raise UserError(
+            f"data.document_mask=true is not supported with data.bos=true for {tokenizer.path}, whose BOS also ends "
+            "documents: use data.bos=false"
+        )
+    return bos

@@ -128,7 +128,7 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
             sample = mask_documents(block, end)
         is_left_out = np.arange(len(ones)) < first
         if text.bos is not None:
-            is_left_out |= sample["labels"] == text.bos
+            is_left_out |= (sample["labels"] == text.bos) & (sample["tokens"] == end)
         sample["loss_mask"] = np.where(is_left_out, 0, sample["loss_mask"])
         yield sample
 

@@ -3,7 +3,6 @@
 Export converts a sentencepiece model to a tokenizer.json. It fails unless both give the same tokens for sample texts.
 """
 
-import importlib.util
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ from typing import Any
 
 from fmoe.errors import UserError, require
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.base import ADDED, SPECIAL_MAP, SPECIAL_NAMES, read_declared
+from pretrain.data.tokenizers.base import ADDED, PUBLISHED_NAMES, SPECIAL_MAP, SPECIAL_NAMES, read_declared
 from pretrain.data.tokenizers.base import SETTINGS as CONFIG
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer, load_json
 from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer, parse_model
@@ -206,7 +205,7 @@ def check_tokenizer(tokenizer: Tokenizer, model_type: str | None) -> None:
         UserError: a declared token is missing, or a text is encoded differently.
     """
     path = tokenizer.path
-    declared = read_declared(path.parent)
+    declared = read_declared(path)
     added = [token["content"] for token in declared.added.values()]
     for name in (*declared.names.values(), *declared.others, *added):
         if name not in tokenizer.ids:
@@ -241,17 +240,17 @@ def _is_same(files: Mapping[str, bytes], model_type: str | None, tokenizer: Toke
 
 def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None:
     """Return AutoTokenizer's tokenizer of a folder with ``files``; None without transformers."""
-    if importlib.util.find_spec("transformers") is None:
-        logger.warning("transformers is not installed: the tokenizer is not compared with AutoTokenizer's")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:  # not installed, or not for the installed tokenizers
+        logger.warning("the tokenizer is not compared with AutoTokenizer's: %s", " ".join(str(error).split())[:200])
         return None
-    import transformers
-
     with tempfile.TemporaryDirectory(prefix="fmoe-") as temporary:
         for name, data in files.items():
             (Path(temporary) / name).write_bytes(data)
         (Path(temporary) / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
         try:
-            return transformers.AutoTokenizer.from_pretrained(temporary, trust_remote_code=False, local_files_only=True)
+            return AutoTokenizer.from_pretrained(temporary, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # of many kinds, some from Rust
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"AutoTokenizer cannot read the tokenizer: {reason}") from error
@@ -278,6 +277,8 @@ def _docstring(name: str) -> str:
 
 
 def _beside(path: Path) -> dict[str, bytes]:
+    if path.name not in PUBLISHED_NAMES:
+        return {}
     return {name: (path.parent / name).read_bytes() for name in BESIDE if (path.parent / name).is_file()}
 
 
@@ -357,7 +358,7 @@ def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) ->
 
 def _compare(tokenizer: Tokenizer, data: bytes) -> None:
     """Raise UserError unless the tokenizer.json ``data`` encodes sample texts as ``tokenizer`` does."""
-    exported = load_json(data, tokenizer.path.with_name(TOKENIZER))
+    exported = load_json(data, tokenizer.path)
     spelled = "".join(name for name in SPECIAL_NAMES if name in tokenizer.ids)
     for text in (*_PROBES, f"a{spelled}b"):
         found, expected = exported.encode(text), tokenizer.encode(text)

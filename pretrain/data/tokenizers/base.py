@@ -27,6 +27,8 @@ ROLES = {
     "mask": (MASK, "[MASK]"),
 }
 SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
+# Names of tokenizers in a Hugging Face folder, and of the files that declare their special tokens.
+PUBLISHED_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SETTINGS, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _UNKNOWN_TEXT = "\U000e0fff"  # a character without a meaning
 # Surroundings in which a text may spell the name of a special token.
@@ -50,16 +52,21 @@ class Declared:
     adds_bos: bool
 
 
-def read_declared(folder: Path) -> Declared:
+def read_declared(path: Path) -> Declared:
     """Read the special tokens declared in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+
+    Args:
+        path: the tokenizer's file. Only a name that transformers uses has declarations beside it.
 
     Raises:
         UserError: a file is unreadable or is not a JSON object; a token is neither a string nor an object with a
             string ``content``, or its id is not a number.
     """
-    settings, others, ids = (_read_object(folder / name) for name in (SETTINGS, SPECIAL_MAP, ADDED))
+    if path.name not in PUBLISHED_NAMES:
+        return Declared({}, {}, (), False)
+    settings, others, ids = (_read_object(path.with_name(name)) for name in (SETTINGS, SPECIAL_MAP, ADDED))
     settings = {**others, **settings}
-    path = folder / SETTINGS
+    path = path.with_name(SETTINGS)
     names = {}
     for role in ROLES:
         if settings.get(f"{role}_token") is not None:

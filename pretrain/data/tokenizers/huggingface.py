@@ -33,7 +33,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, data: bytes, path: Path):
         self.path = path
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        declared = read_declared(path.parent)
+        declared = read_declared(path)
         model = _parse(data, path)
         self.data = _completed(data, model, path, declared)
         """The file's content, with declared tokens added and special tokens marked as such."""

@@ -36,7 +36,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, data: bytes, path: Path) -> None:
         self.path = path
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        declared = read_declared(path.parent)
+        declared = read_declared(path)
         self.data = _with_control_symbols(data, path, declared)
         """The model, with all special tokens as control symbols."""
         self._processor = processor = _processor(self.data)

@@ -217,6 +217,11 @@ def test_damaged_settings_are_one_error(tmp_path, settings, says):
         load_tokenizer(path)
 
 
+def test_a_tokenizer_by_another_name_has_no_declarations(tmp_path):
+    path = saved(tmp_path, byte_level(["<eod>"]), eos_token="<other>").rename(tmp_path / "mine.json")
+    assert load_tokenizer(path).end_of_document == 0
+
+
 def test_unknown_characters_end_no_document(tmp_path):
     model = Model(models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
     model.pre_tokenizer = pre_tokenizers.Whitespace()

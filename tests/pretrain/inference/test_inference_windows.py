@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fmoe import UserError
-from pretrain.config import load_recipe
+from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.inference.windows import Text, cut, gpt_windows, samples_of
@@ -181,3 +181,19 @@ def test_a_tail_of_a_t5_with_dense_noise(texts, recipe_file):
         (folder / "tail.jsonl").write_text(json.dumps({"text": "a " * length}) + "\n")
         samples = list(samples_of(recipe, tokenizer, Text([folder / "tail.jsonl"], tokenizer, 384)))
         assert all((sample["labels"][:-1] == sample["decoder_tokens"][1:]).all() for sample in samples)
+
+
+@pytest.mark.parametrize("bos", [2, 3])
+@pytest.mark.parametrize("stride", [None, 3])
+def test_documents_that_begin_with_bos(tiny_corpus, tmp_path, bos, stride):
+    """BOS begins the stream and is not predicted, even if it is also the token that ends documents (3)."""
+    tokenizer = load_tokenizer(tiny_corpus.tokenizer)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two", "", "three")))
+    text = Text([tmp_path / "a.jsonl"], tokenizer, 384, bos=bos)
+    documents = [[bos, *tokenizer.encode(each), 3] for each in ("one two", "three")]
+    assert np.concatenate(list(text.tokens())).tolist() == [*documents[0], *documents[1]]
+    recipe = replace(Recipe(), model=ModelConfig(sequence_length=4))
+    predicted = []
+    for sample in samples_of(recipe, tokenizer, text, stride):
+        predicted += sample["labels"][sample["loss_mask"] == 1].tolist()
+    assert predicted == [token for document in documents for token in document[1:]]
