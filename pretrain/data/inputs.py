@@ -42,6 +42,7 @@ class Inputs:
         fingerprints: SHA-256 of the tokens of each training corpus; None for a corpus without a checksum.
         validation_fingerprints: the same for each validation corpus.
         tokenizer_fingerprint: SHA-256 of the tokenizer's file.
+        end_of_document: id that ends documents.
     """
 
     train: Samples
@@ -51,6 +52,7 @@ class Inputs:
     fingerprints: tuple[str | None, ...] = ()
     validation_fingerprints: tuple[str | None, ...] = ()
     tokenizer_fingerprint: str | None = None
+    end_of_document: int | None = None
     epochs_per_sample: tuple[float, ...] = ()
     """One value per training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
     warnings: tuple[str, ...] = ()
@@ -87,6 +89,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
         _fingerprints(train),
         sums,
         tokenizer.fingerprint,
+        tokenizer.end_of_document,
         epochs_per_sample(recipe, train, data.weights),
         tuple(_doubts(recipe, validation, _fingerprints(train), sums)),
     )
@@ -171,15 +174,19 @@ def _check_ids(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
             corpus.counts.check(corpus.prefix, vocab_size)
 
 
-def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str | None = None) -> Tokenizer:
+def open_tokenizer(
+    recipe: Recipe, path: str | Path | None = None, sha256: str | None = None, end_of_document: int | None = None
+) -> Tokenizer:
     """Open the tokenizer of a recipe.
 
     Args:
         path: new location of ``data.tokenizer``; None if it has not moved.
         sha256: required SHA-256 of the file; None accepts any.
+        end_of_document: required id that ends documents; None accepts any.
 
     Raises:
-        UserError: the file is missing, is damaged or has another SHA-256, or its vocabulary exceeds the model's.
+        UserError: the file is missing, is damaged, has another SHA-256 or end of document, or its vocabulary exceeds
+            the model's.
     """
     model, key = recipe.model, "data.tokenizer" if path is None else "--tokenizer"
     with naming(key):
@@ -191,6 +198,11 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
         raise UserError(
             f"the model was trained with another tokenizer than {tokenizer.path}, whose SHA-256 begins with "
             f"{tokenizer.fingerprint[:12]}: use the file whose SHA-256 begins with {sha256[:12]}"
+        )
+    if end_of_document not in (None, tokenizer.end_of_document):
+        raise UserError(
+            f"the model was trained on documents that end with token {end_of_document}, but {tokenizer.path} ends them "
+            f"with token {tokenizer.end_of_document}: restore the files beside it, such as tokenizer_config.json"
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(

@@ -61,10 +61,10 @@ def open_run(
     except UserError as error:
         raise UserError(f"the recipe of {checkpoint.path}: {error}") from error
     run_data = _run_data(checkpoint.path)
+    data = checkpoint.state.get("data", {})
     try:
-        opened = open_tokenizer(
-            recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
-        )
+        sha256 = data.get("tokenizer") or run_data.get("tokenizer")
+        opened = open_tokenizer(recipe, tokenizer, sha256, data.get("end_of_document"))
     except UserError as error:
         hint = "" if tokenizer else "; if the file has moved, pass --tokenizer FILE"
         raise UserError(f"{path}: {error}{hint}") from error

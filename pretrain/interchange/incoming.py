@@ -101,7 +101,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         "generation_config": folder.json(GENERATION_CONFIG) or {},
     }
     if loaded is not None:
-        state["data"] = {"tokenizer": loaded.fingerprint}
+        state["data"] = {"tokenizer": loaded.fingerprint, "end_of_document": loaded.end_of_document}
     with appearing(out, nbytes) as temporary:
         save_parts(temporary / "checkpoints", 0, _pieces(folder, family, model, found, dtype), state, nbytes=nbytes)
         write_recipe(recipe, temporary / CONFIG)

@@ -175,7 +175,8 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
     if given == NO_TOKENIZER or (given is None and not recipe.data.tokenizer):
         return None
     try:
-        return open_tokenizer(recipe, given, checkpoint.state.get("data", {}).get("tokenizer"))
+        data = checkpoint.state.get("data", {})
+        return open_tokenizer(recipe, given, data.get("tokenizer"), data.get("end_of_document"))
     except UserError as error:
         raise UserError(f"{error}; pass the model's tokenizer with --tokenizer FILE, or --tokenizer none") from error
 

@@ -227,14 +227,16 @@ def check_tokenizer(tokenizer: Tokenizer, model_type: str | None) -> None:
         )
 
 
-def _is_same(files: Mapping[str, bytes], model_type: str | None, tokenizer: Tokenizer, begin: list[int]) -> bool:
+def _is_same(
+    files: Mapping[str, bytes], model_type: str | None, tokenizer: HuggingFaceTokenizer, begin: list[int]
+) -> bool:
     """Return whether AutoTokenizer, with ``files``, gives the model's tokens: ``begin``, then the tokens of a text."""
     try:
         theirs = _load_auto(files, model_type)
     except UserError:  # a converted tokenizer needs no class of its own
         return False
     if theirs is None:
-        return tokenizer.adds_bos == bool(begin)
+        return tokenizer.before == begin
     return _difference(theirs, tokenizer, begin) is None
 
 

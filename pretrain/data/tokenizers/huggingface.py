@@ -58,6 +58,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._roles.pop("bos", None)
         if len(before) == 1:
             self._roles["bos"] = before[0]
+        self.before = before
+        """Ids that the post-processor puts in front of a text; `encode` does not."""
         self.bos = self._roles.get("bos")
 
     def _cut(self, names: Sequence[str]) -> None:

@@ -208,6 +208,29 @@ def test_a_model_trained_without_bos_is_exported_without(tmp_path):
         assert theirs.chat_template == TEMPLATE and theirs.bos_token_id == 0
 
 
+def test_a_moved_tokenizer_needs_its_declarations(tmp_path, capsys):
+    files, config, *_ = FORMS["llama 3"]
+    import_folder(written(tmp_path / "theirs", files(), **config), tmp_path / "run")
+    moved = tmp_path / "tokenizer.json"
+    moved.write_bytes((tmp_path / "run" / "tokenizer" / "tokenizer.json").read_bytes())
+    with pytest.raises(UserError, match=r"end with token 2, .* with token 1: .*tokenizer_config\.json"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", tokenizer=str(moved))
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--tokenizer", str(moved)]) == 2
+    assert "end with token 2" in capsys.readouterr().err
+
+
+def test_without_transformers(tmp_path, monkeypatch):
+    """Nothing is compared, and the export's tokenizer still adds BOS as the model needs it."""
+    monkeypatch.setattr("pretrain.interchange.tokenizer._load_auto", lambda files, model_type: None)
+    for form, is_copied in (("llama 3", True), ("deepseek", False), ("gpt-2", True)):
+        files, config, *_ = FORMS[form]
+        source = written(tmp_path / form / "theirs", files(), **config)
+        import_folder(source, tmp_path / form / "run")
+        export_checkpoint(tmp_path / form / "run", tmp_path / form / "out")
+        settings = read(tmp_path / form / "out" / "tokenizer_config.json")
+        assert (settings == files()["tokenizer_config.json"]) == is_copied
+
+
 def test_greedy_text_is_that_of_transformers(tmp_path, capsys):
     import transformers
 
