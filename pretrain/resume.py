@@ -114,7 +114,6 @@ def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
         "samples_per_epoch": inputs.train.samples_per_epoch,
         "corpora": list(inputs.fingerprints),
         "tokenizer": inputs.tokenizer_fingerprint,
-        "end_of_document": inputs.end_of_document,
     }
 
 

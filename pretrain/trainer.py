@@ -135,13 +135,14 @@ class Trainer:
 
     def run_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that is the same on every rank: all but tensors and random generators."""
+        data = resume.data_state(self.recipe, self.inputs, self.step)
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
             "imports": self._imports,
             "optimizer": state.optimizer_state(self.engine),
             "schedule": state.schedule_state(self.engine),
-            "data": resume.data_state(self.recipe, self.inputs, self.step),
+            "data": {**data, "end_of_document": self.inputs.end_of_document},
             "callbacks": {c.state_key: saved for c in self.callbacks if (saved := c.state_dict())},
             resume.PUBLISHED: self._published,
         }
