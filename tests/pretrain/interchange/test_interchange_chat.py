@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fmoe.cli import main
 from fmoe.errors import UserError
 from pretrain.config import load_recipe
 from pretrain.data.indexed import IndexedCorpus
+from pretrain.data.inputs import open_inputs
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.tokenizer import files_for
@@ -270,10 +272,12 @@ def test_training_follows_the_tokenizer(forks, tmp_path, capsys):
     assert all((t[0], t[-1]) == (0, 2) and not (t[1:-1] < 3).any() for t in tokens)
     train = [str(run / "config.toml"), "--run.folder", str(tmp_path / "new"), "--train.steps", "2"]
     train += ["--train.global-batch", "2", "--train.micro-batch", "2", "--data.train", str(corpus)]
-    (end,) = forks.command("pretrain", *train[:-1], str(tmp_path / "without"))
-    assert end.code == 2 and "data.bos=true" in end.err and "--bos" in end.err
-    (end,) = forks.command("pretrain", *train, "--data.no-bos")
-    assert end.code == 2 and "data.bos=false" in end.err
+    recipe = load_recipe(str(run / "config.toml"))
+    data = replace(recipe.data, train=(str(tmp_path / "without"),))
+    with pytest.raises(UserError, match=r"data\.bos=true .*--bos"):
+        open_inputs(replace(recipe, data=data))
+    with pytest.raises(UserError, match=r"data\.bos=false, .*--bos"):
+        open_inputs(replace(recipe, data=replace(data, train=(str(corpus),), bos=False)))
     (end,) = forks.command("pretrain", *train)
     assert end.code == 0, end.err
     export_checkpoint(tmp_path / "new", tmp_path / "out")
