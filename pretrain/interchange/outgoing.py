@@ -128,16 +128,18 @@ def _token_settings(
     end = tokenizer.end_of_document
     is_trained = not checkpoint.state.get("weights_only")
     for settings in (config, generation):
-        ends = settings.get("eos_token_id")
-        if ends is None:
+        eos = settings.get("eos_token_id")
+        ends = eos if isinstance(eos, list) else [eos]
+        if eos is None:
             settings["eos_token_id"] = end
-        elif is_trained and end not in (known := ends if isinstance(ends, list) else [ends]):
-            settings["eos_token_id"] = [*known, end]
+        elif is_trained and end not in ends:
+            settings["eos_token_id"] = [*ends, end]
         if recipe.data.bos:
             settings["bos_token_id"] = tokenizer.bos
     if generation.get("pad_token_id") is None:
         generation["pad_token_id"] = end if tokenizer.pad is None else tokenizer.pad
-    if unused := range(tokenizer.vocab_size, recipe.model.vocab_size):  # as `fmoe generate` does
+    unused = range(tokenizer.vocab_size, recipe.model.vocab_size)
+    if unused:  # as `fmoe generate` does
         generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or ()), *unused})
     if recipe.model.kind == "t5":  # the decoder starts with the padding token
         pad = end if tokenizer.pad is None else tokenizer.pad

@@ -21,7 +21,7 @@ from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer, parse
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 # Files that may accompany a tokenizer in a Hugging Face folder; import and export copy them.
-BESIDE = (CONFIG, SPECIAL_MAP, ADDED, "chat_template.jinja", SENTENCEPIECE)
+BESIDE = (CONFIG, SPECIAL_MAP, ADDED, "chat_template.jinja", "chat_template.json", SENTENCEPIECE)
 # Files of tokenizers that fmoe does not read.
 _OTHERS = (
     "spiece.model",

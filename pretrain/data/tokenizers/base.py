@@ -51,6 +51,15 @@ class Declared:
     others: tuple[str, ...]
     adds_bos: bool
 
+    def is_special(self, name: str) -> bool:
+        """Return whether an ordinary entry of the vocabulary becomes a special token, which text cannot spell.
+
+        Padding may be declared as a token that text needs, such as ``"!"``.
+        """
+        return len(name) > 1 and (
+            name == self.names.get("eos") or (name in self.names.values() and name in SPECIAL_NAMES)
+        )
+
 
 def read_declared(path: Path) -> Declared:
     """Read the special tokens declared in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
@@ -69,7 +78,7 @@ def read_declared(path: Path) -> Declared:
     path = path.with_name(SETTINGS)
     names = {}
     for role in ROLES:
-        if settings.get(f"{role}_token") is not None:
+        if settings.get(f"{role}_token") not in (None, ""):
             names[role] = _content(path, f"{role}_token", settings[f"{role}_token"])
     extra: list[Any] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -244,6 +253,11 @@ class Tokenizer(ABC):
             raise UserError(
                 f"the tokenizer {self.path} has no token {eos!r}, which is eos_token in "
                 f"{self.path.with_name(SETTINGS)}: correct eos_token"
+            )
+        if eos is not None and eos not in self._special:
+            raise UserError(
+                f"the tokenizer {self.path} encodes the text {eos!r} as the token that ends documents, which eos_token "
+                f"in {self.path.with_name(SETTINGS)} names: use another eos_token"
             )
         self._roles = dict(own)
         for role, names in ROLES.items():

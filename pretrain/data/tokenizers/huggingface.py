@@ -49,7 +49,9 @@ class HuggingFaceTokenizer(Tokenizer):
         named = (SPECIAL_NAMES | named_sentinels(self._id_of)).intersection(self._id_of) - marked.keys()
         text = self._spelled(named)  # ordinary entries of the vocabulary
         self._special = {name: self._id_of[name] for name in named.difference(text)} | marked
-        self._cut(self._spelled(marked))
+        self._cut([name for name in self._spelled(marked) if len(name) > 1])
+        for name in self._spelled(marked):  # text needs it, e.g. "!" as padding
+            del self._special[name]
         self._set_roles(declared, {})
         around = model.encode("a", add_special_tokens=True)
         before = [i for i, _ in takewhile(itemgetter(1), zip(around.ids, around.special_tokens_mask, strict=True))]
@@ -67,15 +69,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if not names:
             return
         tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
-        inside = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names if len(name) > 1)
+        inside = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names)
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(inside), "isolated")
         before = self._model.pre_tokenizer
         self._model.pre_tokenizer = split if before is None else tokenizers.pre_tokenizers.Sequence([before, split])
-        if left := self._spelled(names):
-            raise UserError(
-                f"the tokenizer {self.path} is not supported: it encodes the text {left[0]!r} as the special token of "
-                "that name"
-            )
         self.data = self._model.to_str().encode()
 
     def encode(self, text: str) -> list[int]:
@@ -83,7 +80,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         text = [i for i in self._checked(ids) if i not in self.special_ids]
-        return self._model.decode(text, skip_special_tokens=True)
+        return self._model.decode(text, skip_special_tokens=False)
 
     @cached_property
     def byte_ids(self) -> np.ndarray:
@@ -145,7 +142,7 @@ def _completed(data: bytes, model: Any, path: Path, declared: Declared) -> bytes
     unmarked = {name for name, is_special in present.items() if not is_special and name in roles}
     new: dict[int, Mapping[str, Any]] = {i: token for i, token in declared.added.items() if token["content"] not in ids}
     for name in declared.names.values():
-        if name in ids and name not in present:
+        if name in ids and name not in present and declared.is_special(name):
             new[ids[name]] = {"content": name}
     if not unmarked and not new:
         return data

@@ -137,8 +137,8 @@ def _with_control_symbols(data: bytes, path: Path, declared: Declared) -> bytes:
         return data
     proto = parse_model(data, path)
     for piece in proto.pieces:
-        is_symbol = piece.type == piece.USER_DEFINED and piece.piece in roles
-        if is_symbol or (piece.type in (piece.USER_DEFINED, piece.NORMAL) and piece.piece in declared_names):
+        is_symbol = piece.type == piece.USER_DEFINED and piece.piece in roles | declared_names
+        if is_symbol or (piece.type == piece.NORMAL and declared.is_special(piece.piece)):
             piece.type = piece.CONTROL
     return proto.SerializeToString()
 

@@ -132,7 +132,7 @@ def test_a_unigram_model_reads_names_as_text(tmp_path):
 def piece_model(**options: object) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*TEXT.split("\n"), "</s>" * 3]),
+        sentence_iterator=iter([*TEXT.split("\n"), "</s>!" * 3]),
         model_writer=model,
         vocab_size=330,
         byte_fallback=True,
@@ -174,6 +174,25 @@ def test_the_declared_end_of_document_comes_first(tmp_path, kind):
     assert tokenizer.end_of_document == tokenizer.ids["<|im_end|>"]
     assert tokenizer.pad == tokenizer.ids["<|endoftext|>"] and tokenizer.fingerprint == by_name.fingerprint
     check_text_is_text(tokenizer, ["<|im_end|>"])
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "added", "marked", "sentencepiece"])
+def test_padding_that_text_needs_stays_text(tmp_path, kind):
+    """As CLIP's, whose padding is an exclamation mark."""
+    content = byte_level(["<eod>"])
+    if kind in ("added", "marked"):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        number = content["model"]["vocab"]["!"]
+        content["added_tokens"].append({"id": number, "content": "!", "special": kind == "marked", **flags})
+    path = saved(tmp_path, content, pad_token="!")
+    if kind == "sentencepiece":
+        path = tmp_path / "tokenizer.model"
+        path.write_bytes(piece_model())
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("a! b")) == "a! b" and tokenizer.pad is None
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    with pytest.raises(UserError, match=r"'!'.*eos_token"):
+        load_tokenizer(path)
 
 
 def test_the_names_of_deepseek(tmp_path):
