@@ -79,7 +79,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
             tokenizer="" if path is None else str(path),
             train=(str(out / "corpus" / "train"),),
             validation=(),
-            bos=loaded is not None and loaded.adds_bos and model.objective == "gpt",
+            bos=loaded is not None and loaded.adds_bos and loaded.bos is not None and model.objective == "gpt",
         ),
         optimizer=OptimizerConfig(lr=_LR, min_lr=0.0, warmup_steps=0),
         train=TrainConfig(precision=_PRECISIONS[dtype], init_from=str(out)),
@@ -133,8 +133,8 @@ def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, given: str | None)
                 f"the vocabulary of {path} has {tokenizer.vocab_size} entries, which exceeds vocab_size="
                 f"{model.vocab_size} of config.json"
             )
-        if tokenizer.adds_bos and model.objective == "gpt":
-            _ = tokenizer.role("bos")  # raises if the tokenizer adds several tokens
+        if given is None and tokenizer.adds_bos and tokenizer.bos is None and model.objective == "gpt":
+            raise UserError(f"{path} puts several tokens in front of a text, but data.bos supports only one")
     except UserError as error:
         raise UserError(f"{error}; pass --tokenizer FILE to use a file as it is, or --tokenizer none") from error
     return tokenizer

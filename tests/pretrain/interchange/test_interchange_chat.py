@@ -311,6 +311,20 @@ def test_auto_tokenizer_must_agree(tmp_path):
     assert auto(tmp_path / "out")(TEXT)["input_ids"] == ours.encode(TEXT)
 
 
+def test_several_tokens_in_front_of_a_text(tmp_path):
+    """As GLM-4's chat models."""
+    content = byte_level("<|endoftext|>", "[gMASK]", "<sop>")
+    model = Model.from_buffer(content)
+    model.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=[("[gMASK]", 1), ("<sop>", 2)]
+    )
+    source = written(tmp_path / "theirs", {"tokenizer.json": model.to_str().encode()})
+    with pytest.raises(UserError, match=r"tokenizer\.json puts several tokens .*data\.bos"):
+        import_folder(source, tmp_path / "run")
+    recipe = import_folder(source, tmp_path / "run", tokenizer=str(source / "tokenizer.json")).recipe
+    assert not recipe.data.bos
+
+
 @pytest.mark.parametrize("key", ["pad_token", "additional_special_tokens"])
 def test_a_token_without_an_id_is_an_error(tmp_path, key):
     name = "[PAD]"
