@@ -277,7 +277,7 @@ def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str)
     run_state = {"recipe": asdict(engine.recipe), "optimizer": state.optimizer_state(engine)}
     run_state["schedule"] = state.schedule_state(engine)
     run_state["data"] = {"next_sample": 0, "samples_per_epoch": 1, "corpora": []}
-    run_state[PUBLISHED] = open_checkpoint(path).state[PUBLISHED]  # as `Trainer` does
+    run_state[PUBLISHED] = open_checkpoint(path).state.get(PUBLISHED, {})  # as `Trainer` does
     save(folder, 1, state.pieces(engine), run_state, state.rank_state())
 
 
