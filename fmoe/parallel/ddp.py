@@ -27,6 +27,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. Communication hooks (fp16, bf16,
     PowerSGD, post-localSGD) apply to dense gradients only. Expert gradients are summed in their own dtype.
 
+    Experts may be frozen or unfrozen (``requires_grad``) between steps, on all ranks that hold them. A frozen expert
+    gets no gradient. For dense parameters, torch's wrapper uses the value at wrapping.
+
     Args:
         module: model whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the first data
             parallel rank, experts from the first rank that holds them.
@@ -58,21 +61,34 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, process_group=groups.data_group, **options)
         self.groups = groups
-        own = dict.fromkeys(experts.values())  # each once, in order
+        self._experts = list(dict.fromkeys(experts.values()))  # each once, in order
         if options.get("init_sync", True):
-            broadcast(own, groups.expert_data_group)
+            broadcast(self._experts, groups.expert_data_group)
             broadcast([b for b in buffers.values() if b is not None], groups.expert_data_group)
-        # From the last layer to the first, approximately the order of the backward pass.
-        self._buckets = buckets_of([p for p in reversed(own) if p.requires_grad])
-        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._hooked: set[Tensor] = set()
         self._syncs = self._is_queued = False
+        self._follow(self._trained_experts())
+
+    def _trained_experts(self) -> list[Tensor]:
+        # From the last layer to the first, approximately the order of the backward pass.
+        return [p for p in reversed(self._experts) if p.requires_grad]
+
+    def _follow(self, trained: list[Tensor]) -> None:
+        """Reduce the gradients of the experts ``trained`` from now on."""
+        self._trained = trained
+        self._buckets = buckets_of(trained)
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._restart()
         myself = weakref.ref(self)  # parameters outlive wrappers
-        for parameter in self._bucket_of:
-            if groups.ep > 1:
+        for parameter in trained:
+            if parameter in self._hooked:
+                continue
+            self._hooked.add(parameter)
+            if self.groups.ep > 1:
                 # A rank's loss is the mean over its own tokens; an expert's gradient sums over the tokens of ep ranks.
                 # Dividing before accumulation lets gradients of several synchronized passes add up.
-                parameter.register_hook(lambda grad: grad / groups.ep if myself() is not None else None)
+                ep = self.groups.ep
+                parameter.register_hook(lambda grad: grad / ep if myself() is not None else None)
             parameter.register_post_accumulate_grad_hook(lambda p: _call(myself, DistributedDataParallel._arrived, p))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -84,7 +100,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                     "(alone or in lists, tuples, dicts and dataclasses)"
                 )
             self._syncs = self.require_backward_grad_sync
-            self._restart()
+            trained = self._trained_experts()
+            if list(map(id, trained)) == list(map(id, self._trained)):
+                self._restart()
+            else:
+                self._follow(trained)
         output = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self._syncs and self._buckets:
             myself = weakref.ref(self)
@@ -121,7 +141,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._begin()
 
     def _launch(self) -> None:
-        self._running.append(Reduction(self._buckets[self._launched], self.groups.expert_data_group))
+        trained = [p for p in self._buckets[self._launched] if p.requires_grad]  # some were frozen after the forward pass
+        if trained:
+            self._running.append(Reduction(trained, self.groups.expert_data_group))
         self._launched += 1
 
     def _finish(self) -> None:
