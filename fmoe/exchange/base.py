@@ -169,7 +169,7 @@ class GroupExchange:
         (`fmoe.exchange.shadow`).
 
         All ranks continue with the largest ``depth`` of any rank, or with 0 if that is `NO_GRAD`. ``PaddedExchange``
-        does not exchange depths: a rank continues with 0 if its own is 0 or `NO_GRAD`, else with `WEIGHTS`.
+        does not exchange depths: a rank continues with 0 if its own is `NO_GRAD`, else with `WEIGHTS`.
 
         Args:
             plan: result of the method `plan`.

@@ -86,8 +86,9 @@ class PaddedExchange(GroupExchange):
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)
             self._counts[slots, device] = hop_counts(self.group, counts, counts, on_device)
         hops = self._counts[slots, device]
-        # The other ranks' depths are unknown: all ranks that train anything run the same collectives.
-        depth = 0 if depth in (0, NO_GRAD) else WEIGHTS
+        # The other ranks' depths are unknown, and this rank may be the only one that trains nothing: with gradients
+        # enabled, all ranks join the backward pass.
+        depth = 0 if depth == NO_GRAD else WEIGHTS
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
         chunks = [
             Dispatch(plan, [hops.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)

@@ -10,7 +10,7 @@ from fmoe.errors import UserError
 from fmoe.fastmoe.functions import get_rank_0_in_comm, get_torch_default_comm
 from fmoe.fastmoe.spelling import tag_missing
 from fmoe.moe import MoE
-from fmoe.parallel.buckets import copy_back
+from fmoe.parallel.buckets import copy_back, with_gradients
 from fmoe.runtime import collectives, ownership
 
 
@@ -60,14 +60,19 @@ class DistributedGroupedDataParallel(nn.Module):
     ) -> None:
         """Average every gradient over the group of its parameter.
 
+        A missing gradient counts as zeros if another rank of the group has one.
+
         Args:
             no_scale: sum the gradients instead of averaging them.
             reduce_after: divide after the sum instead of before it, which keeps more bits of small 16-bit gradients but
                 overflows earlier.
             fp32_allreduce: sum in float32.
+
+        Raises:
+            UserError: a parameter is frozen on some ranks of its group only.
         """
         for group, parameters in self._by_group():
-            gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
+            gradients = [p.grad for p in with_gradients(parameters, group) if p.grad is not None]
             if not gradients:
                 continue
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -86,12 +91,12 @@ class DistributedGroupedDataParallel(nn.Module):
     @torch.no_grad()
     def _sync_params(self) -> None:
         for group, parameters in self._by_group():
-            flat = torch.cat([p.reshape(-1) for p in parameters])
+            flat = torch.cat([p.reshape(-1) for p in parameters.values()])
             collectives.run(dist.broadcast, flat, get_rank_0_in_comm(group), group=group)
-            copy_back(flat, parameters)
+            copy_back(flat, list(parameters.values()))
 
-    def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-        """Yield (group, parameters) for each group and dtype, in the same order on all ranks."""
+    def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, dict[str, nn.Parameter]]]:
+        """Yield (group, parameters by name) for each group and dtype, in the same order on all ranks."""
         ownership.refresh()
         for module in self.module.modules():
             if (name := getattr(module, "_dp_comm", None)) is not None:
@@ -102,10 +107,10 @@ class DistributedGroupedDataParallel(nn.Module):
             if isinstance(layer, MoE) and layer.exchange.ep_size > 1
             for parameter in layer.experts.parameters()
         }
-        parts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in self.module.parameters():
-            name = str(getattr(parameter, "dp_comm", "none" if parameter in alone else "dp"))
-            parts.setdefault((name, parameter.dtype), []).append(parameter)
-        for (name, _), parameters in parts.items():
-            if name in self.comms:
-                yield self.comms[name], parameters
+        parts: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
+        for name, parameter in self.module.named_parameters():
+            tag = str(getattr(parameter, "dp_comm", "none" if parameter in alone else "dp"))
+            parts.setdefault((tag, parameter.dtype), {})[name] = parameter
+        for (tag, _), parameters in parts.items():
+            if tag in self.comms:
+                yield self.comms[tag], parameters

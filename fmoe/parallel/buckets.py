@@ -1,11 +1,12 @@
 """Buckets of gradients: tensors that share one collective."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe.errors import UserError
 from fmoe.runtime import collectives
 
 _BUCKET_BYTES = 25 << 20  # as in torch's DDP: large enough for the bandwidth, small enough to start early
@@ -27,6 +28,63 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
     return buckets
 
 
+def on_any_rank(flags: Iterable[bool], group: dist.ProcessGroup, device: torch.device | str) -> list[bool]:
+    """Return for each flag whether it is True on any rank of the group. Collective; waits for the device."""
+    found = torch.tensor(list(flags), dtype=torch.uint8, device=device)
+    collectives.run(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
+    return found.bool().tolist()
+
+
+def refuse_difference(
+    attribute: str, parameters: Mapping[str, Tensor], group: dist.ProcessGroup, device: torch.device | str
+) -> None:
+    """Raise if an attribute of a parameter differs between the ranks of the group. Collective.
+
+    Args:
+        attribute: a name such as "requires_grad", whose values are True and False.
+        parameters: parameters by name, the same on all ranks of the group.
+        device: device of the group's collectives.
+
+    Raises:
+        UserError: the attribute differs; raised on all ranks.
+    """
+    if not parameters or group.size() == 1:
+        return
+    values = [getattr(p, attribute) for p in parameters.values()]
+    flags = on_any_rank(values + [not value for value in values], group, device)
+    for name, is_true, is_false in zip(parameters, flags, flags[len(parameters) :], strict=False):
+        if is_true and is_false:
+            raise UserError(f"{attribute} of {name} differs between ranks: it must be equal on all that hold {name}")
+
+
+def with_gradients(parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the parameters that have a gradient on any rank of the group. Collective.
+
+    A gradient that only other ranks have becomes zeros here.
+
+    Args:
+        parameters: parameters by name, the same on all ranks of the group.
+
+    Raises:
+        UserError: a parameter is frozen on some ranks of the group only; raised on all of them.
+    """
+    flags = [p.requires_grad and p.grad is not None for p in parameters.values()]
+    if parameters and group.size() > 1:
+        device = next(iter(parameters.values())).device
+        refuse_difference("requires_grad", parameters, group, device)
+        flags = on_any_rank(flags, group, device)
+    found = [p for p, has_gradient in zip(parameters.values(), flags, strict=True) if has_gradient]
+    fill_gradients(found)
+    return found
+
+
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Set missing gradients to zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 class Reduction:
     """Asynchronous sum of gradients over a group. Missing gradients become zeros.
 
@@ -35,9 +93,7 @@ class Reduction:
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        fill_gradients(parameters)
         self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         alone = len(parameters) == 1 and self._gradients[0].is_contiguous()
         self._sum = (

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fmoe.errors import UserError
 from fmoe.moe import MoE
-from fmoe.parallel.buckets import Reduction, broadcast, buckets_of
+from fmoe.parallel.buckets import Reduction, broadcast, buckets_of, refuse_difference
 from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
 from fmoe.runtime import ownership
@@ -37,8 +37,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         options: arguments of torch's wrapper, except ``process_group`` and ``device_mesh``.
 
     Raises:
-        UserError: a layer uses other ranks than ``groups.moe_group``; no dense parameter requires gradients; a group or
-            mesh is in ``options``.
+        UserError: a layer uses other ranks than ``groups.moe_group``; no dense parameter requires gradients; an expert
+            is frozen on only some of the ranks that hold it; a group or mesh is in ``options``.
         RuntimeError: in a forward pass, if the previous backward pass left gradients unreduced; in a backward pass, if
             an expert's gradient arrives twice.
     """
@@ -58,6 +58,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         # torch's wrapper would overwrite these buffers with rank 0's values before every forward pass.
         buffers = dict(_buffers_of_a_rank(layers))
         ignored = {*experts, *buffers, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+        refuse_difference("requires_grad", experts, groups.expert_data_group, groups.mesh.device_type)
         self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, process_group=groups.data_group, **options)
         self.groups = groups
@@ -141,7 +142,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._begin()
 
     def _launch(self) -> None:
-        trained = [p for p in self._buckets[self._launched] if p.requires_grad]  # some were frozen after the forward pass
+        trained = [
+            p for p in self._buckets[self._launched] if p.requires_grad
+        ]  # some were frozen after the forward pass
         if trained:
             self._running.append(Reduction(trained, self.groups.expert_data_group))
         self._launched += 1

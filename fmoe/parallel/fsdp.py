@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe.experts.modules import ModuleExperts
-from fmoe.parallel.buckets import broadcast
+from fmoe.parallel.buckets import broadcast, refuse_difference
 from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
 from fmoe.runtime import ownership
@@ -39,16 +39,21 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             ``groups.data_mesh``.
 
     Raises:
-        UserError: the experts of a layer are split over other ranks than ``groups.moe_group``.
+        UserError: the experts of a layer are split over other ranks than ``groups.moe_group``; a parameter is frozen, or
+            on the meta device, on only some of the ranks that hold it.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard
 
     layers = moe_layers(module, groups).values()
-    whole = [p for p in module.parameters() if not _is_sharded(p) and not p.is_meta]
     ownership.refresh()
-    broadcast([p for p in whole if not has_mark(p)], groups.data_group)
-    broadcast([p for p in whole if has_mark(p)], groups.expert_data_group)
+    named = {name: p for name, p in module.named_parameters() if not _is_sharded(p)}
+    dense = {name: p for name, p in named.items() if not has_mark(p)}
+    experts = {name: p for name, p in named.items() if has_mark(p)}
+    for parameters, group in ((dense, groups.data_group), (experts, groups.expert_data_group)):
+        for attribute in ("requires_grad", "is_meta"):
+            refuse_difference(attribute, parameters, group, groups.mesh.device_type)
+        broadcast([p for p in parameters.values() if not p.is_meta], group)
     for layer in layers:
         if isinstance(layer.experts, FSDPModule):
             continue

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe.errors import UserError
-from fmoe.parallel.buckets import Reduction, buckets_of
+from fmoe.parallel.buckets import Reduction, buckets_of, with_gradients
 from fmoe.parallel.groups import ParallelGroups
 from fmoe.runtime import collectives, ownership
 
@@ -46,9 +46,8 @@ def average_gradients(
 ) -> None:
     """Replace each gradient by its mean over the data parallel ranks.
 
-    Call it once per step after the last backward pass, for models without DDP or FSDP. A dense parameter without a
-    gradient is skipped; it must then lack a gradient on every rank. A missing gradient of an expert becomes zeros if
-    other ranks hold the expert too.
+    Call it once per step after the last backward pass, for models without DDP or FSDP. A missing gradient counts as
+    zeros if another rank has a gradient of the same parameter. Otherwise the parameter is skipped.
 
     Args:
         group: the data parallel group.
@@ -56,24 +55,25 @@ def average_gradients(
         groups: groups of `fmoe.parallel.init`, instead of the other two arguments.
 
     Raises:
-        UserError: neither ``group`` nor ``groups`` is given.
+        UserError: neither ``group`` nor ``groups`` is given; a parameter is frozen on only some of the ranks that hold
+            it.
     """
     if groups is not None:
         group, expert_data_group = groups.data_group, groups.expert_data_group
     if group is None:
         raise UserError("average_gradients needs the data parallel group: pass group= or groups=")
     ownership.refresh()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    dense = [p for p in trained if not has_mark(p) and p.grad is not None]
-    shared = expert_data_group is not None and expert_data_group.size() > 1
-    experts = [p for p in trained if has_mark(p) and (shared or p.grad is not None)]
+    named = dict(model.named_parameters())
+    dense = {name: p for name, p in named.items() if not has_mark(p)}
+    experts = {name: p for name, p in named.items() if has_mark(p)}
     for parameters, over in ((dense, group), (experts, expert_data_group)):
         if over is not None and over.size() > 1:
-            for bucket in buckets_of(parameters):
+            for bucket in buckets_of(with_gradients(parameters, over)):
                 Reduction(bucket, over).finish(group.size())
         else:
-            for gradient in [p.grad for p in parameters if p.grad is not None]:
-                gradient.div_(group.size())
+            for parameter in parameters.values():
+                if parameter.requires_grad and parameter.grad is not None:
+                    parameter.grad.div_(group.size())
 
 
 @torch.no_grad()
@@ -85,34 +85,38 @@ def grad_norm(
 ) -> Tensor:
     """Return the 2-norm of the gradients of the whole model. Replicas of a parameter count once.
 
-    Call it on every rank, with the parameters in the same order, after gradients are reduced. For DTensors
-    (`fmoe.parallel.fully_shard`), squares are summed over the ranks that hold the shards.
+    Call it on every rank, with the parameters in the same order, after gradients are reduced. The list may include
+    frozen parameters, and experts may be frozen on some ranks only. For DTensors (`fmoe.parallel.fully_shard`), squares
+    are summed over the ranks that hold the shards.
 
     Args:
         moe_group: the expert parallel group, over which squares of expert gradients are summed.
         groups: groups of `fmoe.parallel.init`, instead of ``moe_group``.
 
     Returns:
-        A scalar, equal on all ranks; float64 if any gradient is float64, else float32.
+        A scalar, equal on all ranks; float64 if any parameter is float64, else float32.
     """
     moe_group = groups.moe_group if groups is not None else moe_group
     parameters = list(parameters)
     ownership.refresh()
-    device = parameters[0].device if parameters else torch.device("cpu")
-    # Keyed by the groups over which to sum. Keys come from parameters, not from existing gradients, so that all ranks
-    # run the same collectives in the same order. In float64 no square overflows; MPS does not support float64.
+    device = torch.device("cpu" if groups is None else groups.mesh.device_type)
+    if parameters:
+        device = parameters[0].device
+    # In float64 no square overflows; MPS does not support float64.
     exact = torch.float32 if device.type == "mps" else torch.float64
-    norms: dict[tuple[bool, tuple], list[Tensor]] = {}
+    zero = torch.zeros((), dtype=exact, device=device)
+    # Keyed by the groups over which to sum. All ranks must run the same collectives in the same order, so no key depends
+    # on what this rank trains. The list of a rank may lack experts that are frozen there only.
+    norms: dict[tuple[bool, tuple], list[Tensor]] = {(True, ()): [zero]}
+    if groups is not None and any(_sharded_over(p) for p in parameters):
+        norms |= {(False, (groups.data_group,)): [zero], (True, (groups.expert_data_group,)): [zero]}
     result = torch.float32
     for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        key = (has_mark(parameter), _sharded_over(parameter))
-        part = norms.setdefault(key, [torch.zeros((), dtype=exact, device=device)])
-        if parameter.grad is not None:
+        part = norms.setdefault((has_mark(parameter), _sharded_over(parameter)), [zero])
+        result = torch.promote_types(result, parameter.dtype)
+        if parameter.requires_grad and parameter.grad is not None:
             gradient = _local(parameter.grad)
             dtype = torch.promote_types(gradient.dtype, torch.float32)
-            result = torch.promote_types(result, dtype)
             part.append(torch.linalg.vector_norm(gradient, dtype=dtype).to(device, exact))
     whole = torch.zeros((), dtype=exact, device=device)
     for (expert, meshes), part in norms.items():

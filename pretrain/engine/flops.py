@@ -31,6 +31,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     size = 256 if device.type == "cpu" and precision == "fp16" else 1024
     # CPUs without bf16 instructions multiply bf16 matrices in float32.
     dtype = torch.float32 if precision == "bf16" and bf16_linear.is_needed() else DTYPES[precision]
+    dist.barrier()  # ranks measure at the same time; also those with a known GPU, as the others wait for them
     rate = known or _measure(device, dtype, size)
     total = torch.tensor([rate], dtype=torch.float64, device=device)
     dist.all_reduce(total)
@@ -40,7 +41,6 @@ def peak_flops(device: torch.device, precision: str) -> float:
 def _measure(device: torch.device, dtype: torch.dtype, size: int, rounds: int = 5) -> float:
     a = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
-    dist.barrier()
     for _ in range(rounds):
         begin = time.perf_counter()
         (a @ a)[0, 0].item()

@@ -65,10 +65,12 @@ def later(ep, wrapper, begins_frozen):
             is_unchanged = bool((parameter == value).all())
             assert is_unchanged == (not parameter.requires_grad)
         optimizer.zero_grad()
-        plain.load_state_dict({
-            name.removeprefix("module."): value.full_tensor() if hasattr(value, "full_tensor") else value
-            for name, value in model.state_dict().items()
-        })
+        plain.load_state_dict(
+            {
+                name.removeprefix("module."): value.full_tensor() if hasattr(value, "full_tensor") else value
+                for name, value in model.state_dict().items()
+            }
+        )
     return True
 
 
@@ -92,3 +94,121 @@ def test_experts_frozen_between_forward_and_backward_pass(two_ranks):
     for missing in values(two_ranks.run(between)):
         names = {"weight_in", "bias_in", "weight_out", "bias_out"}
         assert missing == {f"2.experts.{name}" for name in names} | {"1.experts.weight_in"}
+
+
+# Frozen on some ranks only.
+
+
+def one_sided(case):
+    """Freeze experts on rank 0 only, and return a sum over ranks that follows the norm."""
+    groups = parallel.init(ep=2)
+    model = build(groups)
+    backward(model)
+    parallel.average_gradients(model, groups=groups)
+    if dist.get_rank() == 0:
+        freeze(model)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad if parameter.requires_grad else None
+    parameters = list(model.parameters())
+    if case == "left out":
+        parameters = [p for p in parameters if p.requires_grad]
+    if case == "sharded":
+        for parameter in parameters:
+            parameter.grad = None
+        parallel.fully_shard(model, groups)
+        backward(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    norm = parallel.grad_norm(parameters, groups=groups)
+    following = torch.tensor(100.0 + dist.get_rank())
+    dist.all_reduce(following)
+    squares = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            whole = parameter.grad.full_tensor() if case == "sharded" else parameter.grad
+            squares += whole.square().sum() / (1 if is_expert(parameter) else 2)
+    dist.all_reduce(squares)
+    assert_close(norm, squares.sqrt(), 1e-12, "norm")
+    parallel.clip_grad_norm_(parameters, norm.item() / 2, groups=groups)
+    assert_close(parallel.grad_norm(parameters, groups=groups), norm / 2, 1e-3, "norm after clipping")
+    return norm.item(), following.item()
+
+
+@pytest.mark.parametrize("case", ["all", "left out", "sharded"])
+def test_norm_of_experts_that_are_frozen_on_one_rank(two_ranks, case):
+    (norm, total), (other, _) = values(two_ranks.run(one_sided, case))
+    assert norm == other and total == 201
+
+
+def one_replica(way):
+    groups = parallel.init(ep=1)
+    model = build(groups)
+    if dist.get_rank() == 0:
+        freeze(model)
+    if way in WRAPPERS:
+        return WRAPPERS[way](model, groups)
+    backward(model)
+    if way == "average":
+        return parallel.average_gradients(model, groups=groups)
+    return fmoe.DistributedGroupedDataParallel(model).allreduce_params()
+
+
+@pytest.mark.parametrize("way", [*WRAPPERS, "average", "fastmoe"])
+def test_replicas_of_which_one_is_frozen_are_refused(two_ranks, way):
+    for result in two_ranks.run(one_replica, way):
+        assert isinstance(result, Raised) and result.kind is fmoe.UserError
+        assert "requires_grad of 1.experts.weight_in" in result.message
+
+
+def partly_meta():
+    groups = parallel.init(ep=1)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        return parallel.fully_shard(torch.nn.Linear(2, 2), groups)
+
+
+def test_sharding_a_model_of_which_one_rank_holds_the_weights_is_refused(two_ranks):
+    for result in two_ranks.run(partly_meta):
+        assert isinstance(result, Raised) and result.kind is fmoe.UserError and "is_meta of weight" in result.message
+
+
+def unused_here(way):
+    groups = parallel.init(ep=1)
+    model = build(groups)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    (model if dist.get_rank() else model[:1])(x).square().mean().backward()
+    mine = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if way == "average":
+        parallel.average_gradients(model, groups=groups)
+    else:
+        fmoe.DistributedGroupedDataParallel(model).allreduce_params()
+    for name, parameter in model.named_parameters():
+        total = mine.get(name, torch.zeros_like(parameter))
+        dist.all_reduce(total)
+        assert_close(parameter.grad, total / 2, 1e-12, name)
+    return True
+
+
+@pytest.mark.parametrize("way", ["average", "fastmoe"])
+def test_layers_that_one_rank_leaves_out_are_averaged(two_ranks, way):
+    assert values(two_ranks.run(unused_here, way)) == [True, True]
+
+
+def first_layer(exchange):
+    """A layer whose input, gate and experts are frozen on rank 0, whose tokens rank 1's experts get."""
+    groups = parallel.init(ep=2)
+    options = {"d_model": WIDTH, "num_experts": EXPERTS, "d_hidden": 6, "seed": 1, "aux_loss": "manual"}
+    layer = fmoe.FMoE(**options, moe_group=groups.moe_group, exchange=exchange)
+    whole = fmoe.FMoE(**options)
+    layer.gate.requires_grad_(False)
+    layer.experts.requires_grad_(dist.get_rank() == 1)
+    xs = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    out = layer(xs[dist.get_rank()])
+    out.square().sum().backward() if out.requires_grad else None
+    sum(whole(x).square().sum() for x in xs).backward()
+    if dist.get_rank() == 1:
+        assert_close(layer.experts.weight_in.grad, whole.experts.weight_in.grad[EXPERTS // 2 :], 1e-5, "gradient")
+    return True
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "padded", "all_gather", "hierarchical"])
+def test_all_ranks_join_the_backward_pass(two_ranks, exchange):
+    assert values(two_ranks.run(first_layer, exchange)) == [True, True]
