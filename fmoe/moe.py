@@ -30,6 +30,29 @@ from fmoe.routing import Routing
 from fmoe.runtime import ownership
 from fmoe.runtime.adapters import adapted
 
+EXPERTS_OF_ONE_RANK = "experts_of_one_rank._extra_state"  # end of a key in the state of a layer
+
+
+class ExpertsOfOneRank(nn.Module):
+    """Extra state of a layer whose experts are spread over ranks: the experts that this rank holds.
+
+    Keys of experts are the same on all ranks. This entry keeps a rank from loading the experts of another one.
+    """
+
+    def __init__(self, first_expert: int, num_experts: int):
+        super().__init__()
+        self.first_expert = first_expert
+        self.num_experts = num_experts
+
+    def get_extra_state(self) -> Tensor:
+        """Return a bool tensor [first_expert + num_experts]: True for the experts of this rank."""
+        # Its size differs between ranks. torch.distributed.checkpoint saves the entry of one rank; on the others, it
+        # raises because of the size, before it overwrites any weight.
+        return torch.arange(self.first_expert + self.num_experts, device="cpu") >= self.first_expert
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Leave missing keys unreported: older states lack the entry. `MoE` has checked it."""
+
 
 class MoE(nn.Module):
     """Mixture-of-Experts layer: ``y = sum over the K chosen experts of weight * expert(x)``, plus ``shared(x)``.
@@ -72,6 +95,10 @@ class MoE(nn.Module):
         self.exchange, self.layout, self.aux = exchange, layout, aux
         self.name, self.seed, self.check = name, seed, check
         self.assemble(gate, experts, shared)
+        if exchange.ep_size > 1:
+            self.experts_of_one_rank = ExpertsOfOneRank(
+                self.exchange.ep_rank * exchange.num_local_experts, exchange.num_local_experts
+            )
         ownership.enrol(self)
 
     @classmethod
@@ -248,6 +275,18 @@ class MoE(nn.Module):
             tensor = next(itertools.chain(self.gate.parameters(), self.gate.buffers(), self.parameters()), None)
             replica._recorder = functools.partial(_record_on, None if tensor is None else tensor.device, record)
         return replica
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        held = state_dict.get(f"{prefix}{EXPERTS_OF_ONE_RANK}")
+        if held is not None:
+            theirs = held.nonzero().flatten().tolist()
+            ours = list(range(self.first_expert, self.first_expert + self.num_local_experts))
+            if theirs != ours:
+                raise UserError(
+                    f"{prefix}experts: the state has the experts {theirs[0]} to {theirs[-1]} of another rank, but this "
+                    f"rank holds {ours[0]} to {ours[-1]}: save and load fmoe.parallel.state_dict"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,5 +1,6 @@
-"""Data parallelism with experts: process groups, wrappers, gradients (docs/parallelism.md)."""
+"""Data parallelism with experts: process groups, wrappers, gradients, checkpoints (docs/parallelism.md)."""
 
+from fmoe.parallel.checkpoint import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from fmoe.parallel.ddp import DenseAverager, DistributedDataParallel
 from fmoe.parallel.fsdp import fully_shard, no_sync
 from fmoe.parallel.gradients import average_gradients, clip_grad_norm_, grad_norm, is_expert
@@ -15,5 +16,9 @@ __all__ = [
     "grad_norm",
     "init",
     "is_expert",
+    "load_optimizer_state_dict",
+    "load_state_dict",
     "no_sync",
+    "optimizer_state_dict",
+    "state_dict",
 ]

@@ -80,16 +80,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._buckets = buckets_of(trained)
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._restart()
+        groups = self.groups
         myself = weakref.ref(self)  # parameters outlive wrappers
         for parameter in trained:
             if parameter in self._hooked:
                 continue
             self._hooked.add(parameter)
-            if self.groups.ep > 1:
+            if groups.ep > 1:
                 # A rank's loss is the mean over its own tokens; an expert's gradient sums over the tokens of ep ranks.
                 # Dividing before accumulation lets gradients of several synchronized passes add up.
-                ep = self.groups.ep
-                parameter.register_hook(lambda grad: grad / ep if myself() is not None else None)
+                parameter.register_hook(lambda grad: grad / groups.ep if myself() is not None else None)
             parameter.register_post_accumulate_grad_hook(lambda p: _call(myself, DistributedDataParallel._arrived, p))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -39,8 +39,8 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             ``groups.data_mesh``.
 
     Raises:
-        UserError: the experts of a layer are split over other ranks than ``groups.moe_group``; a parameter is frozen, or
-            on the meta device, on only some of the ranks that hold it.
+        UserError: the experts of a layer are split over other ranks than ``groups.moe_group``; a parameter is frozen,
+            or on the meta device, on only some of the ranks that hold it.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard

@@ -105,8 +105,8 @@ def grad_norm(
     # In float64 no square overflows; MPS does not support float64.
     exact = torch.float32 if device.type == "mps" else torch.float64
     zero = torch.zeros((), dtype=exact, device=device)
-    # Keyed by the groups over which to sum. All ranks must run the same collectives in the same order, so no key depends
-    # on what this rank trains. The list of a rank may lack experts that are frozen there only.
+    # Keyed by the groups over which to sum. All ranks must run the same collectives in the same order, so no key
+    # depends on what this rank trains. The list of a rank may lack experts that are frozen there only.
     norms: dict[tuple[bool, tuple], list[Tensor]] = {(True, ()): [zero]}
     if groups is not None and any(_sharded_over(p) for p in parameters):
         norms |= {(False, (groups.data_group,)): [zero], (True, (groups.expert_data_group,)): [zero]}
