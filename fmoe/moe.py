@@ -30,10 +30,10 @@ from fmoe.routing import Routing
 from fmoe.runtime import ownership
 from fmoe.runtime.adapters import adapted
 
-EXPERTS_OF_ONE_RANK = "experts_of_one_rank._extra_state"  # end of a key in the state of a layer
+ONE_RANK = "one_rank.experts._extra_state"  # end of a key in the state of a layer
 
 
-class ExpertsOfOneRank(nn.Module):
+class HeldExperts(nn.Module):
     """Extra state of a layer whose experts are spread over ranks: the experts that this rank holds.
 
     Keys of experts are the same on all ranks. This entry keeps a rank from loading the experts of another one.
@@ -96,9 +96,9 @@ class MoE(nn.Module):
         self.name, self.seed, self.check = name, seed, check
         self.assemble(gate, experts, shared)
         if exchange.ep_size > 1:
-            self.experts_of_one_rank = ExpertsOfOneRank(
-                self.exchange.ep_rank * exchange.num_local_experts, exchange.num_local_experts
-            )
+            first = exchange.ep_rank * exchange.num_local_experts
+            # The key contains ".experts.", like all keys whose values differ between these ranks.
+            self.one_rank = nn.ModuleDict({"experts": HeldExperts(first, exchange.num_local_experts)})
         ownership.enrol(self)
 
     @classmethod
@@ -277,7 +277,7 @@ class MoE(nn.Module):
         return replica
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        held = state_dict.get(f"{prefix}{EXPERTS_OF_ONE_RANK}")
+        held = state_dict.get(f"{prefix}{ONE_RANK}")
         if held is not None:
             theirs = held.nonzero().flatten().tolist()
             ours = list(range(self.first_expert, self.first_expert + self.num_local_experts))

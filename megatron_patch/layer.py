@@ -22,7 +22,7 @@ from fmoe.experts.ffn import ExpertCall
 from fmoe.gates import GATES
 from fmoe.layout import LocalTokens
 from fmoe.losses import AuxLosses
-from fmoe.moe import EXPERTS_OF_ONE_RANK
+from fmoe.moe import ONE_RANK
 from fmoe.random import key
 from fmoe.routing import Routing
 from megatron_patch import patches
@@ -223,7 +223,7 @@ class MegatronMoE(MoE):
         rest = {
             name: value
             for name, value in self.state_dict(keep_vars=True).items()
-            if not name.startswith("experts.") and name != EXPERTS_OF_ONE_RANK and isinstance(value, Tensor)
+            if not name.startswith("experts.") and name != ONE_RANK and isinstance(value, Tensor)
         }
         sharded = make_sharded_tensors_for_checkpoint(
             rest,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fmoe.errors import UserError
-from fmoe.moe import EXPERTS_OF_ONE_RANK, MoE
+from fmoe.moe import ONE_RANK, MoE
 from fmoe.parallel.groups import ParallelGroups, moe_layers
 from fmoe.runtime.adapters import adapted
 
@@ -41,7 +41,7 @@ def state_dict(model: nn.Module, groups: ParallelGroups) -> dict[str, Any]:
     layers = _layers(model, groups)
     state = {}
     for name, value in get_model_state_dict(model).items():
-        if not name.endswith(EXPERTS_OF_ONE_RANK):
+        if not name.endswith(ONE_RANK):
             layer = _layer_of(name, layers)
             state[_key(name, layer)] = _whole(name, value, layer)
     return state
@@ -63,14 +63,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], groups: Parallel
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     layers = _layers(model, groups)
-    if (held := next((name for name in state if name.endswith(EXPERTS_OF_ONE_RANK)), None)) is not None:
+    if (held := next((name for name in state if name.endswith(ONE_RANK)), None)) is not None:
         raise UserError(f"{held}: the state has the experts of one rank only: save fmoe.parallel.state_dict instead")
     rest = {name: value for name, value in state.items() if not _is_listed(name, layers)}
     own = {}
     for name, like in get_model_state_dict(model).items():
         layer = _layer_of(name, layers)
         key = _key(name, layer)
-        if name.endswith(EXPERTS_OF_ONE_RANK):
+        if name.endswith(ONE_RANK):
             own[name] = like
         elif key in state:
             own[name] = _local(name, state[key], like, layer)

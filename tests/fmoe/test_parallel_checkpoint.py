@@ -229,7 +229,7 @@ def one_ranks_checkpoint(folder, wrapper):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_checkpoint_of_one_ranks_experts_is_refused_on_all_ranks(two_ranks, tmp_path, wrapper):
     for result in values(two_ranks.run(one_ranks_checkpoint, tmp_path, wrapper)):
-        assert "stacked.experts_of_one_rank" in result
+        assert "stacked.one_rank.experts" in result
 
 
 def foreign(folder, how):
@@ -268,7 +268,7 @@ def own_file(folder):
     model, _, groups = started("plain", 2)
     state = model.state_dict()
     assert [name for name in state if name.endswith("_extra_state")] == [
-        f"{layer}.experts_of_one_rank._extra_state" for layer in ("stacked", "listed")
+        f"{layer}.one_rank.experts._extra_state" for layer in ("stacked", "listed")
     ]
     path = folder / f"{dist.get_rank()}.safetensors"
     save_file(state, path)

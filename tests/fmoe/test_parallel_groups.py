@@ -209,8 +209,10 @@ def sharded(case):
             assert q.placements == (Shard(1),), name
     norms = [parallel.grad_norm(m.parameters(), groups=groups) for m in (plain, model)]
     assert_close(norms[1], norms[0], 0.05 if case == "bf16" else 1e-5, "norm")
-    state = model.state_dict()
-    return list(state) == list(plain.state_dict()) and all(isinstance(v, DTensor) for v in state.values())
+    state = parallel.state_dict(model, groups)
+    return list(state) == list(parallel.state_dict(plain, groups)) and all(
+        isinstance(v, DTensor) for v in state.values()
+    )
 
 
 @pytest.mark.by_default("whole", "kept", "plain list")
