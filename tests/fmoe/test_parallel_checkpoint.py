@@ -195,7 +195,7 @@ def whole_state(wrapper):
     alone_optimizer = adam(alone)
     train(alone, alone_optimizer, 0)
     parallel.load_state_dict(model, alone.state_dict(), groups)
-    state = get_optimizer_state_dict(alone, alone_optimizer)
+    state = copy.deepcopy(get_optimizer_state_dict(alone, alone_optimizer))  # optimizers keep the tensors they load
     parallel.load_optimizer_state_dict(model, optimizer, state, groups)
     for step in (1, 2):
         train(alone, alone_optimizer, step)
