@@ -145,7 +145,8 @@ def load_optimizer_state_dict(
         {**saved, "params": group["params"]}
         for saved, group in zip(state["param_groups"], own["param_groups"], strict=True)
     ]
-    set_optimizer_state_dict(model, optimizer, {"state": entries, "param_groups": param_groups})
+    loaded: dict[str, Any] = {"state": entries, "param_groups": param_groups}
+    set_optimizer_state_dict(model, optimizer, loaded)
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,9 @@ def _whole(name: str, value: Any, layer: _Experts | None) -> Any:
 
     if layer is None or layer.are_listed or not isinstance(value, Tensor) or not value.dim():
         return value
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if type(local) not in (Tensor, nn.Parameter):
+        raise UserError(f"{name} is a {type(local).__name__}, which cannot be saved for another number of ranks")
     if value.shape[0] != layer.count:
         raise UserError(
             f"{name} has shape {tuple(value.shape)}, whose first axis is not that of the {layer.count} experts of this "
@@ -235,7 +239,6 @@ def _whole(name: str, value: Any, layer: _Experts | None) -> Any:
         )
     shape = torch.Size((layer.total, *value.shape[1:]))
     placements = [Shard(0), value.placements[0] if isinstance(value, DTensor) else Replicate()]
-    local = value.to_local() if isinstance(value, DTensor) else value
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, layer.mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -266,5 +269,6 @@ def _like(local: Tensor, like: Any) -> Tensor:
 
     if not isinstance(like, DTensor):
         return local
-    options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, like.device_mesh, like.placements, **options)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -291,6 +291,10 @@ def test_a_file_per_rank_loads_on_its_rank(two_ranks, tmp_path):
     assert values(two_ranks.run(own_file, tmp_path)) == [True, True]
 
 
+class Quantized(torch.Tensor):
+    """As the moments of 8-bit optimizers."""
+
+
 def misfit(case):
     model, optimizer, groups = started("plain", 2)
     state = state_of(model, optimizer, groups)
@@ -310,6 +314,10 @@ def misfit(case):
     if case == "groups":
         state["optimizer"]["param_groups"] *= 2
         parallel.load_optimizer_state_dict(model, optimizer, state["optimizer"], groups)
+    if case == "quantized":
+        moment = torch.zeros(2, 10, 8).as_subclass(Quantized)
+        optimizer.state[model.stacked.experts.weight_in] = {"exp_avg": moment}
+        parallel.optimizer_state_dict(model, optimizer, groups)
     if case == "axis":
         optimizer.state[model.stacked.experts.weight_in] = {"block": torch.zeros(3)}
         parallel.optimizer_state_dict(model, optimizer, groups)
@@ -323,6 +331,7 @@ def misfit(case):
         ("part", fmoe.UserError, "stacked.experts.weight_in has shape (2, 10, 8)"),
         ("optimizer", fmoe.UserError, "stacked.experts.weight_in"),
         ("groups", fmoe.UserError, "2 parameter groups"),
+        ("quantized", fmoe.UserError, "exp_avg of stacked.experts.weight_in is a Quantized"),
         ("axis", fmoe.UserError, "block of stacked.experts.weight_in has shape (3,)"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
