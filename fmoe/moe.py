@@ -118,7 +118,8 @@ class MoE(nn.Module):
 
         Args:
             x: [T, D], [..., S, D], or [S, B, D] with ``sequence_first``, for B sequences of S tokens.
-            mask: bool, the shape of ``x`` without D; False marks padding, which is not routed and has zero output.
+            mask: bool, the shape of ``x`` without D; False marks padding, which is not routed and has zero output. With
+                ``sequence_group``, pass ``mask`` and ``token_ids`` on all of its ranks or on none.
             token_ids: int64, the shape of ``mask``, for gates that route by token id.
 
         Returns:

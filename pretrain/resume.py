@@ -223,6 +223,20 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
     raise _refused(problem, candidates, fallback)
 
 
+def check_seen_by_all(folder: Path, checkpoint: Checkpoint | None) -> None:
+    """Raise on every rank if only some ranks have found a checkpoint. Collective.
+
+    Raises:
+        UserError: ``folder`` is not the same on all ranks, such as a local disk of each node.
+    """
+    ranks = Ranks()
+    seen = ranks.total(int(checkpoint is not None))
+    if seen not in (0, ranks.size):
+        raise UserError(
+            f"run.folder={folder}: {seen} of {ranks.size} ranks see a checkpoint: all ranks must share the folder"
+        )
+
+
 def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
     """Return the checkpoint to resume from, after verifying the SHA-256 of all its files. Collective: each rank
     verifies some of the files.

@@ -45,6 +45,7 @@ from pretrain.resume import (
     check_data,
     check_exists,
     check_resumable,
+    check_seen_by_all,
     find_checkpoint,
     verify_together,
 )
@@ -116,7 +117,7 @@ def _train(
             summarize(recipe)
         return 0
     processes = process.start(process.timeout(recipe.guard.hang_minutes), meeting)
-    dist.barrier()  # all ranks must read the folder before one of them writes
+    check_seen_by_all(folder, checkpoint)  # also a barrier: all ranks read the folder before one of them writes
     if checkpoint is not None and resume is not None:
         checkpoint = agree_on_intact(folder, resume, fallback=fallback)
         if is_finished(recipe, inputs, checkpoint):

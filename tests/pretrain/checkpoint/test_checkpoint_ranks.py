@@ -13,6 +13,7 @@ from rank_pool import DIED, Raised, RankPool
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, SaveError, open_checkpoint, save, steps
+from pretrain.resume import check_seen_by_all
 
 ROWS, COLUMNS = 6, 10
 
@@ -184,3 +185,16 @@ def save_in_groups(folder):
 
 def test_a_group_saves_without_the_others(two_ranks, tmp_path: Path):
     assert two_ranks.run(save_in_groups, tmp_path) == [[0, 0, 0], [1, 1, 1]]
+
+
+def found_on(finders, folder):
+    checkpoint = open_checkpoint(folder) if dist.get_rank() in finders else None
+    return check_seen_by_all(folder, checkpoint)
+
+
+def test_a_checkpoint_that_only_one_rank_sees_is_an_error_on_both(two_ranks, tmp_path):
+    two_ranks.run(save_it, tmp_path, 4)
+    assert two_ranks.run(found_on, (0, 1), tmp_path) == two_ranks.run(found_on, (), tmp_path) == [None, None]
+    for result in two_ranks.run(found_on, (1,), tmp_path):
+        assert isinstance(result, Raised) and result.kind is UserError
+        assert f"run.folder={tmp_path}: 1 of 2 ranks" in result.message
