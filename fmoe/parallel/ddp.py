@@ -39,6 +39,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Raises:
         UserError: a layer uses other ranks than ``groups.moe_group``; no dense parameter requires gradients; an expert
             is frozen on only some of the ranks that hold it; a group or mesh is in ``options``.
+            Forward passes raise it too, if ``requires_grad`` has changed.
         RuntimeError: in a forward pass, if the previous backward pass left gradients unreduced; in a backward pass, if
             an expert's gradient arrives twice.
     """
@@ -58,13 +59,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         # torch's wrapper would overwrite these buffers with rank 0's values before every forward pass.
         buffers = dict(_buffers_of_a_rank(layers))
         ignored = {*experts, *buffers, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
-        refuse_difference("requires_grad", experts, groups.expert_data_group, groups.mesh.device_type)
         self._set_params_and_buffers_to_ignore_for_model(module, ignored)
         super().__init__(module, process_group=groups.data_group, **options)
         self.groups = groups
-        self._experts = list(dict.fromkeys(experts.values()))  # each once, in order
+        self._experts = experts
         if options.get("init_sync", True):
-            broadcast(self._experts, groups.expert_data_group)
+            broadcast(dict.fromkeys(experts.values()), groups.expert_data_group)  # each once, in order
             broadcast([b for b in buffers.values() if b is not None], groups.expert_data_group)
         self._hooked: set[Tensor] = set()
         self._syncs = self._is_queued = False
@@ -72,10 +72,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _trained_experts(self) -> list[Tensor]:
         # From the last layer to the first, approximately the order of the backward pass.
-        return [p for p in reversed(self._experts) if p.requires_grad]
+        return [p for p in reversed(dict.fromkeys(self._experts.values())) if p.requires_grad]
 
     def _follow(self, trained: list[Tensor]) -> None:
-        """Reduce the gradients of the experts ``trained`` from now on."""
+        """Reduce the gradients of the experts ``trained`` from now on. Collective over the ranks that hold them."""
+        refuse_difference("requires_grad", self._experts, self.groups.expert_data_group, self.groups.mesh.device_type)
         self._trained = trained
         self._buckets = buckets_of(trained)
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}

@@ -105,27 +105,32 @@ def grad_norm(
     # In float64 no square overflows; MPS does not support float64.
     exact = torch.float32 if device.type == "mps" else torch.float64
     zero = torch.zeros((), dtype=exact, device=device)
-    # Keyed by the groups over which to sum. All ranks must run the same collectives in the same order, so no key
-    # depends on what this rank trains. The list of a rank may lack experts that are frozen there only.
-    norms: dict[tuple[bool, tuple], list[Tensor]] = {(True, ()): [zero]}
+    # Keyed by the ranks over which to sum, as meshes may have groups of their own for the same ranks. All ranks must
+    # run the same collectives in the same order, so no key depends on what this rank trains. The list of a rank may
+    # lack experts that are frozen there only.
+    norms: dict[tuple[bool, tuple], tuple[tuple[dist.ProcessGroup, ...], list[Tensor]]] = {(True, ()): ((), [zero])}
     if groups is not None and any(_sharded_over(p) for p in parameters):
-        norms |= {(False, (groups.data_group,)): [zero], (True, (groups.expert_data_group,)): [zero]}
-    result = torch.float32
+        for expert, over in ((False, groups.data_group), (True, groups.expert_data_group)):
+            norms[expert, _ranks((over,))] = ((over,), [zero])
+    ranks: dict[tuple[dist.ProcessGroup, ...], tuple] = {}
     for parameter in parameters:
-        part = norms.setdefault((has_mark(parameter), _sharded_over(parameter)), [zero])
-        result = torch.promote_types(result, parameter.dtype)
+        meshes = _sharded_over(parameter)
+        if meshes not in ranks:
+            ranks[meshes] = _ranks(meshes)
+        part = norms.setdefault((has_mark(parameter), ranks[meshes]), (meshes, [zero]))[1]
         if parameter.requires_grad and parameter.grad is not None:
             gradient = _local(parameter.grad)
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             part.append(torch.linalg.vector_norm(gradient, dtype=dtype).to(device, exact))
     whole = torch.zeros((), dtype=exact, device=device)
-    for (expert, meshes), part in norms.items():
+    for (expert, _), (meshes, part) in norms.items():
         squares = torch.stack(part).square().sum()
         for group in (*meshes, moe_group if expert else None):
             if group is not None and group.size() > 1:
                 collectives.run(dist.all_reduce, squares, group=group)
         whole += squares
-    return whole.sqrt().to(result)
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return whole.sqrt().to(torch.float64 if is_double else torch.float32)
 
 
 @torch.no_grad()
@@ -174,3 +179,7 @@ def _sharded_over(parameter: Any) -> tuple[dist.ProcessGroup, ...]:
     if mesh is None:
         return ()
     return tuple(mesh.get_group(dim) for dim, p in enumerate(parameter.placements) if not p.is_replicate())
+
+
+def _ranks(groups: tuple[dist.ProcessGroup, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)

@@ -114,7 +114,7 @@ def save_alone(folder):
     optimizer = adam(model)
     train(model, optimizer, 0)
     optimizer_state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"model": get_model_state_dict(model), "optimizer": optimizer_state}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(model), "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
 
 
 def resume_alone(folder):
@@ -122,7 +122,7 @@ def resume_alone(folder):
     optimizer = adam(model)
     scramble(model)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     train(model, optimizer, 1)

@@ -212,3 +212,16 @@ def first_layer(exchange):
 @pytest.mark.parametrize("exchange", ["all_to_all", "padded", "all_gather", "hierarchical"])
 def test_all_ranks_join_the_backward_pass(two_ranks, exchange):
     assert values(two_ranks.run(first_layer, exchange)) == [True, True]
+
+
+def parted():
+    """Each replica freezes another layer after wrapping."""
+    groups = parallel.init(ep=1)
+    model = parallel.DistributedDataParallel(build(groups), groups)
+    model.module[1 + dist.get_rank()].experts.requires_grad_(False)
+    backward(model)
+
+
+def test_replicas_that_freeze_different_experts_are_refused(two_ranks):
+    for result in two_ranks.run(parted):
+        assert isinstance(result, Raised) and result.kind is fmoe.UserError and "requires_grad of" in result.message
