@@ -1,24 +1,16 @@
-"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Only torch is required."""
+"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Only torch is required.
 
-from fmoe.convert import fmoefy, register_family
-from fmoe.errors import MissingPackageError, UserError
-from fmoe.exchange import register_exchange
-from fmoe.experts import register_expert
-from fmoe.gates import attach_end_step, end_step, register_gate
-from fmoe.kernels.rows import DispatchPlan
-from fmoe.losses import collect_losses, set_loss_scale
-from fmoe.metrics import metrics
-from fmoe.moe import MoE
-from fmoe.routing import Routing, RoutingGroups, RoutingStats
-from fmoe.soft import MMoE, SoftMoE
+The names of this package are imported at their first use. Commands that need no torch, such as ``fmoe data``, thus
+start without it.
+"""
 
-# isort: split
-# Last, because it adds FastMoE's import paths to the modules above.
-from fmoe.fastmoe import DistributedGroupedDataParallel, FMoE, FMoELinear, FMoETransformerMLP
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-
-register_adapter = register_family  # the old name, kept for existing code
 
 __all__ = [
     "DispatchPlan",
@@ -46,3 +38,79 @@ __all__ = [
     "register_gate",
     "set_loss_scale",
 ]
+
+if TYPE_CHECKING:
+    from fmoe.convert import fmoefy, register_family
+    from fmoe.convert import register_family as register_adapter  # the old name, kept for existing code
+    from fmoe.errors import MissingPackageError, UserError
+    from fmoe.exchange import register_exchange
+    from fmoe.experts import register_expert
+    from fmoe.fastmoe import DistributedGroupedDataParallel, FMoE, FMoELinear, FMoETransformerMLP
+    from fmoe.gates import attach_end_step, end_step, register_gate
+    from fmoe.kernels.rows import DispatchPlan
+    from fmoe.losses import collect_losses, set_loss_scale
+    from fmoe.metrics import metrics
+    from fmoe.moe import MoE
+    from fmoe.routing import Routing, RoutingGroups, RoutingStats
+    from fmoe.soft import MMoE, SoftMoE
+else:
+    _HOMES = {
+        "convert": ("fmoefy", "register_family"),
+        "errors": ("MissingPackageError", "UserError"),
+        "exchange": ("register_exchange",),
+        "experts": ("register_expert",),
+        "fastmoe": ("DistributedGroupedDataParallel", "FMoE", "FMoELinear", "FMoETransformerMLP"),
+        "gates": ("attach_end_step", "end_step", "register_gate"),
+        "kernels.rows": ("DispatchPlan",),
+        "losses": ("collect_losses", "set_loss_scale"),
+        "metrics": ("metrics",),
+        "moe": ("MoE",),
+        "routing": ("Routing", "RoutingGroups", "RoutingStats"),
+        "soft": ("MMoE", "SoftMoE"),
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name == "register_adapter":
+            return __getattr__("register_family")
+        for home, names in _HOMES.items():
+            if name in names:
+                globals()[name] = getattr(importlib.import_module(f"fmoe.{home}"), name)
+                return globals()[name]
+        try:
+            if not name.startswith("_"):
+                return importlib.import_module(f"fmoe.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"fmoe.{name}":
+                raise
+        raise AttributeError(f"module 'fmoe' has no attribute {name!r}", name=name)
+
+    class _Package(ModuleType):
+        """This package, where ``metrics`` is the function, not the module, which the import system would set."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name != "metrics" or not isinstance(value, ModuleType):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package
+
+
+class _FastMoE:
+    """Finder and loader of FastMoE's import paths, such as ``fmoe.layers``, which are the last to be looked for."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        is_ours = name.startswith("fmoe.") and "fmoe.fastmoe" not in sys.modules
+        return ModuleSpec(name, cls) if is_ours else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """Let the import system create a module, whose place the module of `fmoe.fastmoe` takes."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        importlib.import_module("fmoe.fastmoe")  # sets sys.modules for every path
+        if sys.modules[module.__name__] is module:
+            raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
+
+
+sys.meta_path.append(_FastMoE)  # type: ignore[arg-type]

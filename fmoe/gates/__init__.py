@@ -4,8 +4,9 @@ The option ``gate`` of a layer takes a name in `GATES`, a class or a ready insta
 ``cls(d_model, num_experts, top_k, **options)``.
 """
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -157,3 +158,14 @@ __all__ = [
     "register_gate",
     "skip_step",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return a gate of FastMoE's API, which `fmoe.fastmoe` adds to this package."""
+        if name.endswith("Gate"):
+            importlib.import_module("fmoe.fastmoe")
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module 'fmoe.gates' has no attribute {name!r}", name=name)

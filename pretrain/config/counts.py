@@ -2,7 +2,6 @@
 
 import math
 
-from pretrain.config.layer import expert_shapes, router_shapes
 from pretrain.config.model import ModelConfig
 
 _RELATIVE_BUCKETS = 32  # Megatron-core's default
@@ -103,6 +102,8 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
     Args:
         experts: number of routed experts before the split by ``model.granularity``.
     """
+    from pretrain.config.layer import expert_shapes, router_shapes  # imports torch, which other commands do not need
+
     expert = [shape[1:] if shape[:1] == (1,) else shape for shape in expert_shapes(model)]  # without an axis of experts
     shapes = expert * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)

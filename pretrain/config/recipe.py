@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fmoe.errors import UserError
-from fmoe.exchange.deepep import MOST_CHOICES, MULTIPLE
 from pretrain.config import counts
 from pretrain.config.batches import Batches
 from pretrain.config.checks import check_values, divides
@@ -120,6 +119,8 @@ class Recipe:
         model, parallel = self.model, self.parallel
         if parallel.exchange != "deepep" or parallel.expert == 1:
             return
+        from fmoe.exchange.deepep import MOST_CHOICES, MULTIPLE  # imports torch, which reading a recipe does not need
+
         sent = parallel.wire or self.train.precision
         if sent != "bf16":
             raise UserError(f"parallel.exchange=deepep sends rows in bf16, not {sent}: set parallel.wire=bf16")

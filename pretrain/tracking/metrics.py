@@ -17,10 +17,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fmoe.errors import UserError
-from fmoe.metrics import LayerReport
+
+if TYPE_CHECKING:  # imports torch, which `fmoe report` and `fmoe compare` do not need
+    from fmoe.metrics import LayerReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
 
@@ -50,7 +52,7 @@ class Metric:
     name: str
     unit: str
     doc: str
-    reduce: Callable[[LayerReport], float | list[float]] | None = None
+    reduce: Callable[["LayerReport"], float | list[float]] | None = None
     _: KW_ONLY
     title: str = ""
     when: str = "every step"
@@ -161,7 +163,7 @@ def register_metric(metric: Metric) -> None:
     DECLARED.append(metric)
 
 
-def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | list[float]]:
+def routing_metrics(reports: Mapping[int, "LayerReport"]) -> dict[str, float | list[float]]:
     """Return the layer metrics of a step by logged name: the value of each layer and, for metrics that are numbers, the
     mean over the layers."""
     found: dict[str, Any] = {}

@@ -174,6 +174,42 @@ assert not any(name.split(".")[0] in ("pretrain", "megatron_patch") for name in 
 
 
 @pytest.mark.parametrize(
+    "argv", [["--help"], ["data", "--help"], ["compare", "--help"], ["report", "--help"], ["no_such_command"]], ids=str
+)
+def test_commands_without_a_model_do_not_import_torch(argv):
+    code = f"""
+import sys
+from fmoe.cli import main
+try:
+    main({argv!r})
+except SystemExit as error:
+    assert not error.code
+assert not {{"torch", "megatron", "transformers"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fmoe; [getattr(fmoe, name) for name in fmoe.__all__]",
+        "import fmoe.gates; fmoe.gates.NaiveGate; assert not hasattr(fmoe.gates, 'NoGate')",
+        "import fmoe; assert fmoe.layers.FMoE is fmoe.FMoE; fmoe.optim, fmoe.parallel",
+        "import fmoe; assert not hasattr(fmoe, 'nothing')",
+        "import fmoe.megatron.layers, fmoe.fastmoe; assert fmoe.megatron.layers is fmoe.fastmoe.megatron",
+        "from fmoe.gates.naive_gate import NaiveGate",
+        "import fmoe.gates, fmoe.metrics; assert callable(fmoe.metrics) and fmoe.metrics.counting",
+        "import fmoe\ntry:\n import fmoe.nothing\nexcept ModuleNotFoundError as e: assert e.name == 'fmoe.nothing'",
+    ],
+    ids=lambda code: code[:40],
+)
+def test_names_of_the_package_and_of_fastmoe_as_the_first_import(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["compare", "--jsno", "runs/a"], "fmoe compare: error: unknown option --jsno; did you mean --json?"),
