@@ -209,6 +209,10 @@ class IndexedCorpus:
         except OSError as error:
             raise UserError(f"cannot read the corpus {self.prefix}: {error.strerror}") from error
 
+    def __reduce__(self) -> tuple:
+        """Pickle the path alone, and counts that are stored nowhere: who unpickles opens the files again."""
+        return type(self), (self.prefix,), {} if self._has_kept_counts else {"counts": self.counts}
+
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each document, int64 [num_documents]."""

@@ -10,6 +10,7 @@ The last tokens of the stream, fewer than L, are dropped. They differ between ep
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -109,7 +110,7 @@ class GPTSamples:
                     f"tokens, but there are only {num_tokens} in {names}: use more text or a smaller train.global_batch"
                 )
             self.samples_per_epoch -= self.samples_per_epoch % streams
-        self._flats = [corpus.flat for corpus in corpora]
+        self._corpora = tuple(corpora)
         self._first_documents = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])  # per corpus
         lengths = [corpus.lengths for corpus in corpora]
         self._lengths = np.concatenate(lengths)
@@ -137,9 +138,14 @@ class GPTSamples:
             taken = min(left, len(sample) - filled)
             start = int(self._starts[document]) + int(self._lengths[document]) - left
             corpus = int(np.searchsorted(self._first_documents, document, side="right")) - 1
-            sample[filled : filled + taken] = self._flats[corpus][start : start + taken]
+            sample[filled : filled + taken] = self._corpora[corpus].flat[start : start + taken]
             filled, position, rank = filled + taken, position + taken, rank + 1
         return sample
+
+    def __reduce__(self) -> tuple:
+        """Pickle the arguments, of which the rest is computed again."""
+        make = partial(type(self), shuffle=self.shuffle, streams=self.streams)
+        return make, (self._corpora, self.sequence_length, self.seed)
 
     def _draw(self, number: int) -> _Epoch:
         if self.shuffle:

@@ -1,12 +1,17 @@
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fmoe.errors import UserError
+from pretrain.data.blend import Blend
 from pretrain.data.indexed import IndexedCorpus, IndexedWriter
-from pretrain.data.samples import GPTSamples, Segments, unigram_entropy
+from pretrain.data.masking import Masking
+from pretrain.data.packing import DocumentMask
+from pretrain.data.samples import GPTSamples, Segments, count_tokens, unigram_entropy
+from pretrain.data.spans import SpanCorruption, Spans
 
 
 def corpora_of(folder: Path, lengths: list[list[int]]) -> list[IndexedCorpus]:
@@ -181,3 +186,35 @@ def test_streams_are_contiguous_and_read_side_by_side(number: int, corpora: list
 def test_streams_that_are_too_short_are_refused(corpora: list[IndexedCorpus]) -> None:
     with pytest.raises(UserError, match=r"400 streams of sequence_length=16 need 6401 tokens"):
         GPTSamples(corpora, 16, seed=1, streams=400)
+
+
+def test_pickled_samples_are_the_same_and_hold_no_tokens(tmp_path: Path) -> None:
+    corpora = corpora_of(tmp_path, [[3] * 20_000, [70_000]])
+    blocks = GPTSamples(corpora, 30, seed=1)
+    spans = Spans.of(30)
+    text = np.arange(10, 20)
+    kinds = [
+        blocks,
+        GPTSamples(corpora, 30, seed=1, shuffle=False),
+        Segments(GPTSamples(corpora, 30, seed=1, streams=4)),
+        Blend([GPTSamples([corpus], 30, seed=1) for corpus in corpora], [2, 1]),
+        DocumentMask(blocks, end=2),
+        Masking(blocks, 32, 0.15, cls=4, sep=5, mask=6, end=2, text=text, seed=1),
+        SpanCorruption(GPTSamples(corpora, spans.block, seed=1), spans, tuple(range(100, 130)), 2, 0, 1),
+    ]
+    for samples in kinds:
+        expected = samples[7]  # draws an epoch
+        data = pickle.dumps(samples)
+        assert len(data) < 4096, type(samples)
+        found = pickle.loads(data)  # noqa: S301
+        assert found.samples_per_epoch == samples.samples_per_epoch
+        np.testing.assert_equal(found[7], expected)
+
+
+def test_a_pickled_corpus_keeps_counts_that_are_not_stored(corpora: list[IndexedCorpus]) -> None:
+    corpus = corpora[0]
+    corpus.counts, corpus._has_kept_counts = count_tokens(corpus), False
+    Path(f"{corpus.prefix}.json").unlink()
+    found = pickle.loads(pickle.dumps(corpus))  # noqa: S301
+    assert found.counts.largest == corpus.counts.largest
+    assert found.flat.tolist() == corpus.flat.tolist()
