@@ -11,7 +11,7 @@ class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` in which each expert of a stacked weight has its own scale and its own clipped update.
 
     torch's class takes root mean squares of weight and update over the whole tensor. An expert's step would then depend
-    on the other experts of its stack. Here each expert is stepped separately.
+    on the other experts of its stack. Here each expert is stepped separately. An empty parameter is skipped.
 
     The state is ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n], ``variance`` of a vector,
     and ``step``. The arguments are the same as in torch's class. Set weight decay by parameter group
@@ -28,6 +28,8 @@ class Adafactor(torch.optim.Adafactor):
                     "variance": torch.zeros_like(parameter),
                 }
         lists = (params_with_grad, grads, row_vars, col_vars, variances, state_steps)
+        # torch divides by the number of elements.
+        group = {**group, "params": [parameter for parameter in group["params"] if parameter.numel()]}
         whole: tuple[list[Tensor | None], ...] = ([], [], [], [], [], [])
         has_complex = super()._init_group(group, *whole)
         for columns in zip(*whole, strict=True):

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from fmoe.errors import UserError
-from megatron_patch.optimizer import optimizers, renew, shards
+from megatron_patch.optimizer import Shard, optimizers, renew, shards
 from pretrain.checkpoint import Checkpoint, Piece
 from pretrain.engine import rng
 from pretrain.engine.engine import Engine
@@ -115,7 +115,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
             if location.is_main:
                 data = tensor.detach().reshape(-1)[location.begin : location.end].view(location.block)
                 yield location.piece(_MODEL, data)
-    for shard in shards(engine.optimizer):
+    for shard in _shards_with_elements(engine):
         values = list(saved_state(shard))
         if shard.has_master:
             values.append((StateTensor("master"), shard.main.detach()))
@@ -134,6 +134,11 @@ def pieces(engine: Engine) -> Iterator[Piece]:
                 yield location.piece(f"{_OPTIMIZER}{entry.name}/", data, start - location.begin, stop - location.begin)
     if parallel_state.get_tensor_model_parallel_rank() == 0:  # the ranks of the group have the same memory
         yield from _memory_pieces(engine)
+
+
+def _shards_with_elements(engine: Engine) -> Iterator[Shard]:
+    """Yield this rank's shards whose optimizer state is saved and loaded: all but those of empty parameters."""
+    yield from (shard for shard in shards(engine.optimizer) if shard.start < shard.stop)
 
 
 def _memory_pieces(engine: Engine) -> Iterator[Piece]:
@@ -207,8 +212,8 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
     steps = {
         float(state["step"])
         for part in optimizers(engine.optimizer)
-        for state in part.optimizer.state.values()
-        if "step" in state
+        for tensor, state in part.optimizer.state.items()
+        if "step" in state and tensor.numel()  # Adafactor does not step an empty tensor
     }
     steps |= {
         float(g["step"]) for part in optimizers(engine.optimizer) for g in part.optimizer.param_groups if "step" in g
@@ -243,11 +248,16 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     locations = _locations(engine.chunks)
     step = checkpoint.state["optimizer"]["step"]
     _load_model(engine.chunks, checkpoint, locations)
+    # SGD without momentum has no buffers: a resumed run's momentum begins with zeros, as a new run's.
+    then = checkpoint.state.get("recipe", {}).get("optimizer", {})
+    had_no_momentum = then.get("name") == "sgd" and then.get("momentum") == 0
     with torch.no_grad():
-        for shard in shards(engine.optimizer):
+        for shard in _shards_with_elements(engine):
             at = _locations_of(locations, shard.parameter, "a parameter of the optimizer")
 
             def cut(entry: StateTensor, at=at, shard=shard) -> Tensor:
+                if had_no_momentum and entry.name == "momentum_buffer":
+                    return torch.zeros_like(shard.main, device="cpu")
                 prefix = f"{_OPTIMIZER}{entry.name}/"
                 if entry.axis is None:
                     return _read(checkpoint, prefix, at, shard.start, shard.stop)

@@ -31,7 +31,7 @@ NAMES = [pytest.param(n, marks=without_torchao) if n == "adamw8bit" else n for n
 
 
 def recipe_of(name, base=RECIPE):
-    optimizer = {"min_lr": 1e-3, **OPTIMIZERS[name]}
+    optimizer = {"min_lr": 1e-3, **OPTIMIZERS.get(name, {})}
     return replace(base, optimizer=replace(base.optimizer, name=name, **optimizer))
 
 
@@ -311,3 +311,76 @@ def test_wrong_values_are_one_line(case):
     with pytest.raises(UserError) as error:
         recipe.check()
     assert str(error.value).startswith(says)
+
+
+def resumed_with_empty_parameters(folder, names, distributed):
+    """Return the differences of a resumed run's weights, for a gate with an empty matrix and an empty vector."""
+    from megatron.core import parallel_state
+
+    from fmoe import register_gate
+    from fmoe.gates import NaiveRouter
+
+    class Gate(NaiveRouter):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.matrix = torch.nn.Parameter(torch.empty(0, 32))
+            self.vector = torch.nn.Parameter(torch.empty(0))
+
+    register_gate("with_empty_parameters", Gate)
+    model = replace(RECIPE.model, gate="with_empty_parameters", gate_options={}, jitter=0.0, balance_loss=0.0)
+    different = {}
+    for name in names:
+        recipe = recipe_of(name, replace(RECIPE, model=model))
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=distributed))
+        (first, second), _ = resumed(folder / name, recipe)
+        assert any(value.numel() == 0 for value in first.values())
+        different[name] = [key for key in first if not torch.equal(first[key], second[key])]
+        parallel_state.destroy_model_parallel()
+    return different
+
+
+@pytest.mark.parametrize(
+    ("names", "distributed"),
+    [
+        (("adamw", "adafactor"), False),
+        (("adamw",), True),
+        pytest.param(("lamb", "lars", "muon", "sgd"), False, marks=pytest.mark.slow),
+        pytest.param(("adamw8bit",), False, marks=[pytest.mark.slow, without_torchao]),
+        pytest.param(SHARDED, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_empty_parameters_resumes(forks, tmp_path, names, distributed):
+    found = only(forks.run(1, resumed_with_empty_parameters, tmp_path, names, distributed))
+    assert found == {name: [] for name in names}
+
+
+def with_momentum_from_a_checkpoint(folder, recipe):
+    """Return the weights after three steps without momentum and one with it, and after resuming before the last."""
+    from megatron.core import parallel_state
+
+    from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
+
+    engine = engine_of(replace(recipe, optimizer=replace(recipe.optimizer, momentum=0.0)))
+    for step in range(3):
+        engine.train_step(step, Samples())
+    run_state = {
+        "recipe": {"optimizer": {"name": "sgd", "momentum": 0.0}},
+        "optimizer": state.optimizer_state(engine),
+        "schedule": state.schedule_state(engine),
+    }
+    save(folder, 3, state.pieces(engine), run_state, state.rank_state())
+    engine.train_step(3, Samples())  # the first step of momentum is the same
+    expected = {name: p.detach().clone() for name, p in engine.gpt.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    engine = engine_of(recipe)
+    state.load(engine, open_checkpoint(folder))
+    engine.train_step(3, Samples())
+    return expected, {name: p.detach().clone() for name, p in engine.gpt.named_parameters()}
+
+
+def test_momentum_may_begin_on_resume(forks, tmp_path):
+    recipe = Split(precision="bf16").recipe(recipe_of("sgd"))
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, momentum=0.9))
+    expected, found = only(forks.run(1, with_momentum_from_a_checkpoint, tmp_path, recipe))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
