@@ -113,8 +113,8 @@ def run(program: str, command) -> int:
 
     These exceptions become exit codes:
 
-    * 2, with one line on stderr: a `UserError`, a path that the system refuses (no permission, a name too long, ...),
-      or a missing package that an extra of fmoe installs.
+    * 2, with one line on stderr: a `UserError`, an error that `refusal` describes, or a missing package that an extra
+      of fmoe installs.
     * 130: an interrupt.
     * 141, without a message: the reader of the output has ended, as in ``| head``.
     """
@@ -134,9 +134,9 @@ def run(program: str, command) -> int:
     except UserError as error:
         return _refuse(program, str(error))
     except OSError as error:
-        if error.errno not in _REFUSED_PATHS or error.filename is None:
+        if (message := refusal(error)) is None:
             raise
-        return _refuse(program, f"{os.fsdecode(error.filename)}: {error.strerror}")
+        return _refuse(program, message)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         # The distribution of a package may add a suffix to its name: megatron-core contains megatron.
@@ -149,7 +149,18 @@ def run(program: str, command) -> int:
         return 130
 
 
+def refusal(error: OSError) -> str | None:
+    """Return a message if the disk is full, or the system refuses a path: no permission, a name too long, ...
+
+    Return None for any other error.
+    """
+    if error.filename is not None and error.errno in (*_REFUSED_PATHS, *_FULL):
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return f"a file cannot be written: {error.strerror}" if error.errno in _FULL else None
+
+
 _REFUSED_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _refuse(program: str, message: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fmoe.cli import run, unknown_option
+from fmoe.cli import refusal, run, unknown_option
 from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import process, torchrun
 from pretrain.config.imports import import_plugins
@@ -116,7 +116,12 @@ def main(argv: Sequence[str]) -> int:
         recipe.check_world_size(process.world_size())
         from pretrain.run import train  # imports megatron-core
 
-        code = train(recipe, arguments.resume, fallback=arguments.fallback)
+        try:
+            code = train(recipe, arguments.resume, fallback=arguments.fallback)
+        except OSError as error:
+            if (message := refusal(error)) is not None:
+                raise UserError(message) from error
+            raise
     except Diverged as error:
         if dist.get_rank() == 0:
             print(f"pretrain: error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ A line is complete with its newline. Each line is a single ``write`` to a file o
 therefore leaves at most one incomplete line, at the end. Readers skip this line, and a resumed run removes it.
 """
 
-import errno
+import contextlib
 import json
 import math
 import os
@@ -38,7 +38,11 @@ class JsonlTracker:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line. It survives the end of this process and, after `close`, a power failure."""
+        """Append one line. It survives the end of this process and, after `close`, a power failure.
+
+        Raises:
+            UserError: the line cannot be written: the disk is full, or the file was removed.
+        """
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:
@@ -49,14 +53,27 @@ class JsonlTracker:
             row.update(_strict(key, value))
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         if os.fstat(self._file).st_nlink == 0:
-            raise OSError(errno.ENOENT, "the file was removed or replaced during the run", str(self._path))
-        if os.write(self._file, line) != len(line):
-            raise OSError(errno.ENOSPC, f"the line of step {step} was written only in part", str(self._path))
+            raise UserError(f"{self._path} was removed or replaced during the run: resume from the newest checkpoint")
+        with self._refusing_full_disks():
+            while line:  # the rest of a line of which the disk took a part is refused with the reason
+                line = line[os.write(self._file, line) :]
 
     def close(self, ok: bool = True) -> None:
         """Sync and close the file."""
-        os.fsync(self._file)
-        os.close(self._file)
+        try:
+            with self._refusing_full_disks():
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    @contextlib.contextmanager
+    def _refusing_full_disks(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be written: {error.strerror}; make room, then resume from the newest checkpoint"
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -62,6 +62,8 @@ def raiser(error):
         (UserError("a=1\nis  wrong"), 2, "prog: error: a=1 is wrong\n"),
         (PermissionError(13, "Permission denied", "/a\nb/run"), 2, "prog: error: /a b/run: Permission denied\n"),
         (OSError(36, "File name too long", b"x"), 2, "prog: error: x: File name too long\n"),
+        (OSError(28, "No space left on device", "x"), 2, "prog: error: x: No space left on device\n"),
+        (OSError(28, "No space left on device"), 2, "prog: error: a file cannot be written: No space left on device\n"),
         (KeyboardInterrupt(), 130, "prog: interrupted\n"),
         (ModuleNotFoundError("no", name="sentencepiece.x"), 2, "pip install 'fmoe[pretrain]'\n"),
         (ModuleNotFoundError("no", name="megatron.core"), 2, "pip install 'fmoe[pretrain]'\n"),

@@ -1,10 +1,12 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +151,26 @@ def test_step_is_no_metric(path):
     with pytest.raises(ValueError, match="'step'"):
         tracker.log(1, {"step": 2})
     tracker.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_a_user_error_that_names_the_file():
+    tracker = JsonlTracker(Path("/dev/full"), None)
+    with pytest.raises(UserError, match=r"/dev/full .*No space left on device"):
+        tracker.log(1, {"loss": 1.0})
+
+
+def test_a_removed_file_is_a_user_error(path):
+    tracker = JsonlTracker(path, None)
+    path.unlink()
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        tracker.log(1, {"loss": 1.0})
+    tracker.close()
+
+
+def test_a_line_of_which_the_disk_took_a_part_is_completed(path, monkeypatch):
+    tracker = JsonlTracker(path, None)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:7]))
+    tracker.log(1, {"loss": 1.0, "lr": 0.5})
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0, "lr": 0.5}]
