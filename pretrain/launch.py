@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,6 +189,11 @@ def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
             raise UserError(f"--nodes={nodes} needs {_option(name)}")
     if nodes > 1 and options.node_rank >= nodes:
         raise UserError(f"--node-rank={options.node_rank} must be less than --nodes={nodes}")
+    if nodes > 1 and options.node_rank == 0:
+        try:
+            socket.create_server(("", int(options.rendezvous.rpartition(":")[2]))).close()
+        except OSError as error:
+            raise UserError(f"--rendezvous={options.rendezvous}: the port is not free here: {error.strerror}") from error
     if options.max_restarts and resume != "auto":
         raise UserError(
             f"--max-restarts={options.max_restarts} needs --resume auto: restarted ranks resume from the newest "

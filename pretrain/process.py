@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe.errors import UserError
+from fmoe.runtime import launcher
 from pretrain import lock
 
 EXIT_DIVERGED = 65
@@ -56,13 +57,17 @@ class Processes:
 
 
 def world_size() -> int:
-    """Return the number of ranks that the launcher (torchrun) started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of ranks that the launcher (torchrun) started; 1 without a launcher.
+
+    Raises:
+        UserError: the launcher's environment variables are incomplete or invalid.
+    """
+    return launcher.number("WORLD_SIZE", 1) if launcher.is_launched() else 1
 
 
 def local_rank() -> int:
     """Return the index of this rank on its machine; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return launcher.number("LOCAL_RANK", 0)
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
@@ -117,10 +122,14 @@ def meet(limit: timedelta = _TIMEOUT) -> Meeting:
 
     Args:
         limit: maximum time to wait for another rank.
+
+    Raises:
+        UserError: the launcher's environment variables are incomplete or invalid, or the ranks cannot meet.
     """
-    if "RANK" not in os.environ:  # a single rank: no port, no environment variables
+    if not launcher.is_launched():  # a single rank: no port
         return Meeting(dist.HashStore(), 0, 1)
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    with launcher.meeting():
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
     # torchrun's store outlives the ranks that it restarts: addresses of dead ranks must not be reused.
     return Meeting(dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
 

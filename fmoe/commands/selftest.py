@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from fmoe.exchange import build_exchange
 from fmoe.experts.ffn import ExpertCall
 from fmoe.moe import MoE
 from fmoe.routing import Routing
-from fmoe.runtime import collectives
+from fmoe.runtime import collectives, launcher
 
 GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
 EXPERTS = ("ffn", "swiglu")
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if not 0 < arguments.timeout < math.inf:
         raise UserError(f"--timeout={arguments.timeout:g} must be more than 0 seconds, and finite")
-    ep = arguments.ep or int(os.environ.get("WORLD_SIZE", 1))
+    ep = arguments.ep or launcher.number("WORLD_SIZE", 1)
     groups = parallel.init(ep, device_type=arguments.device, timeout=timedelta(seconds=arguments.timeout))
     results, table = _test(groups, arguments)
     failed = [line for result in results for line in result.failed]
@@ -139,7 +138,7 @@ def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
     """Return the exchanges to test, with options. With one rank (``ep=1``), return only one."""
     if ep == 1:
         return [("all_to_all", {})]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
+    local = launcher.number("LOCAL_WORLD_SIZE", ep)
     node_size = local if local < ep and ep % local == 0 else max(d for d in range(1, ep) if ep % d == 0)
     return [
         ("all_to_all", {}),

@@ -8,7 +8,6 @@ Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w %
 `fmoe.exchange.base`.
 """
 
-import os
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -22,6 +21,7 @@ from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import AllToAllExchange
 from fmoe.exchange.collectives import PeerError, all_to_all, timeout_of
 from fmoe.exchange.hops import Counts, HopCounts
+from fmoe.runtime import launcher
 
 Subgroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of the node, and of the ranks of one index
 
@@ -73,7 +73,7 @@ class HierarchicalExchange(AllToAllExchange):
         if groups is not None:
             node_size = groups[0].size()
         elif node_size is None:
-            node_size = min(int(os.environ.get("LOCAL_WORLD_SIZE", self.ep_size)), self.ep_size)
+            node_size = min(launcher.number("LOCAL_WORLD_SIZE", self.ep_size), self.ep_size)
         if not isinstance(node_size, int) or node_size < 1 or self.ep_size % node_size:
             raise UserError(
                 f"exchange_options.node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group "

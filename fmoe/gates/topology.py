@@ -1,7 +1,6 @@
 """A gate that prefers experts of the same node, for clusters whose network between nodes is slow."""
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
+from fmoe.runtime import launcher
 
 _LADDER = (0.125, 0.25, 0.5, 1.0)
 
@@ -70,7 +70,7 @@ class TopologyRouter(TopKRouter):
         Raises:
             UserError: the number of ranks per node does not divide ``ep_size``, and ``num_nodes`` was not given.
         """
-        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))
+        size = self.node_size or launcher.number("LOCAL_WORLD_SIZE", ep_size)
         size = min(size, ep_size)
         if not self._is_placed:
             if ep_size % size:

@@ -2,7 +2,6 @@
 
 import datetime
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fmoe.errors import UserError
 from fmoe.moe import MoE
+from fmoe.runtime import launcher
 
 logger = logging.getLogger(__name__)
-
-_FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def init(
 
     Raises:
         UserError: an argument is invalid or does not fit the number of processes; torchrun's environment is
-            incomplete.
+            incomplete or invalid; the processes cannot meet.
     """
     for key, value in (("ep", ep), ("dp", dp)):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -141,18 +139,17 @@ def init(
 
 def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
-    missing = [name for name in _FROM_TORCHRUN if name not in os.environ]
-    if 0 < len(missing) < len(_FROM_TORCHRUN):
-        raise UserError(f"{missing[0]} is not set, but other variables of torchrun are: set all or none of them")
+    is_launched = launcher.is_launched()
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", launcher.number("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
         options["device_id"] = device
-    if missing:
+    if not is_launched:
         logger.info("no torchrun environment: a job of one process")
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **options)
+    with launcher.meeting():
+        dist.init_process_group(backend, **options)
 
 
 def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, MoE]:
