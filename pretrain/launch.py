@@ -193,7 +193,9 @@ def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
         try:
             socket.create_server(("", int(options.rendezvous.rpartition(":")[2]))).close()
         except OSError as error:
-            raise UserError(f"--rendezvous={options.rendezvous}: the port is not free here: {error.strerror}") from error
+            raise UserError(
+                f"--rendezvous={options.rendezvous}: the port is not free here: {error.strerror}"
+            ) from error
     if options.max_restarts and resume != "auto":
         raise UserError(
             f"--max-restarts={options.max_restarts} needs --resume auto: restarted ranks resume from the newest "

@@ -26,16 +26,4 @@ fi
 fmoe=${FMOE:-fmoe}
 out=${1:-$here/out}
 
-# A command puts its outputs in place when they are complete. Of several outputs, the last one is tested here.
-if [[ ! -e $out/test.jsonl ]]; then
-  "$fmoe" data corpus "$corpus" --out "$out" --overwrite
-fi
-if [[ ! -e $out/tokenizer.model ]]; then
-  "$fmoe" data tokenizer "$out/train.jsonl" --out "$out/tokenizer.model" --vocab-size 2048
-fi
-for split in train validation test; do
-  if [[ ! -e $out/$split.idx ]]; then
-    "$fmoe" data prepare "$out/$split.jsonl" --tokenizer "$out/tokenizer.model" --out "$out/$split" --overwrite
-  fi
-done
-echo "$out is complete"
+exec "$fmoe" data example "$corpus" --out "$out"

@@ -9,7 +9,7 @@ import numpy as np
 
 from fmoe.cli import Parser
 from fmoe.errors import UserError, printable
-from pretrain.data.corpus import CorpusSplit, split_paths, write_documentation, write_python_library
+from pretrain.data.corpus import CORPORA, SPLITS, example_folder, split_paths
 from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
@@ -34,10 +34,6 @@ parquet, csv, text, ...) with --data-files. Give --split, --columns and --data-f
 each --dataset, in the same order. Several datasets are read one after the other, or interleaved by --weights."""
 _TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
-_CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
-    "pylib": write_python_library,
-    "docs": write_documentation,
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Prepare training data: train a tokenizer on text, then convert text to token files.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=textwrap.dedent("""\
-            example, from source files to tokens:
+            example, from source files to tokens, as fmoe data example does it:
               fmoe data corpus --out data/pylib/out
               fmoe data tokenizer data/pylib/out/train.jsonl --out data/pylib/out/tokenizer.model
               fmoe data prepare data/pylib/out/train.jsonl --tokenizer data/pylib/out/tokenizer.model \\
@@ -73,10 +69,23 @@ def _parser() -> argparse.ArgumentParser:
         "Python's standard library; docs has English documentation of installed packages, of Python and of Debian.",
         "fmoe data corpus --out data/pylib/out",
     )
-    corpus.add_argument(
-        "name", nargs="?", default="pylib", choices=_CORPORA, metavar="NAME", help="pylib (default) or docs"
-    )
+    _add_name(corpus)
     corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder for the three files")
+
+    example = commands.add_parser(
+        "example",
+        help="make the corpus of the recipe quickstart, or another example",
+        description="Write text (like fmoe data corpus), a tokenizer of 2,048 pieces and the tokens of three splits.\n"
+        "A step whose outputs exist is skipped; delete the folder to start anew.",
+        epilog="example:\n  fmoe data example && fmoe train quickstart",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_name(example)
+    example.add_argument(
+        "--out", type=path_argument, metavar="DIR", help="folder for all files (default: data/NAME/out)"
+    )
+    example.set_defaults(run=_example)
 
     tokenizer = _command(
         commands,
@@ -179,6 +188,12 @@ def _command(
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     parser.set_defaults(run=run)
     return parser
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", nargs="?", default="pylib", choices=CORPORA, metavar="NAME", help="pylib (default) or docs"
+    )
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -289,10 +304,27 @@ def path_argument(text: str) -> Path:
 
 def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
-    for split in _CORPORA[arguments.name](arguments.out).values():
+    for split in CORPORA[arguments.name](arguments.out).values():
         skipped = f", skipped {split.skipped} files that are not UTF-8" if split.skipped else ""
         size = _size(split.text_bytes)
         print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
+
+
+def _example(arguments: argparse.Namespace) -> None:
+    out = arguments.out or example_folder(arguments.name)
+    model = out / "tokenizer.model"
+    # A step puts its outputs in place when they are complete. Of several outputs, this is the last.
+    steps: list[tuple[Path, list[str | Path]]] = [
+        (out / "test.jsonl", ["corpus", arguments.name, "--out", out]),
+        (model, ["tokenizer", out / "train.jsonl", "--out", model, "--vocab-size", "2048"]),
+    ]
+    for split in SPLITS:
+        text = out / f"{split}.jsonl"
+        steps.append((out / f"{split}.idx", ["prepare", text, "--tokenizer", model, "--out", out / split]))
+    for output, argv in steps:
+        if not output.exists():
+            main([*map(str, argv), "--overwrite"])
+    print(f"{_shown(out)} is complete")
 
 
 def _tokenizer(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import logging
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -142,6 +142,24 @@ def write_documentation(
 def _is_prose(data: bytes) -> bool:
     text = data.decode(errors="ignore")
     return len(data) >= _SHORTEST and sum(c.isalpha() or c.isspace() for c in text) >= _LETTERS * len(text)
+
+
+CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
+    "pylib": write_python_library,
+    "docs": write_documentation,
+}
+"""Functions that write a corpus into a folder, by its name in ``fmoe data corpus`` and ``fmoe data example``."""
+
+
+def example_folder(name: str) -> Path:
+    """Return the folder into which ``fmoe data example NAME`` writes, relative to the working folder."""
+    return Path("data", name, "out")
+
+
+def example_command(path: Path) -> str | None:
+    """Return the command that makes a tokenizer or a corpus (a prefix) of an example; None for any other path."""
+    names = [name for name in CORPORA if path.parent == example_folder(name)]
+    return f"fmoe data example {names[0]}" if names and path.name in ("tokenizer.model", *SPLITS) else None
 
 
 def _library_files(library: Path) -> list[tuple[str, Path]]:

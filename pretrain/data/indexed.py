@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fmoe.errors import UserError
+from pretrain.data.corpus import example_command
 from pretrain.data.counts import TokenCounter, TokenCounts, keep, kept
 from pretrain.data.files import replacing, with_ending
 
@@ -197,7 +198,7 @@ class IndexedCorpus:
         bin_path, json_path, idx_path = corpus_paths(self.prefix)
         for path in (idx_path, bin_path):
             if not path.is_file():
-                hint = "; pass the prefix, without .bin or .idx" if self.prefix.suffix in (".bin", ".idx") else ""
+                hint = f"; {_remedy(self.prefix)}" if path == idx_path else ""
                 raise UserError(f"no corpus at {self.prefix}: {path} does not exist{hint}")
         try:
             self._read_index(idx_path, bin_path)
@@ -355,6 +356,17 @@ class IndexedCorpus:
             part = boundaries[start : start + _CHUNK + 1]
             if (part[1:] < part[:-1]).any():  # a difference of damaged values may overflow
                 raise UserError(f"{path} is damaged: the document boundaries are not ascending")
+
+
+def _remedy(prefix: Path) -> str:
+    """Return what to do about a missing corpus."""
+    if prefix.suffix in (".bin", ".idx"):
+        return "pass the prefix, without .bin or .idx"
+    if command := example_command(prefix):
+        return f"make it with {command}"
+    if prefix.exists():
+        return f"make one of this text with fmoe data prepare {prefix} --tokenizer FILE --out PREFIX, and pass PREFIX"
+    return f"make it with fmoe data prepare TEXT --tokenizer FILE --out {prefix}"
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from fmoe.errors import UserError
+from pretrain.data.corpus import example_command
 from pretrain.data.documents import Piece, open_sources, read_source
 from pretrain.data.files import refuse_inputs
 from pretrain.data.sources import Skips, stop
@@ -46,7 +47,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+        command = example_command(path) or f"fmoe data tokenizer TEXT --out {path}"
+        hint = f"; make it with {command}" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}{hint}") from error
     return load_json(data, path) if path.suffix.lower() == ".json" else load_model(data, path)
 
 

@@ -1,14 +1,17 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from fmoe.cli import run
 from fmoe.errors import UserError
+from pretrain.config.load import load_recipe
 from pretrain.data.cli import main
 from pretrain.data.indexed import IndexedCorpus
+from pretrain.data.inputs import open_corpus, open_tokenizer
 from pretrain.data.samples import GPTSamples, unigram_entropy
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -111,13 +114,35 @@ def stand_in(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("corpus", ["pylib", "docs"])
-def test_the_script_runs_each_step_once(corpus: str, tmp_path: Path) -> None:
+def test_the_script_of_text_calls_the_command(corpus: str, tmp_path: Path) -> None:
     script = ROOT / "data" / corpus / "prepare.sh"
     environment = {**os.environ, "FMOE": str(stand_in(tmp_path))}
     for _ in range(2):
         subprocess.run([script, tmp_path / "out dir"], check=True, env=environment, capture_output=True)
-    calls = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert calls == ["corpus", "tokenizer", "prepare", "prepare", "prepare"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [f"example {corpus} --out {tmp_path / 'out dir'}"] * 2
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the standard library, its smaller modules."""
+    files = sorted(path for path in Path(sysconfig.get_path("stdlib")).glob("*.py") if path.stat().st_size < 10_000)
+    monkeypatch.setattr("pretrain.data.corpus._library_files", lambda _: [(path.name, path) for path in files])
+
+
+def test_the_example_is_what_the_quickstart_reads(library, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("quickstart")
+    with pytest.raises(UserError, match=r"data/pylib/out/tokenizer\.model.*fmoe data example pylib"):
+        open_tokenizer(recipe)
+    assert main(["example"]) == 0
+    tokenizer = open_tokenizer(recipe)
+    assert tokenizer.vocab_size == recipe.model.vocab_size
+    assert all(open_corpus(prefix, tokenizer).num_tokens for prefix in (*recipe.data.train, *recipe.data.validation))
+    capsys.readouterr()
+    Path("data/pylib/out/validation.idx").unlink()
+    assert main(["example"]) == 0  # makes only what is missing
+    assert capsys.readouterr().out.count("documents") == 1
 
 
 def test_the_script_of_bytes_splits_enwik8(tmp_path: Path) -> None:

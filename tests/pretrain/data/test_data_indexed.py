@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -162,6 +163,15 @@ def test_missing_files_are_named(prefix: Path) -> None:
     corpus_paths(prefix)[0].unlink()
     with pytest.raises(UserError, match=r"no corpus at .*v1\.5: .*v1\.5\.bin does not exist$"):
         IndexedCorpus(prefix)
+    text = prefix.with_name("a.txt")
+    text.touch()
+    for missing, command in (
+        (text, f"fmoe data prepare {text} "),
+        (prefix.with_name("none"), f"fmoe data prepare TEXT --tokenizer FILE --out {prefix.with_name('none')}"),
+        ("data/pylib/out/train", "fmoe data example pylib"),
+    ):
+        with pytest.raises(UserError, match=re.escape(command)):
+            IndexedCorpus(missing)
 
 
 def damage(prefix: Path, place: int, data: bytes) -> None:
