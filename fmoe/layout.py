@@ -22,6 +22,8 @@ from fmoe.errors import UserError
 from fmoe.routing import Routing, RoutingGroups
 from fmoe.runtime import collectives
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+
 
 @dataclass(eq=False)
 class Layout:
@@ -273,7 +275,7 @@ class TokenShards:
                 target[: part.shape[0]] = part
             x = x.flatten(0, 1)
         out = x.new_empty(longest, *x.shape[1:])
-        collectives.run(dist.reduce_scatter_tensor, out, x.contiguous(), group=self.group)
+        collectives.run(_reduce_scatter, out, x.contiguous(), group=self.group)
         return out[: self.lengths[self.group.rank()]]
 
 

@@ -15,6 +15,8 @@ warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")  # 
 # torch.utils.cpp_extension, which megatron-core imports, warns about a CUDA toolkit on a machine without a GPU.
 _toolkit = logging.getLogger("torch.utils.cpp_extension")
 _toolkit.addFilter(lambda record: "No CUDA runtime is found" not in record.getMessage())
+# Megatron-core calls collectives by names that torch 2.13 has replaced: each rank would print two warnings for each.
+warnings.filterwarnings("ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated")
 versions.check()
 with versions.without_triton():
     import megatron.core  # noqa: F401

@@ -7,6 +7,7 @@ its reason. If torch sees a GPU, `PATCHES` are not applied.
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -272,6 +273,7 @@ def install() -> bool:
     # At its first use, `with torch.device(...)` collects the functions that make tensors: it must see the originals.
     _device_constructors()
     patches.apply(PATCHES)
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")  # advice for GPUs
     _installed = True
     return True
 

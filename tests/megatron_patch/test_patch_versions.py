@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import subprocess
 import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -98,3 +99,18 @@ def imports_without_triton():
 
 def test_only_the_modules_of_kernels_get_a_stand_in_for_triton(forks):
     assert only(forks.run(1, imports_without_triton)) == [True, False, False, True, True]
+
+
+def test_names_that_torch_has_replaced_do_not_warn():
+    """Megatron-core calls them; newer versions of torch warn."""
+    code = """
+import megatron_patch
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(2)
+dist.all_gather_into_tensor(torch.empty(2), x)
+dist.reduce_scatter_tensor(torch.empty(2), x)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "FutureWarning" not in done.stderr, done.stderr
