@@ -113,4 +113,4 @@ class _FastMoE:
             raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
 
 
-sys.meta_path.append(_FastMoE)  # type: ignore[arg-type]
+sys.meta_path.append(_FastMoE)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import resource
 import time
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ class Trainer:
         self.step = 0
         self.is_stopping = self.was_skipped = False
         self._flops_per_token = recipe.flops_per_token()
+        self._peak = math.inf  # FLOP/s of all devices together
         self._imports = digests(recipe)
         self._published: dict[str, Any] = {}
         self._batches = Prefetch(
@@ -63,7 +65,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the last step, or until a rank is asked to stop."""
-        peak = peak_flops(self.processes.device, self.recipe.train.precision)
+        self._peak = peak_flops(self.processes.device, self.recipe.train.precision)
         error = None
         started = []
         try:
@@ -77,7 +79,7 @@ class Trainer:
             while not self.is_last:
                 for callback in self.callbacks:
                     callback.before_step(self)
-                metrics = self._step(peak)
+                metrics = self._step()
                 for callback in self.callbacks:
                     callback.on_step(self, metrics)
         except BaseException as caught:
@@ -89,7 +91,7 @@ class Trainer:
                 for callback in reversed(started):
                     stack.callback(callback.on_end, self, error)
 
-    def _step(self, peak: float) -> Metrics:
+    def _step(self) -> Metrics:
         begin = time.perf_counter()
         batches = self._batches.take(self.step)
         data_wait = time.perf_counter() - begin
@@ -104,6 +106,8 @@ class Trainer:
             logger.warning("step %d is skipped: %s", self.step, result.skipped, extra={"event": event})
         schedule, length = self.recipe.batches, self.recipe.tokens_per_sequence
         tokens = schedule.sequences(self.step - 1) * length
+        flops_per_second = self._flops_per_token * tokens / seconds
+        self._peak = max(self._peak, flops_per_second)  # a peak that was measured on a busy machine may be too low
         metrics: Metrics = {
             "loss": result.loss,
             "lr": result.lr,
@@ -114,7 +118,7 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait,
-            "mfu": self._flops_per_token * tokens / seconds / peak,
+            "mfu": flops_per_second / self._peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
         if result.mtp_losses:

@@ -17,18 +17,22 @@ _GPUS = {
 }
 
 
+_SECONDS = 0.15  # time in which products are measured
+
+
 def peak_flops(device: torch.device, precision: str) -> float:
     """Return the peak FLOP/s of all ranks together. Collective.
 
-    The rates of known GPUs come from a table. For other devices, the rate is that of a product of square matrices,
-    measured on all ranks at the same time. The matrices have size 1,024 (256 for fp16 on a CPU).
+    The rates of known GPUs come from a table. For other devices, the rate is that of the fastest of many products of
+    square matrices, measured on all ranks at the same time. The largest matrices have size 8,192 on a GPU and 1,024 on
+    a CPU (256 for fp16).
     """
     known = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = next((rates[precision] for gpu, rates in _GPUS.items() if gpu in name), None)
     # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 1,024 would take 20 seconds.
-    size = 256 if device.type == "cpu" and precision == "fp16" else 1024
+    size = 8192 if device.type == "cuda" else 256 if precision == "fp16" else 1024
     # CPUs without bf16 instructions multiply bf16 matrices in float32.
     dtype = torch.float32 if precision == "bf16" and bf16_linear.is_needed() else DTYPES[precision]
     dist.barrier()  # ranks measure at the same time; also those with a known GPU, as the others wait for them
@@ -38,11 +42,18 @@ def peak_flops(device: torch.device, precision: str) -> float:
     return float(total)
 
 
-def _measure(device: torch.device, dtype: torch.dtype, size: int, rounds: int = 5) -> float:
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        (a @ a)[0, 0].item()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+def _measure(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Return the FLOP/s of the fastest product.
+
+    On a busy CPU, a large product is interrupted. Small ones, of which there are many, fit between interruptions.
+    """
+    best = 0.0
+    end = time.perf_counter() + _SECONDS
+    while best == 0 or time.perf_counter() < end:
+        for width in (size // 4, size // 2, size):
+            a = torch.ones(width, width, dtype=dtype, device=device)
+            a[0, 0].item()  # waits for a GPU
+            begin = time.perf_counter()
+            (a @ a)[0, 0].item()
+            best = max(best, 2 * width**3 / (time.perf_counter() - begin))
+    return best

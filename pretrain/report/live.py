@@ -1,9 +1,11 @@
 """Local server for the report of runs that are still training."""
 
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fmoe.errors import UserError
@@ -57,11 +59,17 @@ def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
     live.read()  # reports a damaged file before serving
     handler = type("Handler", (_Handler,), {"runs": live})
     try:
-        server = ThreadingHTTPServer((ADDRESS, port), handler)
+        return _Server((ADDRESS, port), handler)
     except OSError as error:
         raise UserError(f"--port {port}: cannot listen on {ADDRESS}:{port}: {error.strerror}") from error
-    server.daemon_threads = True
-    return server
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # raised when a browser leaves before it has the answer
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
