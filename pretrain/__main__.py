@@ -23,7 +23,15 @@ from fmoe.cli import refusal, run, unknown_option
 from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import process, torchrun
 from pretrain.config.imports import import_plugins
-from pretrain.config.load import find_recipe, is_recipe, read_recipe, recipe_keys, shipped_recipes, split_overrides
+from pretrain.config.load import (
+    find_recipe,
+    instead_of_key,
+    is_recipe,
+    read_recipe,
+    recipe_keys,
+    shipped_recipes,
+    split_overrides,
+)
 from pretrain.config.reference import options_help
 from pretrain.process import EXIT_DIVERGED, Diverged
 
@@ -76,6 +84,8 @@ def parse(
     options = [word for word in words if word.startswith("-") and word not in ("-h", "--help")]
     if options:
         option = options[0].partition("=")[0]
+        if instead := instead_of_key(option):
+            raise UserError(f"unknown option {option}; {instead}")
         keys = [f"--{name.replace('_', '-')}" for name in recipe_keys()]
         same = [name for name in keys if name.rpartition(".")[2] == option.lstrip("-").replace("_", "-")]
         flags = re.findall(r"--[a-z-]+", parser.usage or "")

@@ -35,7 +35,10 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), RECIPES / f"{name}.toml"):
         if path.is_file():
             return path
-    raise UserError(f"recipe {name!r} is neither a file nor a shipped recipe; {known_names(name, shipped_recipes())}")
+    files = [str(path) for path in sorted(Path(name).parent.glob("*.toml"))]
+    near = difflib.get_close_matches(name, [*files, *shipped_recipes()], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else known_names(name, [*files, *shipped_recipes()])
+    raise UserError(f"recipe {name!r} is neither a file nor a shipped recipe; {hint}")
 
 
 def is_recipe(name: str) -> bool:
@@ -166,7 +169,25 @@ def recipe_keys(cls: Any = Recipe, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+_DEVICE = (
+    "a run uses the GPUs that torch finds, one for each rank, or else the CPU: set the environment variable "
+    "CUDA_VISIBLE_DEVICES, which is empty for the CPU"
+)
+_BACKEND = (
+    "kernels follow the device, see docs/native.md and docs/cuda.md; model.expert_options.backend sets the experts'"
+)
+_NOT_KEYS = dict.fromkeys(("device", "devices", "accelerator", "gpu", "gpus", "num_gpus", "cpu", "cuda"), _DEVICE)
+_NOT_KEYS |= dict.fromkeys(("backend", "kernel", "kernels"), f"{_DEVICE}; {_BACKEND}")
+
+
+def instead_of_key(name: str) -> str | None:
+    """Return what to do instead of setting a key that recipes of other programs have, such as ``device``."""
+    return _NOT_KEYS.get(name.rpartition(".")[2].lstrip("-").replace("-", "_"))
+
+
 def _unknown(key: str, known: Collection[str]) -> str:
+    if instead := instead_of_key(key):
+        return f"unknown key {key}; {instead}"
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.7) or [
         name for name in recipe_keys() if name.split(".")[-1] == key.split(".")[-1]
     ]

@@ -7,6 +7,7 @@ import pytest
 
 from fmoe.errors import UserError
 from fmoe.gates import build_gate
+from pretrain.__main__ import parse
 from pretrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -538,6 +539,30 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         load_recipe("quickstrat")
     with pytest.raises(UserError, match=r"did you mean 'quickstart'"):
         load_recipe("quickstrat")
+
+
+def test_a_misspelled_file_is_answered_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("tiny.toml", "sub/large.toml"):
+        (tmp_path / name).touch()
+    for name, near in (("tinyy.toml", "tiny.toml"), ("tiny", "tiny.toml"), ("sub/larg.toml", "sub/large.toml")):
+        with pytest.raises(UserError) as error:
+            load_recipe(name)
+        assert f"did you mean '{near}'?" in str(error.value) and "mixtral" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["parallel.device", "model.backend", "run.gpus"])
+def test_keys_of_other_programs_get_a_word_on_devices(name, tmp_path):
+    section, key = name.split(".")
+    (tmp_path / "a.toml").write_text(f'[{section}]\n{key} = "cpu"')
+    for call in (
+        lambda: load_recipe(str(tmp_path / "a.toml")),
+        lambda: load_recipe("quickstart", [f"--{name}", "cpu"]),
+        lambda: parse(["quickstart", f"--{key}", "cpu"], "fmoe train"),
+    ):
+        with pytest.raises(UserError, match=rf"{key}; .*CUDA_VISIBLE_DEVICES"):
+            call()
 
 
 @pytest.mark.parametrize(
