@@ -173,11 +173,10 @@ _DEVICE = (
     "a run uses the GPUs that torch finds, one for each rank, or else the CPU: set the environment variable "
     "CUDA_VISIBLE_DEVICES, which is empty for the CPU"
 )
-_BACKEND = (
-    "kernels follow the device, see docs/native.md and docs/cuda.md; model.expert_options.backend sets the experts'"
-)
 _NOT_KEYS = dict.fromkeys(("device", "devices", "accelerator", "gpu", "gpus", "num_gpus", "cpu", "cuda"), _DEVICE)
-_NOT_KEYS |= dict.fromkeys(("backend", "kernel", "kernels"), f"{_DEVICE}; {_BACKEND}")
+_NOT_KEYS |= dict.fromkeys(
+    ("backend", "kernel", "kernels"), f"{_DEVICE}; model.expert_options.backend sets the experts' kernels"
+)
 
 
 def instead_of_key(name: str) -> str | None:
