@@ -84,6 +84,9 @@ else:
                 raise
         raise AttributeError(f"module 'fmoe' has no attribute {name!r}", name=name)
 
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
     class _Package(ModuleType):
         """This package, where ``metrics`` is the function, not the module, which the import system would set."""
 

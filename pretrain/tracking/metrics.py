@@ -35,9 +35,9 @@ class Metric:
         name: key in ``metrics.jsonl`` and in every dashboard. For a layer metric, the part after ``moe/layer_N/``.
         unit: unit; empty for a plain number. The report's number format follows from it.
         doc: definition, for the table in docs/tracking.md and the report.
-        reduce: returns a layer's value from its `LayerReport`, which is summed over ranks already. A number is logged
-            for each layer and as the mean over the layers, a list only for each layer. None for metrics of the whole
-            model.
+        reduce: returns a layer's value from its `fmoe.metrics.LayerReport`, which is summed over ranks already. A
+            number is logged for each layer and as the mean over the layers, a list only for each layer. None for
+            metrics of the whole model.
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.

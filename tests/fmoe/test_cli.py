@@ -195,7 +195,7 @@ assert not {{"torch", "megatron", "transformers"}} & set(sys.modules)
 @pytest.mark.parametrize(
     "code",
     [
-        "import fmoe; [getattr(fmoe, name) for name in fmoe.__all__]",
+        "import fmoe; assert {*fmoe.__all__} <= {*dir(fmoe)}; [getattr(fmoe, name) for name in fmoe.__all__]",
         "import fmoe.gates; fmoe.gates.NaiveGate; assert not hasattr(fmoe.gates, 'NoGate')",
         "import fmoe; assert fmoe.layers.FMoE is fmoe.FMoE; fmoe.optim, fmoe.parallel",
         "import fmoe; assert not hasattr(fmoe, 'nothing')",
