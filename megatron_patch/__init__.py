@@ -17,6 +17,9 @@ _toolkit = logging.getLogger("torch.utils.cpp_extension")
 _toolkit.addFilter(lambda record: "No CUDA runtime is found" not in record.getMessage())
 # Megatron-core calls collectives by names that torch 2.13 has replaced: each rank would print two warnings for each.
 warnings.filterwarnings("ignore", message=".*(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated")
+# From version 0.19 on, its DDP asks callers for a layout, which it computes itself.
+_log = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
+_log.addFilter(lambda record: "full_param_layout" not in record.getMessage())
 versions.check()
 with versions.without_triton():
     import megatron.core  # noqa: F401
