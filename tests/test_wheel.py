@@ -55,7 +55,7 @@ def test_every_file_of_the_packages_and_no_other(wheel):
 
 
 @pytest.mark.slow  # .ci/run and the workflow of GitHub run it too
-def test_layer_command_and_dry_run_without_the_checkout(wheel, tmp_path):
+def test_layer_commands_and_quickstart_without_the_checkout(wheel, tmp_path):
     home, folder = tmp_path / "venv", tmp_path / "empty"
     folder.mkdir()
     venv.create(home)
@@ -69,6 +69,10 @@ def test_layer_command_and_dry_run_without_the_checkout(wheel, tmp_path):
     assert "train" in run(home / "bin" / "fmoe", "--help", folder=folder)
     assert "quickstart" in run(home / "bin" / "fmoe", "train", "quickstart", "--dry-run", folder=folder)
     assert not list(folder.iterdir())
+    run(home / "bin" / "fmoe", "data", "example", folder=folder)
+    options = "--parallel.expert 1 --train.steps 1 --optimizer.warmup-steps 0 --train.validation-sequences 8"
+    said = run(home / "bin" / "fmoe", "train", "quickstart", *options.split(), "--tracking.no-wandb", folder=folder)
+    assert "finished at step 1" in said and (folder / "runs" / "quickstart" / "report.html").is_file()
 
 
 def test_citation_names_the_version_of_the_package():

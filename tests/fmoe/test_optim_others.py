@@ -39,6 +39,18 @@ def test_adafactor_steps_experts_one_by_one():
     assert optimizer.state[stack]["step"] == optimizer.state[parameters[0]]["step"] == len(gradients)
 
 
+def test_adafactor_skips_empty_tensors():
+    """torch's divides by their number of elements."""
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (0, 3), (0,), (4,))]
+    parameters.append(stacked(2, 0, 3))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = Adafactor(parameters, lr=0.1)
+    optimizer.step()
+    assert all((p != 1).all() for p in parameters if p.numel())
+    assert [p.numel() for p in optimizer.state if "step" in optimizer.state[p] and optimizer.state[p]["step"]] == [6, 4]
+
+
 def test_torchs_adafactor_does_not():
     """In torch's class, an expert with large weights makes the steps of the others larger."""
     steps = []
