@@ -9,23 +9,34 @@ from fmoe.errors import UserError, printable
 from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.incoming import import_folder
 from pretrain.interchange.outgoing import SHARD_BYTES, export_checkpoint
+from pretrain.interchange.own import update_code
 
 MAX_SHARD_GIB = 2**20
 
 
 def export_main(argv: Sequence[str]) -> int:
-    """Write a checkpoint as a folder that transformers loads.
+    """Write a checkpoint as a folder that transformers loads, or update the code of such a folder.
 
     Raises:
-        UserError: ``--shard-gib`` is invalid; otherwise, see `export_checkpoint`.
+        UserError: ``--shard-gib`` is invalid; otherwise, see `export_checkpoint` and `update_code`.
     """
     parser = Parser(
         prog="fmoe export", description="Write a checkpoint as a model folder that Hugging Face transformers loads."
     )
     parser.add_argument(
-        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run (its newest checkpoint) or a step folder"
+        "source",
+        type=Path,
+        nargs="?",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run (its newest checkpoint) or a step folder",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="a new or empty folder")
+    parser.add_argument(
+        "--update-code",
+        type=Path,
+        metavar="EXPORT",
+        help="instead of exporting, replace the code in an existing export of format fmoe with the installed version's",
+    )
     parser.add_argument(
         "--format",
         default="auto",
@@ -49,6 +60,14 @@ def export_main(argv: Sequence[str]) -> int:
         help="leave out model.eval_capacity_factor (few formats support it), so that experts drop no tokens",
     )
     arguments = parser.parse_args(argv)
+    if arguments.update_code is not None:
+        if arguments != parser.parse_args(["--update-code", str(arguments.update_code)]):
+            parser.error("--update-code EXPORT accepts no other arguments")
+        name = update_code(arguments.update_code)
+        print(f"{printable(str(arguments.update_code / name))}: updated")
+        return 0
+    if arguments.out is None:
+        parser.error("RUN_OR_CHECKPOINT and OUT are required")
     if not arguments.shard_gib > 0:  # NaN too
         raise UserError(f"--shard-gib {arguments.shard_gib} must be positive")
     if arguments.shard_gib > MAX_SHARD_GIB:

@@ -10,12 +10,22 @@ heads of keys and values, d width of a head, r rotated elements of a head, V voc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+)
 from transformers import PreTrainedModel as TransformersModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -33,6 +43,8 @@ from pretrain.config.layer import build_layer
 from pretrain.config.yarn import rotary_factor, rotary_frequencies, score_factor
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, r]
+# Name of the cache in the outputs of the installed transformers, which renamed it in version 5.24.
+CACHE = "cache" if "cache" in MoeCausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class FMoEConfig(PretrainedConfig):
@@ -41,37 +53,70 @@ class FMoEConfig(PretrainedConfig):
     Args:
         model: the section ``[model]`` of a recipe; missing keys have the recipe's defaults.
         vocab_size: replaces ``vocab_size`` of ``model``, for `resize_token_embeddings`.
-        options: arguments of transformers' base class.
+        use_cache: whether forward passes outside of training return a cache by default.
+        options: arguments of transformers' base class. Attributes that ``model`` determines, such as ``hidden_size``,
+            must have its values.
 
     Raises:
-        UserError: an unknown key or an invalid value in ``model``.
+        UserError: an unknown key or an invalid value in ``model``; an option that is unknown, or contradicts ``model``.
     """
 
     model_type = "fmoe"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 - Trainer adds a list
 
-    def __init__(self, model: Mapping[str, Any] | None = None, vocab_size: int | None = None, **options: Any):
+    def __init__(
+        self,
+        model: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
+        use_cache: bool = True,
+        **options: Any,
+    ):
         self.model = {**(model or {}), **({} if vocab_size is None else {"vocab_size": vocab_size})}
-        recipe = self.recipe_model
-        recipe.check()
-        options["tie_word_embeddings"] = recipe.tie_embeddings
-        use_cache = options.pop("use_cache", True)
-        super().__init__(**options)
-        # transformers, and tools that use it, read these.
+        self.recipe_model.check()
+        derived = self.derived()
+        self.refuse_contradictions(options)
+        for name, value in options.items():
+            if name not in derived and name not in _base_options() and not name.startswith("_"):
+                raise UserError(f"{name}={value!r} is not an option of FMoEConfig; recipe keys belong in model={{...}}")
+        super().__init__(**{**options, **derived})
         self.use_cache = use_cache
-        self.vocab_size = recipe.vocab_size
-        self.hidden_size = recipe.hidden_size
-        self.num_hidden_layers = recipe.num_layers
-        self.num_attention_heads = recipe.num_heads
-        self.num_key_value_heads = recipe.query_groups
-        self.head_dim = recipe.head_width
-        self.max_position_embeddings = recipe.sequence_length
-        self.initializer_range = recipe.init_std
 
     @property
     def recipe_model(self) -> ModelConfig:
         """The recipe's section ``[model]``, as a `ModelConfig`."""
-        return build_recipe({"model": self.model}).model
+        model = self.model
+        if "vocab_size" in vars(self):  # resize_token_embeddings changes it
+            model = {**model, "vocab_size": self.vocab_size}
+        return build_recipe({"model": model}).model
+
+    def derived(self) -> dict[str, Any]:
+        """Return the attributes that ``model`` determines, which transformers and its tools read."""
+        recipe = self.recipe_model
+        return {
+            "vocab_size": recipe.vocab_size,
+            "hidden_size": recipe.hidden_size,
+            "num_hidden_layers": recipe.num_layers,
+            "num_attention_heads": recipe.num_heads,
+            "num_key_value_heads": recipe.query_groups,
+            "head_dim": recipe.head_width,
+            "max_position_embeddings": recipe.sequence_length,
+            "initializer_range": recipe.init_std,
+            "tie_word_embeddings": recipe.tie_embeddings,
+        }
+
+    def refuse_contradictions(self, values: Mapping[str, Any]) -> None:
+        """Raise UserError if ``values`` has another value of an attribute that ``model`` determines."""
+        for name, value in self.derived().items():
+            if values.get(name, value) != value:
+                raise UserError(f"{name}={values[name]!r} contradicts model, by which it is {value!r}: change model")
+
+
+@functools.cache
+def _base_options() -> set[str]:
+    """Return the names of attributes that transformers defines for every configuration, or reads from config.json."""
+    names = {"attn_implementation", "auto_map", "experts_implementation", "quantization_config", "tokenizer_class"}
+    names |= {*dir(PretrainedConfig()), *dir(GenerationConfig())}
+    return names - {field.name for field in fields(ModelConfig)}  # such as top_k, also a setting of generation
 
 
 def _norm(model: ModelConfig, width: int) -> nn.Module:
@@ -112,15 +157,25 @@ class _Attention(nn.Module):
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
-    def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
+    def project_all(self, x_BSD: Tensor, rotary: Rotary | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, H, S, d], and keys and values of cached and new tokens [B, G, K, ...]."""
+        query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
+        if cache is None:
+            return query, keys, values
+        count = cache.get_seq_length(self.index) + keys.shape[2]
+        keys, values = cache.update(keys, values, self.index)
+        if keys.shape[2] != count:
+            kept = f"{type(cache).__name__} kept {keys.shape[2]} of {count} tokens"
+            raise UserError(f"{kept}, but the model needs all: use DynamicCache(config=model.config)")
+        return query, keys, values
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
         """Return the output of attention, [B, S, D].
 
         Args:
             mask: bool [B or 1, 1, S, K], True where a query sees a key; None for causal attention.
         """
-        query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.index)
+        query, keys, values = self.project_all(x_BSD, rotary, cache)
         y = causal_attention(
             *(query, keys, values),
             scale=self.scale,
@@ -234,10 +289,8 @@ class RelativeAttention(SelfAttention):
         self.linear_position = _Linear(model, model.hidden_size, model.num_heads * model.head_width)
         self.biases = PositionBiases(model)
 
-    def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
-        query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.index)
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        query, keys, values = self.project_all(x_BSD, rotary, cache)
         length = query.shape[2]
         if self.memory_length:
             keys, values = (x[:, :, -self.memory_length - length :] for x in (keys, values))
@@ -328,7 +381,7 @@ class DecoderLayer(nn.Module):
             self.mlp = DenseMLP(model)
 
     def forward(
-        self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any, valid_BS: Tensor | None
+        self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Cache | None, valid_BS: Tensor | None
     ) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x_BSD), rotary, mask, cache)
         x_BSD = x_BSD + self.dropout(attended * self.scale)
@@ -349,11 +402,13 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
     config_class = FMoEConfig
     accepts_loss_kwargs = False  # Trainer divides the loss, with its balance losses, by the accumulation steps
     _supports_sdpa = True
+    _skip_keys_device_placement = ("cache", "past_key_values")
     _no_split_modules = ("DecoderLayer",)
     _keep_in_fp32_modules_strict = ("expert_bias_E",)
     _tied_weights_keys = {"output_layer.weight": "embedding.word_embeddings.weight"}  # noqa: RUF012 - transformers' form
 
     def __init__(self, config: FMoEConfig):
+        config.refuse_contradictions(vars(config))  # such as an argument of from_pretrained
         super().__init__(config)
         self.recipe_model = model = config.recipe_model
         self.embedding_scale, self.logit_divisor = model.embedding_scale, model.logit_divisor
@@ -390,13 +445,14 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         output_hidden_states: bool | None = None,
-        **_: Any,
+        output_attentions: bool | None = None,
+        past_key_values: Cache | None = None,
     ) -> MoeCausalLMOutputWithPast:
         """Return logits [B, S, V], and the loss if there are labels.
 
@@ -404,38 +460,42 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             input_ids: [B, S].
             attention_mask: [B, K], 0 for padding, which is neither seen nor routed. Padding may be on either side.
             position_ids: [B, S]; by default, the number of earlier tokens that are not padding. Only learned and rotary
-                positions use them.
-            past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported. With
-                ``memory_length``, the input is a segment, and the last positions of the cache are its memory.
+                positions use them. Positions must increase: a row holds one document.
+            cache: transformers' `DynamicCache`; caches of fixed length are not supported. With ``memory_length``, the
+                input is a segment, and the last positions of the cache are its memory.
             inputs_embeds: [B, S, D], in place of ``input_ids``.
             labels: [B, S], not shifted: usually ``input_ids``. A label of -100 is left out of the loss.
             use_cache: return a cache. None for the configuration's value, except that there is no cache in training
                 mode or if a token's output depends on later tokens.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
+            output_hidden_states: return the input of each layer and the last layer's output after the final norm. None
+                for the configuration's value.
+            output_attentions: not supported; must be None or False.
+            past_key_values: the name of ``cache`` before transformers 5.24.
 
         Raises:
-            UserError: ``past_key_values`` has a fixed length. A cache is used although `looks_ahead` names a setting. A
-                cache is used in training, and ``memory_length`` is set. ``attention_mask`` has another shape.
-                ``attention_mask`` has padding between tokens, and positions are relative. There are more tokens than
-                learned positions.
+            UserError: both names of the cache are given. Both or none of ``input_ids`` and ``inputs_embeds`` are given.
+                The cache is of another kind than `DynamicCache`. A cache is used although `looks_ahead` names a
+                setting. A cache is used in training, and ``memory_length`` is set. ``attention_mask`` has another
+                shape. ``attention_mask`` has padding between tokens, and positions are relative. There are more tokens
+                than learned positions. An argument that has no effect does not have its default.
         """
+        cache = _one_cache(cache, past_key_values)
+        past = self._check_inputs(input_ids, inputs_embeds, cache, output_attentions)
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
         x_BSD = x_BSD * self.embedding_scale
         (batch, length), device = x_BSD.shape[:2], x_BSD.device
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if (reason := self.looks_ahead()) and (past or use_cache):
+        if (reason := self.looks_ahead()) and (cache is not None or use_cache):
             raise UserError(
-                f"a cache is not supported with {reason}: pass use_cache=False and past_key_values=None; generate() "
-                "ignores eval_capacity_factor"
+                f"a cache is not supported with {reason}: pass use_cache=False and {CACHE}=None; generate() ignores "
+                "eval_capacity_factor"
             )
-        if getattr(past_key_values, "is_compileable", False):
-            raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
         if past and self.recipe_model.memory_length and self.training and torch.is_grad_enabled():
             # The memory has no gradient, but the weights of its keys and values have.
-            raise UserError(f"training with a cache is not supported with {self._memory}: use past_key_values=None")
-        if wants_cache and past_key_values is None and not reason:
-            past_key_values = DynamicCache(config=self.config)
+            raise UserError(f"training with a cache is not supported with {self._memory}: use {CACHE}=None")
+        if wants_cache and cache is None and not reason:
+            cache = DynamicCache(config=self.config)
         if attention_mask is not None and attention_mask.shape != (batch, past + length):
             shape = tuple(attention_mask.shape)
             raise UserError(f"attention_mask has shape {shape}; it must be [B, K]={(batch, past + length)}")
@@ -445,10 +505,8 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 "attention_mask has padding between tokens, which is not supported with "
                 "model.position=transformer_xl: pad on the left"
             )
-        if position_ids is None and seen_BK is not None:
-            position_ids = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
-        elif position_ids is None:
-            position_ids = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
+        valid_BS = None if seen_BK is None else seen_BK[:, past:]
+        position_ids = self._positions(position_ids, seen_BK, past, length, device)
         if "position_embeddings" in self.embedding:
             limit = self.config.max_position_embeddings
             if past + length > limit and (last := int(position_ids.max())) >= limit:
@@ -458,29 +516,73 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             x_BSD = x_BSD + self.embedding["position_embeddings"](position_ids)
         rotary = _angles(position_ids, self.recipe_model) if self.recipe_model.position == "rope" else None
         mask = None if seen_BK is None and (past == 0 or length == 1) else _mask(seen_BK, past, length, device)
-        valid_BS = None if seen_BK is None else seen_BK[:, past:]
         x_BSD, states = self.dropout(x_BSD), []
         for layer in self.decoder["layers"]:
             states.append(x_BSD)
-            x_BSD = layer(x_BSD, rotary, mask, past_key_values, valid_BS)
+            x_BSD = layer(x_BSD, rotary, mask, cache, valid_BS)
         x_BSD = self.decoder["final_layernorm"](x_BSD) / self.logit_divisor
         logits = self.output_layer(x_BSD[:, -logits_to_keep:] if logits_to_keep else x_BSD)
         aux_loss = collect_losses(self) if self.training else None
         loss = None if labels is None else _loss(logits, labels)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return MoeCausalLMOutputWithPast(
             loss=loss if loss is None or aux_loss is None else loss + aux_loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=past_key_values,
-            hidden_states=(*states, x_BSD) if output_hidden_states else None,
+            hidden_states=(*states, x_BSD) if wants_states else None,
+            **{CACHE: cache},
         )
 
-    def generate(self, *args: Any, **options: Any) -> Any:
+    def _check_inputs(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cache: Cache | None,
+        output_attentions: bool | None,
+    ) -> int:
+        """Return the number of cached tokens."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("input_ids and inputs_embeds: pass exactly one of them")
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise UserError("output_attentions=True is not supported: attention weights are not computed")
+        if cache is None:
+            return 0
+        if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache) or cache.is_compileable:
+            raise UserError(f"{type(cache).__name__} is not supported: use transformers' DynamicCache")
+        return int(cache.get_seq_length())
+
+    def _positions(
+        self, given: Tensor | None, seen_BK: Tensor | None, past: int, length: int, device: torch.device
+    ) -> Tensor:
+        """Return the positions [B or 1, S]: ``given`` if it is not None, after a check."""
+        if seen_BK is None:
+            positions = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
+        else:
+            positions = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        if given is None:
+            return positions
+        valid_BS = torch.ones_like(given, dtype=torch.bool) if seen_BK is None else seen_BK[:, past:]
+        if self.recipe_model.position == "transformer_xl" and ((given != positions) & valid_BS).any():
+            raise UserError("position_ids have no effect with model.position=transformer_xl: omit them")
+        if length > 1 and ((given.diff(dim=1) <= 0) & valid_BS[:, 1:] & valid_BS[:, :-1]).any():
+            raise UserError("position_ids must increase: several documents in one row are not supported")
+        return given
+
+    def generate(
+        self, *args: Any, cache: Cache | None = None, past_key_values: Cache | None = None, **options: Any
+    ) -> Any:
         """Generate as transformers does, without the experts' capacity limit.
 
+        Args:
+            cache, past_key_values: two names of the cache, as in `forward`.
+
         Raises:
-            UserError: the gate is ``expert_choice``, which chooses among all tokens of a sequence.
+            UserError: the gate is ``expert_choice``, which chooses among all tokens of a sequence; with
+                ``memory_length``, generation is assisted or reads the prompt in chunks; both names of the cache are
+                given.
         """
+        if (cache := _one_cache(cache, past_key_values)) is not None:
+            options[CACHE] = cache
         with self._without_limits():
             if reason := self.looks_ahead():
                 raise UserError(f"token-by-token generation is not supported with {reason}")
@@ -494,9 +596,17 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             UserError: ``memory_length`` is set and there is no cache: the whole text would be one segment.
         """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **options)
-        if self.recipe_model.memory_length and inputs.get("past_key_values") is None:
+        inputs.pop("cache_position", None)  # of transformers before 5.4; `forward` computes it
+        has_cache = inputs.get(CACHE) is not None or inputs.get("use_cache")  # the first pass may create it
+        if self.recipe_model.memory_length and not has_cache:
             raise UserError(f"generation with use_cache=False is not supported with {self._memory}")
         return inputs
+
+    def _validate_generation_mode(self, mode: Any, settings: GenerationConfig, options: dict[str, Any]) -> None:
+        super()._validate_generation_mode(mode, settings, options)
+        in_segments = settings.prefill_chunk_size or mode == "assisted_generation"
+        if in_segments and self.recipe_model.memory_length:  # a segment sees more of itself than of the memory
+            raise UserError(f"prefill_chunk_size and assisted generation are not supported with {self._memory}")
 
     @property
     def _memory(self) -> str:
@@ -538,6 +648,12 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.output_layer = new_embeddings
+
+
+def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    if cache is not None and past_key_values is not None:
+        raise UserError("cache and past_key_values are two names of one argument: pass one of them")
+    return past_key_values if cache is None else cache
 
 
 def _angles(position_BS: Tensor, model: ModelConfig) -> Rotary:

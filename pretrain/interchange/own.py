@@ -1,6 +1,7 @@
 """The family ``fmoe``: models in fmoe's own format, which transformers runs with `modeling_fmoe` and the package
 fmoe."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
@@ -16,9 +17,11 @@ from fmoe.gates import GATES
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer, is_shipped
 from pretrain.interchange.family import Demand, Family, Only, toml
+from pretrain.interchange.folder import HuggingFaceFolder, write_bytes
 from pretrain.interchange.tensors import Place, Same
 
 _CODE = "modeling_fmoe.py"
+_AUTO_MAP = {"AutoConfig": "modeling_fmoe.FMoEConfig", "AutoModelForCausalLM": "modeling_fmoe.FMoEForCausalLM"}
 
 
 def without_mtp(model: ModelConfig) -> ModelConfig:
@@ -116,9 +119,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.sequence_length,
         "tie_word_embeddings": model.tie_embeddings,
     }
-    code = Path(_CODE).stem
-    auto_map = {"AutoConfig": f"{code}.FMoEConfig", "AutoModelForCausalLM": f"{code}.FMoEForCausalLM"}
-    return {**common, "auto_map": auto_map, "model": {**asdict(model), "moe_layers": list(model.moe_layers)}}
+    return {**common, "auto_map": _AUTO_MAP, "model": {**asdict(model), "moe_layers": list(model.moe_layers)}}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +145,30 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _code() -> dict[str, bytes]:
     return {_CODE: Path(__file__).with_name(_CODE).read_bytes()}
+
+
+def update_code(folder: Path) -> str:
+    """Replace the code in an export of the family ``fmoe`` with that of the installed fmoe; return the file's name.
+
+    Raises:
+        UserError: the folder is not such an export, the code does not support its model, or the folder is not writable.
+    """
+    config = HuggingFaceFolder(folder).config
+    if config.get("auto_map") != _AUTO_MAP:
+        raise UserError(
+            f"{folder} has no code of fmoe: auto_map={toml(config.get('auto_map'))} in config.json; only exports of "
+            "the family fmoe have code"
+        )
+    _read(config)
+    part = folder / f".{_CODE}.{os.getpid()}.tmp"
+    try:
+        write_bytes(part, _code()[_CODE])
+        os.replace(part, folder / _CODE)
+    except OSError as error:
+        raise UserError(f"cannot write in {folder}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return _CODE
 
 
 def _notes(model: ModelConfig) -> tuple[str, ...]:

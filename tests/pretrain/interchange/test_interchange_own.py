@@ -439,6 +439,45 @@ def test_trainer(exported, tmp_path):
     assert losses[0] == pytest.approx(before, rel=0.1) and losses[-1] < 0.7 * losses[0]
 
 
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+def loaded(folder):
+    """Token ids, modules imported for them, and greedy text, by the code in the folder; for a process of `forks`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+
+    dynamic_module_utils.HF_MODULES_CACHE = str(folder.parent / "modules")
+    ids = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)("a b c").input_ids
+    of_tokenizer = [name for name in sys.modules if "modeling_fmoe" in name]
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    return ids, of_tokenizer, model.generate(torch.tensor([ids]), **GREEDY)
+
+
+def test_the_code_of_an_old_export_is_updated(forks, tmp_path, capsys):
+    """The tokenizer loads without this code."""
+    import tokenizers
+
+    from pretrain.interchange.modeling_fmoe import FMoEConfig, FMoEForCausalLM
+
+    model = FMoEForCausalLM(FMoEConfig(model={"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 48}))
+    out = tmp_path / "out"
+    model.eval().save_pretrained(out)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 4, "b": 3, "c": 5}, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    code = out / "modeling_fmoe.py"
+    current = code.read_bytes()
+    code.write_text("raise RuntimeError('old')\n")
+    names = sorted(path.name for path in out.iterdir())
+    assert export_main(["--update-code", str(out)]) == 0
+    assert str(code) in capsys.readouterr().out
+    assert code.read_bytes() == current and sorted(path.name for path in out.iterdir()) == names
+    ids, of_tokenizer, text = only(forks.run(1, loaded, out))
+    assert (ids, of_tokenizer) == ([4, 3, 5], [])
+    assert torch.equal(text, model.generate(torch.tensor([ids]), use_cache=False, **GREEDY))
+
+
 def test_new_models_have_weights_as_training_draws_them():
     from pretrain.interchange.modeling_fmoe import FMoEConfig, FMoEForCausalLM
 
