@@ -1,6 +1,7 @@
 """The examples of other libraries' training loops equal a plain loop of torch: losses and parameters, with balance
 losses that are added to the loss by hand."""
 
+import functools
 import importlib.util
 import os
 from pathlib import Path
@@ -218,3 +219,64 @@ def test_lightning_on_two_processes_equals_a_plain_loop(forks):
     _, expected = plain_lightning_loop(with_sgd(example("lightning_module", "lightning")), 2)
     for parameters in values(forks.run(2, lightning_on_a_rank)):
         assert_same([], [], parameters, expected)
+
+
+def small_vit():
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(num_attention_heads=2, **sizes))
+
+
+def small_mixtral():
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, **sizes)
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [small_vit, small_mixtral])
+def test_trainer_resumes_models_that_keep_their_names(tmp_path, build):
+    """`save_original_format=False`, as docs/interop.md says: otherwise transformers renames weights of these models."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": torch.randint(32, (6,), generator=generator)} for _ in range(8)]
+    data = [{**row, "labels": row["input_ids"]} for row in data]
+    if build is small_vit:
+        data = [{"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": i % 2} for i in range(8)]
+
+    def train(is_zero=False, **options):
+        model = build()
+        if build is small_vit:
+            fmoe.fmoefy(model, num_experts=4, top_k=2, seed=0)
+        model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, save_steps=1, report_to=[], use_cpu=True, learning_rate=0.01
+        )
+        for parameter in model.parameters() if is_zero else ():
+            torch.nn.init.zeros_(parameter)
+        transformers.Trainer(model, arguments, train_dataset=data).train(**options)
+        return model.state_dict()
+
+    whole = train()
+    resumed = train(is_zero=True, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("name", ["ViT", "GPT-2"])
+def test_saved_weights_of_a_converted_model_load_again(tmp_path, name):
+    """As docs/fmoefy.md says: ViT's weights would be renamed, and GPT-2's output weight is not saved."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32)
+    builds = {"ViT": small_vit, "GPT-2": lambda: transformers.GPT2LMHeadModel(config)}
+    model = fmoe.fmoefy(builds[name](), num_experts=4, top_k=2, seed=0, noise=0.1)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    again = fmoe.fmoefy(builds[name](), num_experts=4, top_k=2, upcycle=False)
+    safetensors.load_model(again, tmp_path / "model.safetensors")
+    loaded = again.state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
