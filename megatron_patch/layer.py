@@ -171,8 +171,14 @@ class MegatronMoE(MoE):
         """Map [s, b, h] to ([s, b, h], None): there is no bias to add.
 
         Args:
+            intermediate_tensors: must be None; Megatron-core's MoELayer passes on parts of a CUDA graph in them.
             padding_mask: [b, s], True for padding, which is not routed.
+
+        Raises:
+            UserError: ``intermediate_tensors`` is not None; otherwise, see `fmoe.MoE.forward`.
         """
+        if intermediate_tensors is not None:
+            raise UserError("intermediate_tensors is not supported: the layer is computed as a whole, so pass None")
         mask = None if padding_mask is None else ~padding_mask.bool().transpose(0, 1)
         if self._recomputes and self.training:
             return tensor_parallel.checkpoint(super().forward, False, hidden_states, mask), None

@@ -137,9 +137,6 @@ class RelativeAttention(SelfAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        *args: Any,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Map normalized hidden states [S, B, D] to the output of attention and its bias.
@@ -147,11 +144,12 @@ class RelativeAttention(SelfAttention):
         Args:
             attention_mask: [B, 1, S, S], True where a query must not see a key of the segment. Later keys are always
                 hidden, memory never.
+            options: other arguments of Megatron-core's attention, which must be None.
 
         Raises:
-            UserError: keys are cached by Megatron-core, or sequences are packed.
+            UserError: an option is not None, such as ``inference_context`` or ``packed_seq_params``.
         """
-        for name, value in (("inference_context", inference_context), ("packed_seq_params", packed_seq_params)):
+        for name, value in options.items():
             if value is not None:
                 raise UserError(
                     f"{name} is not supported with the relative positions of Transformer-XL: pass {name}=None"

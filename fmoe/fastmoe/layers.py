@@ -340,14 +340,19 @@ def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], we
 
 
 def _fmoe_general_global_forward(
-    inp: Any, gate: Tensor, expert_fn: Callable[[Any, Tensor], Any], num_expert: int, world_size: int, **kwargs
+    inp: Any,
+    gate: Tensor,
+    expert_fn: Callable[[Any, Tensor], Any],
+    num_expert: int,
+    world_size: int,
+    experts: Any = None,
 ) -> Any:
     """Send tokens to their experts, call ``expert_fn(rows, counts)``, and send the outputs back, unweighted.
 
     Args:
         inp: [T, D], or a pytree of such tensors.
         gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
-        kwargs: ignored.
+        experts: ignored, as in FastMoE, where only FasterMoE's schedule uses them.
 
     Returns:
         [T * K, D] for each tensor that ``expert_fn`` returns; zero for choices of -1.

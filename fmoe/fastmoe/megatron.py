@@ -236,11 +236,14 @@ def fmoefy(
         gate: for MLPs that become a `MegatronMLP`, a gate class of FastMoE, or None for the gate of Megatron-LM's
             argument ``balance_strategy``. For other models, a gate class in `STRATEGIES`, any router by name or class,
             or None for the default of `fmoe.fmoefy`.
-        megatron_version: ignored; the model's layout determines the version.
+        megatron_version: a version that FastMoE knows, or None. It has no effect: the model's layout determines the
+            version.
 
     Raises:
-        UserError: ``fmoe_num_experts`` is missing, or the gate or the model is not supported.
+        UserError: ``fmoe_num_experts`` is missing, or the gate, the model or ``megatron_version`` is not supported.
     """
+    if megatron_version not in (None, "v2.2", "v2.5", "v3.0.2"):
+        raise UserError(f"megatron_version={megatron_version!r} is not supported: use v2.2, v2.5, v3.0.2 or None")
     args = megatron_args()
     settings = SimpleNamespace(**(vars(args) if args is not None else {}))
     given = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fmoe.errors import UserError
 from fmoe.fastmoe.layers import FMoE
 from fmoe.fastmoe.linear import FMoELinear
 
@@ -58,6 +59,11 @@ class FMoETransformerMLP(FMoE):
         **options,
     ):
         if num_experts is not None:
+            if expert_dp_comm != "none" or expert_rank != 0:
+                raise UserError(
+                    "expert_dp_comm and expert_rank are arguments of FastMoE's signature (num_expert=): with "
+                    "num_experts=, omit them"
+                )
             expert_options = ({} if activation is None else {"activation": activation}) | dict(expert_options or {})
             super().__init__(
                 num_expert,

@@ -90,6 +90,8 @@ def test_everything_that_fmoefy_is_told():
         fmoefy(model)
     with pytest.raises(fmoe.UserError, match="found no feed-forward block"):
         fmoefy(nn.Linear(2, 2), 4)
+    with pytest.raises(fmoe.UserError, match="megatron_version='v9'"):
+        fmoefy(model, 4, megatron_version="v9")
 
 
 def test_other_models_go_to_fmoefy():

@@ -238,6 +238,9 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
     assert torch.equal(mlp(x), layer(x))
     other = fmoe.FMoETransformerMLP(d_model=8, d_hidden=16, num_experts=4, expert="swiglu", seed=1)
     assert torch.equal(other(x), layer_and_input(4, expert="swiglu")[0](x))
+    for name, value in (("expert_dp_comm", "dp"), ("expert_rank", 1)):
+        with pytest.raises(fmoe.UserError, match=name):
+            fmoe.FMoETransformerMLP(d_model=8, d_hidden=16, num_experts=4, **{name: value})
 
 
 @pytest.mark.parametrize(

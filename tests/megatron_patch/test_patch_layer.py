@@ -257,6 +257,8 @@ def padded(shared):
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)
     padding[0, 10:] = True
     padding[1, 3:] = True
+    with pytest.raises(fmoe.UserError, match="intermediate_tensors"):
+        layer(x, [x])
     padded_y, _ = layer(x, padding_mask=padding)
     padded_y.sum().backward()
     tokens = fmoe.metrics(layer, reset=True)[""].tokens

@@ -11,6 +11,7 @@ from test_run_split_engine import engine_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from fmoe.errors import UserError
 from megatron_patch.transformer_xl import relative_shift, sinusoids
 from pretrain.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
 
@@ -213,6 +214,9 @@ def masked() -> tuple[Tensor, Tensor, Tensor]:
     recipe = Recipe(model=replace(MODEL, memory_length=0), optimizer=OptimizerConfig(warmup_steps=0))
     recipe = replace(recipe, data=replace(recipe.data, document_mask=True))
     model = engine_of(recipe).gpt.eval()
+    for name in ("packed_seq_params", "rotary_pos_emb"):
+        with pytest.raises(UserError, match=name):
+            model.decoder.layers[0].self_attention(torch.zeros(3, 1, HIDDEN), **{name: torch.zeros(3)})
     tokens = stream(2, 11)[None]
     with torch.no_grad():
         both = forward(model, {"tokens": tokens, "documents": torch.tensor([[0] * 4 + [1] * 7])})
