@@ -38,11 +38,13 @@ from fmoe.gates import ExpertChoiceRouter, Router
 from fmoe.kernels import glu
 from fmoe.kernels.attention import causal_attention, visible
 from fmoe.random import key
+from fmoe.runtime.versions import warn_untested
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
 from pretrain.config.yarn import rotary_factor, rotary_frequencies, score_factor
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, r]
+warn_untested("transformers")
 # Name of the cache in the outputs of the installed transformers, which renamed it in version 5.24.
 CACHE = "cache" if "cache" in MoeCausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
