@@ -161,7 +161,13 @@ def _limits(section: str, field: Field) -> Iterator[str]:
 
 def _text(doc: str) -> str:
     """Format a docstring as a table cell, with pages of docs/ as links."""
-    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", " ".join(doc.replace("``", "`").split()))
+    return re.sub(r"docs/([\w-]+\.md)", _link, " ".join(doc.replace("``", "`").split()))
+
+
+def _link(page: re.Match[str]) -> str:
+    """Return a Markdown link to a page of docs/, with the page's title."""
+    title = PAGE.with_name(page[1]).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{title}]({page[1]})"
 
 
 if __name__ == "__main__":
