@@ -1,10 +1,5 @@
 """Triton's GEMMs in its interpreter against float64, in values and gradients; and layers over them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import triton_on_cpu
@@ -153,37 +148,6 @@ def test_every_configuration_is_a_right_one(monkeypatch):
         tuned = {"up": triton_gemm.Config(*config)}
         hidden, _active = triton_gemm.TritonGemms(of.end, 22, tuned).up(x, None, 1, w_in, None, 2, False)
         assert_close(hidden, expected, 1e-5, str(config))
-
-
-def environment(folder) -> dict[str, str]:
-    """A process outside of the interpreter, with a cache of its own."""
-    root = Path(__file__).parents[2]
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return {**kept, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(root), "TRITON_DEFAULT_FP_FUSION": "1"}
-
-
-def compile_for(arch, dtype, length, folder, capsys):
-    program = [sys.executable, str(Path(__file__).with_name("triton_compile.py")), arch, dtype, length]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment(folder), timeout=550)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with capsys.disabled():
-        print("\n" + done.stdout.strip())
-    lines = done.stdout.strip().splitlines()
-    large = [line for line in lines if " large " in line]  # of odd widths numbers are loaded one by one
-    assert large and all(line.endswith(" 0 bytes spilled") for line in large), done.stdout
-    most = {"sm_80": 163, "sm_90": 227, "sm_100": 227}[arch] * 1024
-    assert all(int(line.partition("}: ")[2].split()[0]) <= most for line in lines), done.stdout
-
-
-def test_kernels_compile_without_a_gpu(tmp_path, capsys):
-    compile_for("sm_90", "bf16", "some", tmp_path, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_all_kernels_compile(arch, dtype, tmp_path, capsys):
-    compile_for(arch, dtype, "all", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

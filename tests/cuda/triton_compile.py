@@ -1,101 +1,145 @@
-"""Compiles Triton's kernels for an architecture, without a GPU; run as a program, outside of the interpreter.
+"""Launches Triton's kernels as `TritonGemms` does, outside of the interpreter; run by `stand_in.run`.
 
-``python triton_compile.py sm_90 bf16 some``: a line for each kernel with its shared memory, registers and spills.
+``triton_compile.py bf16 some`` prints a description of each launch of a GEMM, as JSON, in the order of the stand-in's
+log. Instead of ``some``, ``variants`` launches with many compile-time flags, and ``up`` or another kind of GEMM with
+its configurations. Triton itself specialises the arguments, and compiles for the stand-in's architecture.
 """
 
-import re
-import subprocess
+import json
 import sys
-import tempfile
-from pathlib import Path
+from dataclasses import astuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from stand_in import Gpus
 
-from fmoe.kernels.cuda import triton_gemm, triton_kernels
+from fmoe.kernels.cuda import triton_gemm
+from fmoe.kernels.cuda.triton_gemm import Config, TritonGemms
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Rows an expert, columns and depth of what the tiles are for, and whether all of it is a multiple of 16.
-SHAPES = {"large": (4096, 4096, 1024, True), "odd": (40, 37, 99, False)}
-INTEGERS = ("tiles", "experts", "width", "hidden", "per", "columns", "height", "assignments")
-FLAGS = ("GATED", "HAS_BIAS", "IS_GATHERED", "HAS_WEIGHT", "NEEDS_ACTIVE", "NEEDS_HIDDEN", "NEEDS_WEIGHT")
+# Tokens, experts per token, experts, width, hidden width.
+SHAPES = {"large": (4096, 2, 8, 4096, 1024), "odd": (40, 3, 7, 99, 37)}
+new = torch.empty  # kernels do not run, so what is in tensors does not matter
 
 
-def kind_of(name: str, dtype: str) -> str:
-    """Triton's name of the type of an argument."""
-    if name in ("tile_ptr", "end_ptr"):
-        return "*i32"
-    if name == "index_ptr":
-        return "*i64"
-    if name in ("weight_ptr", "dot_ptr"):
-        return "*fp32"
-    return "i32" if name in INTEGERS or name.startswith("stride") else f"*{dtype}"
+class Experts:
+    """The passes of experts, one GEMM at a time.
+
+    Attributes:
+        dtype: dtype of tokens and matrices.
+        told: a description of each GEMM.
+    """
+
+    def __init__(self, dtype: str):
+        self._name = dtype
+        self.dtype = DTYPES[dtype]
+        self.told: list[dict] = []
+
+    def run(
+        self,
+        kind: str,
+        shape: str,
+        *,
+        gated: bool = True,
+        code: int = 3,
+        bias: bool = False,
+        tokens: bool = True,
+        total: bool = False,
+        precise: bool = True,
+        config: Config | None = None,
+    ) -> None:
+        """Launch one GEMM.
+
+        Args:
+            code: index of the activation.
+            bias: with biases; in the backward pass, without combine weights.
+            tokens: gather rows of tokens.
+            total: add the gradients of matrices to a tensor in float32.
+            precise: without TF32.
+            config: None for the default one.
+        """
+        count, top_k, experts, width, hidden = SHAPES[shape]
+        rows, height = count * top_k, hidden * (1 + gated)
+        index, per = (new(rows, dtype=torch.int64), top_k) if tokens else (None, 1)
+        gemms = TritonGemms(new(experts, dtype=torch.int32), rows, {} if config is None else {kind: config})
+        torch.backends.cuda.matmul.allow_tf32 = not precise
+
+        def normal(*sizes):
+            return new(*sizes, dtype=self.dtype)
+
+        x = normal(count if tokens else rows, width)
+        w_in, w_out = normal(experts, height, width), normal(experts, width, hidden)
+        if kind == "up":
+            gemms.up(x, index, per, w_in, normal(experts, height) if bias else None, code, gated)
+        elif kind == "multiply" and tokens:
+            gemms.down(normal(rows, hidden), w_out, normal(experts, width) if bias else None)
+        elif kind == "multiply":
+            gemms.up_backward(normal(rows, height), w_in)
+        elif kind == "down_backward":
+            weight = None if bias else new(rows)
+            needs = {"needs_active": not bias, "needs_hidden": True, "needs_weight": not bias}
+            gemms.down_backward(x, index, per, w_out, normal(rows, height), weight, code, gated, **needs)
+        else:
+            out = new(experts, height, width) if total else None
+            gemms.weights(normal(rows, height), x, index, per, gathered="right", total=out)
+        options = {"gated": gated, "code": code, "bias": bias, "tokens": tokens, "total": total, "precise": precise}
+        self.told.append(
+            {"kind": kind, "shape": shape, "dtype": self._name, "config": config and astuple(config), **options}
+        )
 
 
-def compile_one(kernel: str, arch: str, dtype: str, shape: str, **flags):
-    """The compiled kernel with the configuration that it would be launched with."""
-    rows, columns, depth, is_round = SHAPES[shape]
-    function = getattr(triton_kernels, kernel)
-    constants = {name: True for name in FLAGS if name in function.arg_names}
-    constants |= {"A": 0, "EVEN": is_round, "PRECISION": "ieee", "GATHERS_LEFT": True, "GATHERS_RIGHT": False}
-    constants |= {"ADDS": False, "EXPERTS": 64, "BLOCK": 128, "GROUP": 8}
-    options = {}
-    if kernel in triton_gemm.KINDS:
-        gated = flags.get("GATED", True)
-        sizes = (columns, columns, rows) if kernel == "weights" else (rows, columns, depth)
-        config = triton_gemm.default_config(kernel, DTYPES[dtype], *sizes, gated)
-        constants |= {"BLOCK_M": config.rows, "BLOCK_N": config.columns, "BLOCK_K": config.depth}
-        options = {"num_warps": config.warps, "num_stages": config.stages}
-    else:
-        constants |= {"BLOCK_M": 64, "BLOCK_N": 128}
-    constants = {name: value for name, value in {**constants, **flags}.items() if name in function.arg_names}
-    signature = {n: "constexpr" if n in constants else kind_of(n, dtype) for n in function.arg_names}
-    divisible = {}
-    if is_round:  # what Triton finds out of the arguments at a launch
-        whole = [i for i, name in enumerate(function.arg_names) if signature[name] != "constexpr"]
-        named = {i: function.arg_names[i] for i in whole}
-        divisible = {(i,): [["tt.divisibility", 16]] for i, n in named.items() if n not in ("tiles", "per", "experts")}
-    source = ASTSource(
-        function, signature, {(function.arg_names.index(n),): v for n, v in constants.items()}, divisible
-    )
-    return triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=options)
+def some(experts: Experts) -> None:
+    """Launch each kind of GEMM once, as in a model with gated experts."""
+    for kind in triton_gemm.KINDS:
+        experts.run(kind, "large")
+    experts.run("multiply", "large", tokens=False)
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread and bytes of local memory, to which they spill."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local
-
-
-def cases(is_long: bool):
-    yield "up", "large", {"GATED": True}
-    yield "down_backward", "large", {"GATED": True}
-    yield "weights", "odd", {}
-    if not is_long:
-        return
-    yield "schedule", "large", {}
-    yield "weights", "large", {"GATHERS_LEFT": False, "GATHERS_RIGHT": True, "ADDS": True}
+def variants(experts: Experts) -> None:
+    """Launch each kind of GEMM with each compile-time flag that a caller can choose."""
     for shape in SHAPES:
-        yield "up", shape, {"GATED": False}
-        yield "multiply", shape, {}
-    yield "up", "odd", {"GATED": True}
-    yield "down_backward", "odd", {"GATED": False}
+        for kind in triton_gemm.KINDS:
+            experts.run(kind, shape)
+            experts.run(kind, shape, tokens=False)
+            experts.run(kind, shape, gated=False, code=2, bias=True)
+        experts.run("weights", shape, total=True)
+        if experts.dtype == torch.float32:
+            for kind in triton_gemm.KINDS:
+                experts.run(kind, shape, precise=False)
+        for code in (0, 1, 4):
+            experts.run("up", shape, code=code, bias=True)
+            experts.run("down_backward", shape, code=code)
 
 
-def main(arch: str, dtype: str, length: str) -> None:
-    for kernel, shape, flags in cases(length == "all"):
-        made = compile_one(kernel, arch, dtype, shape, **flags)
-        registers, spilled = resources(made.asm["cubin"])
-        told = {name.lower(): value for name, value in flags.items()}
-        print(f"{arch} {dtype} {kernel} {shape} {told}: {made.metadata.shared} bytes of shared memory", end=", ")
-        print(f"{made.metadata.num_warps} warps, {registers} registers, {spilled} bytes spilled")
+def configurations(experts: Experts, kind: str) -> None:
+    """Launch each configuration that is measured for a kind of GEMM of a large model."""
+    count, top_k, number, width, hidden = SHAPES["large"]
+    rows = count * top_k // number
+    sizes = {
+        "up": (rows, hidden, width, True),
+        "multiply": (rows, width, hidden, False),
+        "down_backward": (rows, hidden, width, True),
+        "weights": (2 * hidden, width, rows, False),
+    }
+    for config in triton_gemm.configs(kind, experts.dtype, *sizes[kind]):
+        experts.run(kind, "large", config=config)
+
+
+def main(dtype: str, cases: str) -> None:
+    Gpus()
+    from triton.backends.nvidia.driver import CudaDriver
+
+    driver = CudaDriver()
+    driver.get_current_device = torch.cuda.current_device
+    driver.get_current_stream = lambda device: torch.cuda.current_stream(device).cuda_stream
+    driver.get_device_capability = torch.cuda.get_device_capability
+    triton.runtime.driver.set_active(driver)
+    experts = Experts(dtype)
+    if cases in triton_gemm.KINDS:
+        configurations(experts, cases)
+    else:
+        {"some": some, "variants": variants}[cases](experts)
+    json.dump({"triton": triton.__version__, "launches": experts.told}, sys.stdout)
 
 
 if __name__ == "__main__":
