@@ -96,6 +96,10 @@ def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, 
     first = default_config(kind, dtype, rows, columns, depth, gated)
     found = [first]
     size, products = dtype.itemsize, 2 if kind == "up" and gated else 1
+    # Beside its sum, this one holds the hidden units: of larger tiles, most registers spill.
+    is_crowded = kind == "down_backward"
+    tiles = 2 if is_crowded else products
+    most = 128 * 128 if is_crowded else 256 * 128
     for tile_rows in (64, 128):
         for tile_columns in (64, 128, 256):
             for tile_depth in (32, 64):
@@ -104,11 +108,11 @@ def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, 
                         _clipped(rows, tile_rows),
                         _clipped(columns, tile_columns),
                         _clipped(depth, tile_depth),
-                        8 if tile_rows * tile_columns * products >= 128 * 128 else 4,
+                        8 if tile_rows * tile_columns * tiles >= 128 * 128 else 4,
                         stages,
                     )
                     held = size * stages * config.depth * (config.rows + products * config.columns)
-                    if held <= 160 * 1024 and config.rows * config.columns * products <= 256 * 128:
+                    if held <= 160 * 1024 and config.rows * config.columns * tiles <= most:
                         found.append(config)
     return list(dict.fromkeys(found))
 
