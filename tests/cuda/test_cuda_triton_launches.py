@@ -57,18 +57,18 @@ def launches(arch, dtype, cases, cache, folder, capsys, paths=()):
     return result["triton"], pairs
 
 
-def assert_few_spills(cases, pairs, most):
-    """Default configurations of large sizes spill at most so many bytes; others are measured before they are used."""
-    if cases in triton_gemm.KINDS:
-        return
+def assert_few_spills(pairs):
+    """Default configurations spill next to nothing with large sizes, and so do most that are measured."""
+    measured = [launch for told, launch in pairs if told["config"]]
+    assert 4 * sum(launch["local"] > 64 for launch in measured) <= len(measured)
     for told, launch in pairs:
-        assert launch["local"] <= most or told["shape"] == "odd", told
+        assert launch["local"] <= 16 or told["config"] or told["shape"] == "odd", told
 
 
 def test_each_kind_of_gemm(triton, kept, tmp_path, capsys):
     _, pairs = launches("sm_90", "bf16", "some", kept, tmp_path, capsys)
     assert {told["kind"] for told, _ in pairs} == set(triton_gemm.KINDS)
-    assert_few_spills("some", pairs, 16)
+    assert_few_spills(pairs)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_each_kind_of_gemm(triton, kept, tmp_path, capsys):
 @pytest.mark.parametrize("arch", SHARED)
 def test_all_flags(arch, dtype, triton, tmp_path, capsys):
     _, pairs = launches(arch, dtype, "variants", tmp_path, tmp_path, capsys)
-    assert_few_spills("variants", pairs, 16)
+    assert_few_spills(pairs)
 
 
 @pytest.mark.slow
@@ -84,7 +84,8 @@ def test_all_flags(arch, dtype, triton, tmp_path, capsys):
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("kind", triton_gemm.KINDS)
 def test_all_configurations(kind, arch, dtype, triton, tmp_path, capsys):
-    launches(arch, dtype, kind, tmp_path, tmp_path, capsys)
+    _, pairs = launches(arch, dtype, kind, tmp_path, tmp_path, capsys)
+    assert_few_spills(pairs)
 
 
 @pytest.mark.slow
@@ -93,4 +94,4 @@ def test_all_configurations(kind, arch, dtype, triton, tmp_path, capsys):
 def test_older_triton(cases, arch, older_triton, tmp_path, capsys):
     version, pairs = launches(arch, "bf16", cases, tmp_path, tmp_path, capsys, (older_triton,))
     assert version == OLDER
-    assert_few_spills(cases, pairs, 16)
+    assert_few_spills(pairs)
