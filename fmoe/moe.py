@@ -48,7 +48,8 @@ class HeldExperts(nn.Module):
         """Return a bool tensor [first_expert + num_experts]: True for the experts of this rank."""
         # Its size differs between ranks. torch.distributed.checkpoint saves the entry of one rank; on the others, it
         # raises because of the size, before it overwrites any weight.
-        return torch.arange(self.first_expert + self.num_experts, device="cpu") >= self.first_expert
+        ids = torch.arange(self.first_expert + self.num_experts, device="cpu", dtype=torch.int64)
+        return ids >= self.first_expert
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Leave missing keys unreported: older states lack the entry. `MoE` has checked it."""

@@ -36,14 +36,19 @@ def unsafe(tree):
             yield node.lineno, called
         if called == "torch.load" and not is_true(options.get("weights_only")):
             yield node.lineno, "torch.load without weights_only=True"
-        if "allow_pickle" in options or "trust_remote_code" in options:
-            yield node.lineno, "allow_pickle or trust_remote_code"
+        for option in ("allow_pickle", "trust_remote_code"):
+            if option in options and not is_false(options[option]):
+                yield node.lineno, option
         if called in ("yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.hub.load", "pandas.read_pickle"):
             yield node.lineno, called
 
 
 def is_true(node):
     return isinstance(node, ast.Constant) and node.value is True
+
+
+def is_false(node):
+    return isinstance(node, ast.Constant) and node.value is False
 
 
 def sources():

@@ -239,7 +239,7 @@ def _whole(name: str, value: Any, layer: _Experts | None) -> Any:
         )
     shape = torch.Size((layer.total, *value.shape[1:]))
     placements = [Shard(0), value.placements[0] if isinstance(value, DTensor) else Replicate()]
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()
     return DTensor.from_local(local, layer.mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

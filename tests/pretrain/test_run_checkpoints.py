@@ -428,5 +428,5 @@ def test_a_record_that_is_replaced_under_a_run_ends_it(tmp_path):
     tracker.log(1, {"loss": 1.0})
     (tmp_path / "other").touch()
     (tmp_path / "other").replace(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="replaced"):
+    with pytest.raises(UserError, match="replaced"):
         tracker.log(2, {"loss": 1.0})
