@@ -104,7 +104,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell .
 	$(BIN)/python -m mypy
-	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch bench/*.sh
+	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch bench/*.sh .ci/run .ci/python
 
 bench: $(VENV)/.test
 	$(BIN)/python -m bench step $(ARGS)
@@ -130,9 +130,10 @@ $(BIN)/python:
 	@[ -n "$(CONSTRAINTS)$(NEWEST)" ] || echo "no lock for Python $(VERSION): taking the newest versions of all packages"
 	$(PYTHON) -m venv $(VENV)
 
-# What to install; written when it changes, so that the packages are installed again.
+# What to install; written when it changes, the newest versions every day, so that packages are installed again.
+WANTED = $(TORCH) $(or $(CONSTRAINTS),the newest of $(shell date +%F))
 $(VENV)/.versions: $(BIN)/python always
-	@echo '$(TORCH) $(CONSTRAINTS)' | cmp --silent - $@ || echo '$(TORCH) $(CONSTRAINTS)' >$@
+	@echo '$(WANTED)' | cmp --silent - $@ || echo '$(WANTED)' >$@
 
 .PHONY: always
 
