@@ -97,13 +97,24 @@ else:
     sys.modules[__name__].__class__ = _Package
 
 
+# Import paths of FastMoE's API, which `fmoe.fastmoe` sets.
+_FASTMOE_PATHS = frozenset(
+    """
+    fmoe.balance fmoe.distributed fmoe.functions fmoe.layers fmoe.linear fmoe.transformer fmoe.utils
+    fmoe.fastermoe fmoe.fastermoe.config fmoe.fastermoe.schedule fmoe.fastermoe.shadow_policy
+    fmoe.gates.base_gate fmoe.gates.dc_gate fmoe.gates.faster_gate fmoe.gates.gshard_gate fmoe.gates.naive_gate
+    fmoe.gates.noisy_gate fmoe.gates.swipe_gate fmoe.gates.switch_gate fmoe.gates.utils fmoe.gates.zero_gate
+    fmoe.megatron fmoe.megatron.balance fmoe.megatron.layers fmoe.megatron.utils
+    """.split()
+)
+
+
 class _FastMoE:
-    """Finder and loader of FastMoE's import paths, such as ``fmoe.layers``, which are the last to be looked for."""
+    """Finder and loader of FastMoE's import paths, for an import before `fmoe.fastmoe` is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        is_ours = name.startswith("fmoe.") and "fmoe.fastmoe" not in sys.modules
-        return ModuleSpec(name, cls) if is_ours else None  # type: ignore[arg-type]
+        return ModuleSpec(name, cls) if name in _FASTMOE_PATHS else None  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
@@ -111,9 +122,8 @@ class _FastMoE:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        importlib.import_module("fmoe.fastmoe")  # sets sys.modules for every path
-        if sys.modules[module.__name__] is module:
-            raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
+        importlib.import_module("fmoe.fastmoe")
 
 
-sys.meta_path.append(_FastMoE)
+if not any(getattr(finder, "__qualname__", "") == "_FastMoE" for finder in sys.meta_path):  # a reload has it already
+    sys.meta_path.append(_FastMoE)

@@ -45,11 +45,11 @@ class HeldExperts(nn.Module):
         self.num_experts = num_experts
 
     def get_extra_state(self) -> Tensor:
-        """Return a bool tensor [first_expert + num_experts]: True for the experts of this rank."""
+        """Return a float32 tensor [first_expert + num_experts]: 1 for the experts of this rank, else 0."""
         # Its size differs between ranks. torch.distributed.checkpoint saves the entry of one rank; on the others, it
         # raises because of the size, before it overwrites any weight.
         ids = torch.arange(self.first_expert + self.num_experts, device="cpu", dtype=torch.int64)
-        return ids >= self.first_expert
+        return (ids >= self.first_expert).float()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Leave missing keys unreported: older states lack the entry. `MoE` has checked it."""

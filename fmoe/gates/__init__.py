@@ -163,8 +163,8 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a gate of FastMoE's API, which `fmoe.fastmoe` adds to this package."""
-        if name.endswith("Gate"):
+        """Return a gate or a module of FastMoE's API, which `fmoe.fastmoe` adds to this package."""
+        if name.endswith(("Gate", "_gate")) or name == "utils":
             importlib.import_module("fmoe.fastmoe")
         if name in globals():
             return globals()[name]

@@ -201,6 +201,10 @@ assert not {{"torch", "megatron", "transformers"}} & set(sys.modules)
         "import fmoe; assert not hasattr(fmoe, 'nothing')",
         "import fmoe.megatron.layers, fmoe.fastmoe; assert fmoe.megatron.layers is fmoe.fastmoe.megatron",
         "from fmoe.gates.naive_gate import NaiveGate",
+        "import fmoe.gates; assert fmoe.gates.naive_gate.NaiveGate is fmoe.gates.NaiveGate",
+        "import importlib.util as u; assert u.find_spec('fmoe.layers') and not u.find_spec('fmoe.nothing')",
+        "from fmoe import _FASTMOE_PATHS; from fmoe.fastmoe import _PATHS\n"
+        "assert {f'fmoe.{path}' for path in _PATHS} == _FASTMOE_PATHS",
         "import fmoe.gates, fmoe.metrics; assert callable(fmoe.metrics) and fmoe.metrics.counting",
         "import fmoe\ntry:\n import fmoe.nothing\nexcept ModuleNotFoundError as e: assert e.name == 'fmoe.nothing'",
     ],
