@@ -89,12 +89,14 @@ class Reduction:
     """Asynchronous sum of gradients over a group. Missing gradients become zeros.
 
     Construct it on every rank of the group, for the same parameters in the same order. Include the parameters of
-    experts that got no tokens on this rank.
+    experts that got no tokens on this rank. A parameter that is frozen by now counts as zeros, and its gradient stays.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):
-        fill_gradients(parameters)
-        self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        fill_gradients(p for p in parameters if p.requires_grad)
+        self._gradients = [
+            p.grad if p.requires_grad and p.grad is not None else torch.zeros_like(p) for p in parameters
+        ]
         alone = len(parameters) == 1 and self._gradients[0].is_contiguous()
         self._sum = (
             self._gradients[0].detach() if alone else torch.cat([g.detach().reshape(-1) for g in self._gradients])

@@ -30,6 +30,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Experts may be frozen or unfrozen (``requires_grad``) between steps, on all ranks that hold them. A frozen expert
     gets no gradient. For dense parameters, torch's wrapper uses the value at wrapping.
 
+    If several ranks hold an expert, they compare ``requires_grad`` in every forward pass with gradients, except in
+    `no_sync`. The host waits for the result, so this pass cannot be captured in a CUDA graph.
+
     Args:
         module: model whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the first data
             parallel rank, experts from the first rank that holds them.
@@ -39,7 +42,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Raises:
         UserError: a layer uses other ranks than ``groups.moe_group``; no dense parameter requires gradients; an expert
             is frozen on only some of the ranks that hold it; a group or mesh is in ``options``.
-            Forward passes raise it too, if ``requires_grad`` has changed.
+            A forward pass raises it on all these ranks if ``requires_grad`` has changed on some of them only.
         RuntimeError: in a forward pass, if the previous backward pass left gradients unreduced; in a backward pass, if
             an expert's gradient arrives twice.
     """
@@ -68,18 +71,23 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             broadcast([b for b in buffers.values() if b is not None], groups.expert_data_group)
         self._hooked: set[Tensor] = set()
         self._syncs = self._is_queued = False
-        self._follow(self._trained_experts())
+        self._trained: list[Tensor] = []
+        self._buckets: list[list[Tensor]] = []
+        self._refuse_difference()
+        self._follow()
 
-    def _trained_experts(self) -> list[Tensor]:
-        # From the last layer to the first, approximately the order of the backward pass.
-        return [p for p in reversed(dict.fromkeys(self._experts.values())) if p.requires_grad]
-
-    def _follow(self, trained: list[Tensor]) -> None:
-        """Reduce the gradients of the experts ``trained`` from now on. Collective over the ranks that hold them."""
+    def _refuse_difference(self) -> None:
+        """Raise if an expert is frozen on only some of the ranks that hold it. Collective over these ranks."""
         refuse_difference("requires_grad", self._experts, self.groups.expert_data_group, self.groups.mesh.device_type)
-        self._trained = trained
-        self._buckets = buckets_of(trained)
-        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+
+    def _follow(self) -> None:
+        """Prepare the reduction of the experts that are trained now."""
+        # From the last layer to the first, approximately the order of the backward pass.
+        trained = [p for p in reversed(dict.fromkeys(self._experts.values())) if p.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._trained = trained
+            self._buckets = buckets_of(trained)
+            self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._restart()
         groups = self.groups
         myself = weakref.ref(self)  # parameters outlive wrappers
@@ -102,11 +110,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                     "(alone or in lists, tuples, dicts and dataclasses)"
                 )
             self._syncs = self.require_backward_grad_sync
-            trained = self._trained_experts()
-            if list(map(id, trained)) == list(map(id, self._trained)):
-                self._restart()
-            else:
-                self._follow(trained)
+            # Every rank takes part, changed or not: none knows whether another one has changed.
+            if self._syncs:
+                self._refuse_difference()
+            self._follow()
         output = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self._syncs and self._buckets:
             myself = weakref.ref(self)
@@ -143,11 +150,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._begin()
 
     def _launch(self) -> None:
-        trained = [
-            p for p in self._buckets[self._launched] if p.requires_grad
-        ]  # some were frozen after the forward pass
-        if trained:
-            self._running.append(Reduction(trained, self.groups.expert_data_group))
+        self._running.append(Reduction(self._buckets[self._launched], self.groups.expert_data_group))
         self._launched += 1
 
     def _finish(self) -> None:

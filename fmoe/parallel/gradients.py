@@ -99,9 +99,12 @@ def grad_norm(
     moe_group = groups.moe_group if groups is not None else moe_group
     parameters = list(parameters)
     ownership.refresh()
-    device = torch.device("cpu" if groups is None else groups.mesh.device_type)
     if parameters:
         device = parameters[0].device
+    elif groups is not None:
+        device = torch.device(groups.mesh.device_type)
+    else:
+        device = torch.device("cpu") if moe_group is None else collectives.device_of(moe_group)
     # In float64 no square overflows; MPS does not support float64.
     exact = torch.float32 if device.type == "mps" else torch.float64
     zero = torch.zeros((), dtype=exact, device=device)

@@ -86,6 +86,11 @@ def run(collective: Callable[..., dist.Work | None], *arguments: Any, **options:
     start(collective, *arguments, **options).wait()
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return a device whose tensors the group's collectives take: the current GPU for NCCL, else the CPU."""
+    return torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
+
+
 def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
     if isinstance(argument, Tensor):
         aliases.append(argument.detach())

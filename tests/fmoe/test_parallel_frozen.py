@@ -225,3 +225,61 @@ def parted():
 def test_replicas_that_freeze_different_experts_are_refused(two_ranks):
     for result in two_ranks.run(parted):
         assert isinstance(result, Raised) and result.kind is fmoe.UserError and "requires_grad of" in result.message
+
+
+# Frozen after wrapping, on one rank only.
+
+
+def experts_of(model):
+    return model.module[1].experts
+
+
+def one_sided_later(is_before):
+    """Rank 0 freezes a tensor before a forward pass or between it and its backward pass, and unfreezes it later."""
+    groups = parallel.init(ep=1)
+    model, plain = parallel.DistributedDataParallel(build(groups), groups), build(groups)
+    backward(model)
+    with model.no_sync():  # no collective here, so no error either
+        experts_of(model).weight_in.requires_grad_(dist.get_rank() == 1)
+        backward(model)
+        experts_of(model).weight_in.requires_grad_(True)
+    model.zero_grad()
+    weight = experts_of(model).weight_out
+    is_trained = dist.get_rank() == 1
+    if is_before:
+        weight.requires_grad_(is_trained)
+    else:
+        loss = model(torch.ones(3, WIDTH, dtype=torch.float64)).square().mean()
+        weight.requires_grad_(is_trained)
+        loss.backward()
+        assert (weight.grad is not None) == is_trained
+    with pytest.raises(fmoe.UserError, match=r"requires_grad of .*1\.experts\.weight_out"):
+        backward(model)
+    weight.requires_grad_(True)
+    model.zero_grad()
+    backward(model)
+    compare(model, plain, groups)
+    return True
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "between"])
+def test_a_tensor_that_one_rank_freezes_after_wrapping_is_refused_on_all(two_ranks, is_before):
+    assert values(two_ranks.run(one_sided_later, is_before)) == [True, True]
+
+
+def frozen_in_between():
+    """A gradient of an earlier pass stays while its tensor is frozen between the passes of a later one."""
+    groups = parallel.init(ep=1)
+    model = parallel.DistributedDataParallel(build(groups), groups)
+    backward(model)
+    weight = experts_of(model).weight_out
+    before = weight.grad.clone()
+    loss = model(torch.ones(3, WIDTH, dtype=torch.float64)).square().mean()
+    weight.requires_grad_(False)
+    loss.backward()
+    assert torch.equal(weight.grad, before)
+    return True
+
+
+def test_gradients_of_tensors_frozen_between_the_passes_stay(two_ranks):
+    assert values(two_ranks.run(frozen_in_between)) == [True, True]

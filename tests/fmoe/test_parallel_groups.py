@@ -1,6 +1,7 @@
 """`fmoe.parallel.init`, groups of a mesh, gradient norms, FSDP2 beside what test_parallel_wrappers.py trains."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from compare import assert_close
 from forks import values
 from rank_pool import Raised
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fmoe
 from fmoe import parallel
 from fmoe.parallel import is_expert
+from fmoe.runtime import collectives
 
 WIDTH = 16
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -116,6 +119,18 @@ def test_norm_and_clipping_of_one_process():
         parameter.grad.fill_(1e19)  # the sum of all squares is no float32
     assert parallel.grad_norm(parameters).item() == pytest.approx(math.sqrt(5) * 1e19, rel=1e-2)
     assert parallel.grad_norm([]) == 0 and parallel.grad_norm([unused]) == 0
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
+def test_the_norm_of_no_parameters_is_on_a_device_of_the_group(monkeypatch, backends, device):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    summed = []
+    monkeypatch.setattr(collectives, "run", lambda collective, tensor, group: summed.append(tensor.device.type))
+    with FakeTensorMode():  # tensors of a GPU that need none
+        norm = parallel.grad_norm([], SimpleNamespace(size=lambda: 2))
+    assert summed == [device] and norm.device.type == device
 
 
 def not_finite(value, raises):
