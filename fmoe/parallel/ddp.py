@@ -83,7 +83,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _follow(self) -> None:
         """Prepare the reduction of the experts that are trained now."""
         # From the last layer to the first, approximately the order of the backward pass.
-        trained = [p for p in reversed(dict.fromkeys(self._experts.values())) if p.requires_grad]
+        trained: list[Tensor] = [p for p in reversed(dict.fromkeys(self._experts.values())) if p.requires_grad]
         if list(map(id, trained)) != list(map(id, self._trained)):
             self._trained = trained
             self._buckets = buckets_of(trained)
