@@ -31,7 +31,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     gets no gradient. For dense parameters, torch's wrapper uses the value at wrapping.
 
     If several ranks hold an expert, they compare ``requires_grad`` in every forward pass with gradients, except in
-    `no_sync`. The host waits for the result, so this pass cannot be captured in a CUDA graph.
+    `no_sync`. The host waits for the result, except while a CUDA graph is captured.
 
     Args:
         module: model whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the first data
@@ -111,7 +111,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 )
             self._syncs = self.require_backward_grad_sync
             # Every rank takes part, changed or not: none knows whether another one has changed.
-            if self._syncs:
+            is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if self._syncs and not is_captured:
                 self._refuse_difference()
             self._follow()
         output = super().forward(*inputs, **kwargs)
