@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fmoe import random
 from fmoe.errors import UserError, add_name, check_options, known_names, option_names
-from fmoe.experts.factories import Singles, call, call_for_all, makes_all
+from fmoe.experts.factories import Singles, call, call_for_all, makes_all, registers_all
 from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
@@ -36,7 +36,8 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
     """Register experts under a new name, for the option ``expert`` of a layer and ``model.expert`` of a recipe.
 
     Args:
-        factory: a module class or function. If it requires an argument ``num_experts``, it is called as
+        factory: a module class or function. If it requires an argument ``num_experts``, or has ``*args`` and names no
+            size, it is called as
             ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``, without ``first_expert``
             and ``seed`` if it does not take them. It returns all experts of a rank as one module (`fmoe.experts`).
             Otherwise it is called once per expert, each time under another random seed, as
@@ -46,11 +47,12 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
             signature as above.
 
     Raises:
-        UserError: the name is not a string, is empty, or belongs to other experts; or ``factory`` is not a class or
-            function.
+        UserError: the name is not a string, is empty, or belongs to other experts; ``factory`` is not a class or
+            function; or ``stacked`` is None and the signature does not decide, because it requires more than two
+            positional arguments or has ``*args`` after others.
     """
     _check_callable(factory)
-    is_stacked = makes_all(factory) if stacked is None else stacked
+    is_stacked = registers_all(factory) if stacked is None else stacked
     add_name(EXPERTS, "expert", name, factory if is_stacked else Singles(factory))
 
 

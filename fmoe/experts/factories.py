@@ -5,6 +5,7 @@ one expert.
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from fmoe.errors import UserError, parameters_of
 from fmoe.experts.modules import ModuleExperts
 
 Factory = Callable[..., nn.Module]
+_PASSES_ON = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 _CONTRACT = (
     "use the signature (d_model) or (d_model, d_hidden) to make one expert, or (num_experts, d_model, d_hidden) to "
@@ -29,6 +31,30 @@ def makes_all(factory: Factory) -> bool:
     except ValueError:  # a builtin without a signature
         return False
     return parameter is not None and parameter.default is parameter.empty
+
+
+def registers_all(factory: Factory) -> bool:
+    """Return whether a registered factory makes all experts of a rank. Unlike `makes_all`, ``*args`` alone says so.
+
+    Raises:
+        UserError: the signature does not decide.
+    """
+    if makes_all(factory):
+        return True
+    try:
+        parameters = _signature(factory).parameters.values()
+    except ValueError:
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    has_size = any(p.name in ("d_model", "d_hidden") for p in parameters)
+    if len(required) > 2 or (takes_any and positional and not has_size):
+        raise UserError(
+            f"expert={_described(factory)} may make one expert or all experts of a rank: pass stacked=True if it is "
+            "called with (num_experts, d_model, d_hidden), or stacked=False"
+        )
+    return takes_any and not has_size
 
 
 class Singles:
@@ -58,8 +84,8 @@ def call(
 ) -> nn.Module:
     """Call the factory with the ``sizes`` that its signature takes, and with the options as keywords.
 
-    A size is passed as the parameter of its name, or else as the next required parameter that no size names. ``*args``
-    takes all sizes. The first parameter takes ``d_model`` even if it is optional.
+    A size is passed as the parameter of its name, or else as the next required parameter that no size names, or else
+    in ``*args``. The first parameter takes ``d_model`` even if it is optional.
 
     Args:
         sizes: ``d_model`` and ``d_hidden``, after ``num_experts`` for all experts of a rank.
@@ -74,16 +100,13 @@ def call(
         raise UserError(f"expert={factory!r} cannot be called: {error}; {_CONTRACT}") from None
     parameters = signature.parameters
     fixed = getattr(factory, "keywords", {})  # of a functools.partial
-    unnamed = [
-        name
-        for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        and p.default is p.empty
-        and name not in sizes
-        and name not in options
-    ]
-    takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    positional: list[int] = []
+    named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    free = [name for name in named if name not in sizes and name not in options]
+    unnamed = [name for name in free if parameters[name].default is inspect.Parameter.empty]
+    if not unnamed and not parameters.keys() & sizes.keys():
+        unnamed = free if "num_experts" in sizes else free[:1]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    surplus: list[int] = []
     keywords = dict(options)
     for name, value in sizes.items():
         keeps_default = name in fixed or (name == "d_hidden" and is_default_width)
@@ -92,38 +115,61 @@ def call(
                 keywords[name] = value
         elif unnamed:
             keywords[unnamed.pop(0)] = value
-        elif name == "d_model" or (takes_all and not keeps_default):
-            positional.append(value)
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY and name in keywords:
+        elif name == "d_model" or (takes_any and not keeps_default):
+            surplus.append(value)
+    positional: list[Any] = []
+    for name in named:
+        parameter = parameters[name]
+        if surplus and takes_any:  # *args begins after the named parameters
+            positional.append(keywords.pop(name, parameter.default))
+        elif parameter.kind is parameter.POSITIONAL_ONLY and name in keywords:
             positional.append(keywords.pop(name))
+    positional += surplus
     try:
         signature.bind(*positional, **keywords)
     except TypeError as error:
-        name = getattr(factory, "__name__", repr(factory))
-        raise UserError(f"expert={name}{signature} cannot be called: {error}; {_CONTRACT}") from None
-    module = factory(*positional, **keywords)
+        raise UserError(f"expert={_described(factory)} cannot be called: {error}; {_CONTRACT}") from None
+    try:
+        module = factory(*positional, **keywords)
+    except TypeError as error:
+        if _is_refused_by_module(factory, error):
+            raise UserError(f"expert={_described(factory)} cannot be called: {error}; {_CONTRACT}") from None
+        raise
     if not isinstance(module, nn.Module):
-        name = getattr(factory, "__name__", repr(factory))
         raise UserError(
-            f"expert={name}{signature} returned {type(module).__name__}, which is not a module; {_CONTRACT}"
+            f"expert={_described(factory)} returned {type(module).__name__}, which is not a module; {_CONTRACT}"
         )
     return module
+
+
+def _described(factory: Factory) -> str:
+    return f"{getattr(factory, '__name__', repr(factory))}{_signature(factory)}"
 
 
 def _signature(factory: Factory) -> inspect.Signature:
     """Return the signature; of a class that passes on ``*args, **kwargs``, that of its base class."""
     if not isinstance(factory, type):
         return inspect.signature(factory)
-    passes_on = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if factory.__init__ is nn.Module.__init__:
+        return inspect.Signature()  # accepts no argument in fact
     for base in factory.__mro__:
-        if base is nn.Module:
-            return inspect.Signature()  # accepts no argument in fact
+        if base is nn.Module:  # accepts none, but the class may keep its arguments to itself
+            break
         if "__init__" in vars(base):
             parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-            if {parameter.kind for parameter in parameters} != passes_on:
+            if {parameter.kind for parameter in parameters} != _PASSES_ON:
                 return inspect.Signature(parameters)
     return inspect.signature(factory)
+
+
+def _is_refused_by_module(factory: Factory, error: TypeError) -> bool:
+    """Return whether the error is nn.Module's, about arguments that the class passed on to it."""
+    kinds = {parameter.kind for parameter in _signature(factory).parameters.values()}
+    if not isinstance(factory, type) or kinds != _PASSES_ON:
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = frames[-1]
+    return last.f_code is nn.Module.__init__.__code__ and type(last.f_locals["self"]) is factory
 
 
 def call_for_all(

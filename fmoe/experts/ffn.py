@@ -62,12 +62,15 @@ class Stacked(nn.Module):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        owners: list[Any] = [self, *getattr(self, "parametrizations", {}).values()]
-        for owner in owners:
-            # weight_norm may add a tensor that lacks the axis of the experts.
-            tensors = [parameter for parameter in owner.parameters(recurse=False) if parameter.dim()]
-            for parameter in tensors:
-                parameter.is_stacked = len(parameter) == max(map(len, tensors))
+        own = dict(self.named_parameters(recurse=False))
+        # Norms of weight_norm may lack the axis of the experts. Its deprecated version keeps them as own parameters.
+        directions = {name: own.get(f"{name.removesuffix('_g')}_v", parameter) for name, parameter in own.items()}
+        groups = [[own[name], direction] for name, direction in directions.items()]
+        parametrizations: dict[str, Any] = getattr(self, "parametrizations", {})
+        groups += [list(parametrization.parameters(recurse=False)) for parametrization in parametrizations.values()]
+        for group in groups:
+            for parameter in group:
+                parameter.is_stacked = parameter.shape[:1] == max(tensor.shape[:1] for tensor in group) != ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # `to_empty`, for one, makes new parameters without the mark

@@ -82,6 +82,10 @@ class BaseGate(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_losses": {}}  # a loss belongs to a graph, which cannot be copied
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Earlier versions of fmoe pickled "loss" instead.
+        super().__setstate__({"_losses": {}} | {key: value for key, value in state.items() if key != "loss"})
+
 
 def check_top_k(top_k: int, num_expert: int, world_size: int) -> None:
     """Check that a gate can choose ``top_k`` experts.

@@ -78,8 +78,16 @@ class SigmoidRouter(TopKRouter):
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
         # Always the same memory, because a CUDA graph repeats additions to it.
         # Not a buffer: DistributedDataParallel would overwrite each rank's counts with those of rank 0.
+        self._load_E = self._no_loads()
+
+    def _no_loads(self) -> Tensor:
         device = self.expert_bias_E.device
-        self._load_E = torch.zeros(num_experts, dtype=sum_dtype(device), device=device)
+        return torch.zeros(self.num_experts, dtype=sum_dtype(device), device=device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._load_E is None:  # pickled by fmoe before loads kept their memory
+            self._load_E = self._no_loads()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -153,7 +161,7 @@ class SigmoidRouter(TopKRouter):
         device = self.expert_bias_E.device
         if self._load_E.device != device:
             if self._load_E.is_meta:
-                self._load_E = torch.zeros_like(self._load_E, dtype=sum_dtype(device), device=device)
+                self._load_E = self._no_loads()
             else:
                 self._load_E = self._load_E.to(device, sum_dtype(device))
         return self._load_E

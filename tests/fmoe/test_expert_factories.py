@@ -129,7 +129,7 @@ def made_by(layer):
 @pytest.mark.parametrize("case", FACTORIES)
 def test_a_factory_gets_what_its_signature_takes(registered, case, is_named, cls):
     factory, options, expected, by_default = FACTORIES[case]
-    registered("own", factory)
+    registered("own", factory, stacked=False if case == "any" else None)
     layer = {"d_model": 8, "num_experts": 4, "seed": 3, "expert_options": options}
     layer["expert"] = "own" if is_named else factory
     assert made_by(cls.build(**layer, d_hidden=12)) == expected
@@ -209,3 +209,35 @@ def test_errors_of_the_constructor_are_its_own():
 
     with pytest.raises(TypeError, match="of the constructor"):
         fmoe.MoE.build(d_model=8, num_experts=4, expert=broken, seed=0)
+
+
+def test_args_take_sizes_after_named_parameters():
+    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0)
+    assert made_by(build(expert=lambda d_model, *args, **kw: Made(d=d_model, args=args))) == {"d": 8, "args": (12,)}
+    assert made_by(build(expert=lambda dim, bias=1, *args: Made(d=(dim, bias, *args)))) == {"d": (8, 1, 12)}
+
+
+def test_registered_pass_through_makes_all_and_ambiguous_is_refused(registered):
+    registered("passes", lambda *a, **k: FFNExperts(*a, **k))
+    layer = fmoe.MoE.build(d_model=8, num_experts=4, d_hidden=12, expert="passes", seed=0)
+    assert layer.experts.weight_in.shape == (4, 12, 8)
+    for factory in (lambda n, d, h: 0, lambda n, *sizes: 0):
+        with pytest.raises(fmoe.UserError, match="stacked="):
+            registered("ambiguous", factory)
+
+
+class Ignores(nn.Identity):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+class Refused(nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_classes_may_ignore_arguments_but_not_pass_them_to_module():
+    for expert in (nn.Identity, Ignores):
+        fmoe.MoE.build(d_model=8, num_experts=4, expert=expert, seed=0)
+    with pytest.raises(fmoe.UserError, match="Refused"):
+        fmoe.MoE.build(d_model=8, num_experts=4, expert=Refused, seed=0)

@@ -156,3 +156,12 @@ def test_replays_of_a_graph_count(way):
         fmoe.end_step(expected)
         assert torch.equal(layer.gate.expert_bias_E, expected.gate.expert_bias_E)
     assert layer.gate.expert_bias_E.abs().max() > 0
+
+
+def test_gates_pickled_by_earlier_versions():
+    for gate, old, new in ((build("sigmoid").gate, {"_load_E": None}, "_load_E"), (GShardGate(8, 4, 1), {}, "_losses")):
+        state = gate.__getstate__() if new == "_losses" else dict(gate.__dict__)
+        del state[new]
+        loaded = type(gate).__new__(type(gate))
+        loaded.__setstate__(state | (old or {"loss": None}))
+        assert len(getattr(loaded, new)) == (0 if new == "_losses" else EXPERTS)

@@ -178,3 +178,9 @@ def test_parametrized_experts_are_drawn_as_others():
     other.reset_parameters()
     for name in ("weight_in", "weight_out", "bias_in", "bias_out"):
         torch.testing.assert_close(getattr(other, name), getattr(experts, name))
+
+
+def test_a_longer_parameter_of_a_subclass_leaves_the_others_stacks():
+    experts = build()[1].experts
+    experts.scale = nn.Parameter(torch.ones(16))
+    assert all(is_stacked(parameter) for parameter in experts.parameters())
