@@ -38,7 +38,8 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
     Args:
         factory: a module class or function. If it requires an argument ``num_experts``, or has ``*args`` and names no
             size, it is called as ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``,
-            without ``first_expert`` and ``seed`` if it does not take them. It returns all experts of a rank as one module (`fmoe.experts`).
+            without ``first_expert`` and ``seed`` if it does not take them. It returns
+            all experts of a rank as one module (`fmoe.experts`).
             Otherwise it is called once per expert, each time under another random seed, as
             ``factory(d_model, **options)``, or ``factory(d_model, d_hidden, **options)`` if it has a second required
             argument or one named ``d_hidden``. It returns one expert, which maps rows [n, D] to [n, D].
