@@ -150,7 +150,7 @@ def _signature(factory: Factory) -> inspect.Signature:
     """Return the signature; of a class that passes on ``*args, **kwargs``, that of its base class."""
     if not isinstance(factory, type):
         return inspect.signature(factory)
-    if factory.__init__ is nn.Module.__init__:
+    if inspect.getattr_static(factory, "__init__") is nn.Module.__init__:
         return inspect.Signature()  # accepts no argument in fact
     for base in factory.__mro__:
         if base is nn.Module:  # accepts none, but the class may keep its arguments to itself

@@ -65,7 +65,7 @@ class Stacked(nn.Module):
         own = dict(self.named_parameters(recurse=False))
         # Norms of weight_norm may lack the axis of the experts. Its deprecated version keeps them as own parameters.
         directions = {name: own.get(f"{name.removesuffix('_g')}_v", parameter) for name, parameter in own.items()}
-        groups = [[own[name], direction] for name, direction in directions.items()]
+        groups: list[list[Any]] = [[own[name], direction] for name, direction in directions.items()]
         parametrizations: dict[str, Any] = getattr(self, "parametrizations", {})
         groups += [list(parametrization.parameters(recurse=False)) for parametrization in parametrizations.values()]
         for group in groups:
