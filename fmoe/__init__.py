@@ -99,13 +99,33 @@ else:
 
 # Import paths of FastMoE's API, which `fmoe.fastmoe` sets.
 _FASTMOE_PATHS = frozenset(
-    """
-    fmoe.balance fmoe.distributed fmoe.functions fmoe.layers fmoe.linear fmoe.transformer fmoe.utils
-    fmoe.fastermoe fmoe.fastermoe.config fmoe.fastermoe.schedule fmoe.fastermoe.shadow_policy
-    fmoe.gates.base_gate fmoe.gates.dc_gate fmoe.gates.faster_gate fmoe.gates.gshard_gate fmoe.gates.naive_gate
-    fmoe.gates.noisy_gate fmoe.gates.swipe_gate fmoe.gates.switch_gate fmoe.gates.utils fmoe.gates.zero_gate
-    fmoe.megatron fmoe.megatron.balance fmoe.megatron.layers fmoe.megatron.utils
-    """.split()
+    [
+        "fmoe.balance",
+        "fmoe.distributed",
+        "fmoe.functions",
+        "fmoe.layers",
+        "fmoe.linear",
+        "fmoe.transformer",
+        "fmoe.utils",
+        "fmoe.fastermoe",
+        "fmoe.fastermoe.config",
+        "fmoe.fastermoe.schedule",
+        "fmoe.fastermoe.shadow_policy",
+        "fmoe.gates.base_gate",
+        "fmoe.gates.dc_gate",
+        "fmoe.gates.faster_gate",
+        "fmoe.gates.gshard_gate",
+        "fmoe.gates.naive_gate",
+        "fmoe.gates.noisy_gate",
+        "fmoe.gates.swipe_gate",
+        "fmoe.gates.switch_gate",
+        "fmoe.gates.utils",
+        "fmoe.gates.zero_gate",
+        "fmoe.megatron",
+        "fmoe.megatron.balance",
+        "fmoe.megatron.layers",
+        "fmoe.megatron.utils",
+    ]
 )
 
 
