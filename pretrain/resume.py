@@ -6,8 +6,10 @@ warm start (``train.init_from``) loads the weights and starts a new run at step 
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import Checkpoint, open_checkpoint
@@ -47,6 +49,8 @@ _BY_CONTENT = ("data.train", "data.tokenizer")
 
 # Key of a checkpoint's state with the settings of an imported model that only an export uses.
 PUBLISHED = "published"
+# Further keys of generation_config.json with token ids.
+_ID_KEYS = ("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "constraints")
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +109,18 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
         elif before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
             keys.append(f"{Path(file).name} of run.imports (its content has changed)")
     return keys
+
+
+def without_ids(published: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `PUBLISHED` settings without token ids, for a model with another tokenizer."""
+    generation = published.get("generation_config", {})
+    return {
+        "generation_config": {
+            key: value
+            for key, value in generation.items()
+            if not (key.endswith(("_token_id", "_token_ids", "_words_ids")) or key in _ID_KEYS or "forced_" in key)
+        }
+    }
 
 
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:

@@ -186,6 +186,8 @@ class Trainer:
     def warm_start(self, checkpoint: Checkpoint) -> None:
         """Load the model's weights and buffers from a checkpoint, and the settings of an imported model.
 
+        Token ids among the settings are kept only with the checkpoint's tokenizer.
+
         Training then starts at step 0, with a new optimizer and the first sample.
 
         Raises:
@@ -193,8 +195,9 @@ class Trainer:
         """
         state.load_weights(self.engine, checkpoint)
         known = checkpoint.state.get("data", {}).get("tokenizer")
-        if known in (None, self.inputs.tokenizer_fingerprint):  # token ids mean the same
-            self._published = checkpoint.state.get(resume.PUBLISHED, {})
+        published = checkpoint.state.get(resume.PUBLISHED, {})
+        is_same = known == self.inputs.tokenizer_fingerprint
+        self._published = published if is_same or not published else resume.without_ids(published)
 
 
 def _memory_mb(device: torch.device) -> float:

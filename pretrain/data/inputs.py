@@ -3,9 +3,10 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.kinds import build_samples, epochs_per_sample
 from pretrain.data.samples import Samples, count_tokens, unigram_entropy
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.base import read_declared
 from pretrain.tracking.trackio import check_installed
 
 # Fixed: every run validates on the same sequences, drawn at random so that a few represent all documents.
@@ -210,6 +212,51 @@ def open_tokenizer(
             f"which exceeds model.vocab_size={model.vocab_size}"
         )
     return tokenizer
+
+
+def open_trained_tokenizer(
+    recipe: Recipe, path: str | Path | None, data: Mapping[str, Any], sha256: str | None = None
+) -> Tokenizer:
+    """Open the tokenizer that a checkpoint's model was trained with.
+
+    Older checkpoints do not record the token that ends documents. That of the training corpora is then used, if they
+    are readable. Otherwise a declared token that the older rule by names would not have chosen is a warning.
+
+    Args:
+        path: as for `open_tokenizer`.
+        data: the record ``data`` in the checkpoint's state.
+        sha256: the tokenizer's SHA-256 if ``data`` has none.
+
+    Raises:
+        UserError: as for `open_tokenizer`.
+    """
+    tokenizer = open_tokenizer(recipe, path, data.get("tokenizer") or sha256, data.get("end_of_document"))
+    if data.get("end_of_document") is not None:
+        return tokenizer
+    end, old = _recorded_end(recipe, tokenizer), tokenizer.end_by_name
+    if end in tokenizer.special_ids:
+        tokenizer.end_documents_with(end)
+    elif old not in (None, tokenizer.end_of_document):
+        names = {i: name for name, i in tokenizer.ids.items()}
+        logger.warning(
+            "the checkpoint does not record which token ends documents: %r is eos_token in %s, but versions of fmoe "
+            "that ignored this file used %r; to keep it, set eos_token to %r",
+            names[tokenizer.end_of_document],
+            read_declared(tokenizer.path).files["eos_token"],
+            names[old],
+            names[old],
+        )
+    return tokenizer
+
+
+def _recorded_end(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
+    """Return the id that ends the documents of the first readable training corpus with this tokenizer."""
+    for prefix in recipe.data.train:
+        with contextlib.suppress(UserError, OSError):
+            corpus = IndexedCorpus(prefix)
+            if corpus.tokenizer_fingerprint == tokenizer.fingerprint:
+                return corpus.description["tokenizer"].get("end_of_document")
+    return None
 
 
 def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tuple[str | None, ...]]:

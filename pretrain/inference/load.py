@@ -14,7 +14,7 @@ from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
 from pretrain.config.imports import import_plugins, import_stored
-from pretrain.data.inputs import open_tokenizer
+from pretrain.data.inputs import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.process import Processes
 from pretrain.tracking.folder import CHECKPOINTS, CONFIG, RUN_INFO, read_run_info
@@ -63,8 +63,7 @@ def open_run(
     run_data = _run_data(checkpoint.path)
     data = checkpoint.state.get("data", {})
     try:
-        sha256 = data.get("tokenizer") or run_data.get("tokenizer")
-        opened = open_tokenizer(recipe, tokenizer, sha256, data.get("end_of_document"))
+        opened = open_trained_tokenizer(recipe, tokenizer, data, run_data.get("tokenizer"))
     except UserError as error:
         hint = "" if tokenizer else "; if the file has moved, pass --tokenizer FILE"
         raise UserError(f"{path}: {error}{hint}") from error

@@ -27,8 +27,8 @@ from pretrain.interchange.folder import (
 )
 from pretrain.interchange.outgoing import NO_TOKENIZER, TOKEN_IDS
 from pretrain.interchange.tensors import Place, sizes_of
-from pretrain.interchange.tokenizer import check_tokenizer, files_of, find_tokenizer
-from pretrain.resume import PUBLISHED
+from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER, check_tokenizer, files_of, find_tokenizer
+from pretrain.resume import PUBLISHED, without_ids
 from pretrain.tracking.folder import CONFIG
 
 _PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -100,6 +100,8 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         "config": {key: folder.config[key] for key in TOKEN_IDS if folder.config.get(key) is not None},
         "generation_config": folder.json(GENERATION_CONFIG) or {},
     }
+    if not _is_own(folder, tokenizer, loaded):
+        state[PUBLISHED] = without_ids(state[PUBLISHED])
     if loaded is not None:
         state["data"] = {"tokenizer": loaded.fingerprint, "end_of_document": loaded.end_of_document}
     with appearing(out, nbytes) as temporary:
@@ -116,8 +118,7 @@ def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, given: str | None)
     """Load a folder's tokenizer, or the ``given`` one.
 
     Raises:
-        UserError: the tokenizer is damaged or does not fit the model; or AutoTokenizer reads the folder's tokenizer
-            differently.
+        UserError: the tokenizer is damaged or does not fit the model.
     """
     if given == NO_TOKENIZER:
         return None
@@ -127,7 +128,7 @@ def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, given: str | None)
             return None
         tokenizer = load_tokenizer(path)
         if given is None:
-            check_tokenizer(tokenizer, folder.config.get("model_type"))
+            check_tokenizer(tokenizer, folder.config.get("model_type"), model.vocab_size)
         if given is None and tokenizer.vocab_size > model.vocab_size:
             raise UserError(
                 f"the vocabulary of {path} has {tokenizer.vocab_size} entries, which exceeds vocab_size="
@@ -138,6 +139,14 @@ def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, given: str | None)
     except UserError as error:
         raise UserError(f"{error}; pass --tokenizer FILE to use a file as it is, or --tokenizer none") from error
     return tokenizer
+
+
+def _is_own(folder: HuggingFaceFolder, given: str | None, loaded: Tokenizer | None) -> bool:
+    """Return whether the folder's token ids are those of the ``loaded`` tokenizer."""
+    if given is None or loaded is None:
+        return given is None
+    own = [folder.path / name for name in (TOKENIZER, SENTENCEPIECE)]
+    return any(path.is_file() and path.read_bytes() == loaded.path.read_bytes() for path in own)
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> tuple[list[Place], torch.dtype]:

@@ -13,7 +13,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Checkpoint, open_checkpoint
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import Recipe, build_recipe
-from pretrain.data.inputs import open_tokenizer
+from pretrain.data.inputs import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.interchange.configs import config_of
 from pretrain.interchange.families import family_for, why_own
@@ -177,8 +177,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
     if given == NO_TOKENIZER or (given is None and not recipe.data.tokenizer):
         return None
     try:
-        data = checkpoint.state.get("data", {})
-        return open_tokenizer(recipe, given, data.get("tokenizer"), data.get("end_of_document"))
+        return open_trained_tokenizer(recipe, given, checkpoint.state.get("data", {}))
     except UserError as error:
         raise UserError(f"{error}; pass the model's tokenizer with --tokenizer FILE, or --tokenizer none") from error
 

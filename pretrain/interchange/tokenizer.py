@@ -90,7 +90,7 @@ def files_for(
         UserError: a sentencepiece model cannot be converted, or the written tokenizer.json would tokenize differently.
     """
     begin = [tokenizer.role("bos")] if bos else []
-    beside = _beside(tokenizer.path)
+    beside = _without(_beside(tokenizer.path), _absent(tokenizer))
     if isinstance(tokenizer, HuggingFaceTokenizer) and CONFIG in beside:
         copied = {TOKENIZER: tokenizer.path.read_bytes(), **beside}
         if bos is None or _is_same(copied, model_type, tokenizer, begin):
@@ -130,6 +130,7 @@ def files_for(
     unknown = next((name for name in ("<unk>", "[UNK]") if name in names.values()), None)
     if unknown is not None:
         config.setdefault("unk_token", unknown)
+    beside = _without(beside, [key for key in config if key.endswith("_token")])  # special_tokens_map.json comes first
     return {TOKENIZER: data, CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(), **beside}
 
 
@@ -194,37 +195,74 @@ def find_tokenizer(source: Path) -> Path | None:
     return None
 
 
-def check_tokenizer(tokenizer: Tokenizer, model_type: str | None) -> None:
-    """Check that AutoTokenizer encodes texts as ``tokenizer`` does. Without transformers, only the declared tokens are
-    checked.
+def check_tokenizer(tokenizer: Tokenizer, model_type: str | None, vocab_size: int) -> None:
+    """Check the declared tokens, and warn if AutoTokenizer differs from tokenizer.json.
 
     Args:
         model_type: the folder's ``model_type``, which may decide AutoTokenizer's class.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
-        UserError: a declared token is missing, or a text is encoded differently.
+        UserError: a declared token is missing, other than one for padding or BERT.
     """
     path = tokenizer.path
     declared = read_declared(path)
-    added = [token["content"] for token in declared.added.values()]
-    for name in (*declared.names.values(), *declared.others, *added):
-        if name not in tokenizer.ids:
+    # The pieces of a sentencepiece model are fixed, but the model's vocabulary may have room for added tokens.
+    new = {i: token["content"] for i, token in declared.added.items() if token["content"] not in tokenizer.ids}
+    room = range(tokenizer.vocab_size, min(vocab_size, tokenizer.vocab_size + len(new)))
+    known = {*tokenizer.ids, *(name for i, name in new.items() if i in room)}
+    absent = _absent(tokenizer)
+    names = {f"{role}_token": name for role, name in declared.names.items()}
+    required = [(key, name) for key, name in names.items() if key not in absent]
+    required += [("added_tokens_decoder", token["content"]) for token in declared.added.values()]
+    for key, name in (*required, *(("additional_special_tokens", name) for name in declared.others)):
+        if name not in known:
             raise UserError(
-                f"{path.with_name(CONFIG)} declares the token {name!r}, which {path.name} does not have: AutoTokenizer "
-                "would give it an id that the model was not trained with; remove it from the files beside "
-                f"{path.name}"
+                f"{declared.files.get(key, path.with_name(CONFIG))} declares the token {name!r}, which {path.name} "
+                "does not have: AutoTokenizer would give it an id that the model was not trained with; remove it"
             )
+    for key in absent:
+        logger.warning(
+            "%s declares %s=%r, which %s does not have: an export omits it",
+            *(declared.files[key], key, names[key], path.name),
+        )
     if isinstance(tokenizer, SentencePieceTokenizer):  # export converts it
         return
-    theirs = _load_auto(files_of(tokenizer), model_type)
+    if reason := _why_different(tokenizer, model_type):
+        logger.warning("%s: fmoe uses %s, and an export converts it", reason, path)
+
+
+def _absent(tokenizer: Tokenizer) -> list[str]:
+    """Return keys of declared tokens without an id, which a language model can do without."""
+    declared = read_declared(tokenizer.path)
+    known = {*tokenizer.ids, *(token["content"] for token in declared.added.values())}
+    return [
+        f"{role}_token"
+        for role in ("pad", "cls", "sep", "mask")
+        if role in declared.names and declared.names[role] not in known
+    ]
+
+
+def _why_different(tokenizer: Tokenizer, model_type: str | None) -> str:
+    """Return how AutoTokenizer differs from tokenizer.json; "" if it does not, or without transformers."""
+    try:
+        theirs = _load_auto(files_of(tokenizer), model_type)
+    except UserError as error:
+        return str(error)
     if theirs is None:
-        return
+        return ""
+    name = type(theirs).__name__
     text = _difference(theirs, tokenizer, None)
     if text is not None:
-        raise UserError(
-            f"AutoTokenizer ({type(theirs).__name__}) tokenizes {text[:40]!r} differently from {path}: correct "
-            f"tokenizer_class in {CONFIG}"
-        )
+        return f"AutoTokenizer ({name}) tokenizes {text[:40]!r} differently from {TOKENIZER}"
+    if not _has_same_end(theirs, tokenizer):
+        end = tokenizer.end_of_document
+        return f"AutoTokenizer ({name}) ends documents with token {theirs.eos_token_id}, but {TOKENIZER} with {end}"
+    return ""
+
+
+def _has_same_end(theirs: Any, tokenizer: Tokenizer) -> bool:
+    return theirs.eos_token_id in (None, tokenizer.end_of_document)
 
 
 def _is_same(
@@ -237,7 +275,7 @@ def _is_same(
         return False
     if theirs is None:
         return tokenizer.before == begin
-    return _difference(theirs, tokenizer, begin) is None
+    return _has_same_end(theirs, tokenizer) and _difference(theirs, tokenizer, begin) is None
 
 
 def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None:
@@ -282,6 +320,17 @@ def _beside(path: Path) -> dict[str, bytes]:
     if path.name not in PUBLISHED_NAMES:
         return {}
     return {name: (path.parent / name).read_bytes() for name in BESIDE if (path.parent / name).is_file()}
+
+
+def _without(files: Mapping[str, bytes], keys: Sequence[str]) -> dict[str, bytes]:
+    """Return ``files`` without these keys of the files that declare special tokens."""
+    changed = dict(files)
+    for name in (CONFIG, SPECIAL_MAP):
+        values = json.loads(files.get(name, b"{}"))
+        kept = {key: value for key, value in values.items() if key not in keys}
+        if kept != values:
+            changed[name] = (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+    return changed
 
 
 def _suits_llama_cpp(proto: Any) -> bool:

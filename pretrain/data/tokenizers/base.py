@@ -44,12 +44,14 @@ class Declared:
         added: properties of added tokens by id: ``content``, ``special`` and other fields of ``tokenizers.AddedToken``.
         others: names of other special tokens.
         adds_bos: the value of ``add_bos_token``.
+        files: the file that declares each key, such as ``eos_token``; ``added_tokens_decoder`` stands for ``added``.
     """
 
     names: Mapping[str, str]
     added: Mapping[int, Mapping[str, Any]]
     others: tuple[str, ...]
     adds_bos: bool
+    files: Mapping[str, Path]
 
     def is_special(self, name: str) -> bool:
         """Return whether an ordinary entry of the vocabulary becomes a special token, which text cannot spell.
@@ -62,7 +64,10 @@ class Declared:
 
 
 def read_declared(path: Path) -> Declared:
-    """Read the special tokens declared in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+    """Read the special tokens that are declared beside a tokenizer.
+
+    With ``added_tokens_decoder``, tokenizer_config.json alone counts. Otherwise, special_tokens_map.json comes before
+    it, and added_tokens.json has the added tokens.
 
     Args:
         path: the tokenizer's file. Only a name that transformers uses has declarations beside it.
@@ -72,32 +77,36 @@ def read_declared(path: Path) -> Declared:
             string ``content``, or its id is not a number.
     """
     if path.name not in PUBLISHED_NAMES:
-        return Declared({}, {}, (), False)
-    settings, others, ids = (_read_object(path.with_name(name)) for name in (SETTINGS, SPECIAL_MAP, ADDED))
-    settings = {**others, **settings}
-    path = path.with_name(SETTINGS)
+        return Declared({}, {}, (), False, {})
+    settings = _read_object(path.with_name(SETTINGS))
+    files = dict.fromkeys(settings, path.with_name(SETTINGS))
+    decoder = settings.get("added_tokens_decoder")
+    ids: dict[str, Any] = {}
+    if decoder is None:
+        others = _read_object(path.with_name(SPECIAL_MAP))
+        settings |= others
+        files |= dict.fromkeys(others, path.with_name(SPECIAL_MAP))
+        ids = _read_object(path.with_name(ADDED))
+        files["added_tokens_decoder"] = path.with_name(ADDED)
     names = {}
     for role in ROLES:
-        if settings.get(f"{role}_token") not in (None, ""):
-            names[role] = _content(path, f"{role}_token", settings[f"{role}_token"])
-    extra: list[Any] = []
+        key = f"{role}_token"
+        if settings.get(key) not in (None, ""):
+            names[role] = _content(files[key], key, settings[key])
+    extra: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = settings.get(key) or ()
-        extra += values.values() if isinstance(values, dict) else values
+        extra += [_content(files[key], key, t) for t in (values.values() if isinstance(values, dict) else values)]
     added: dict[int, Mapping[str, Any]] = {}
+    file = files["added_tokens_decoder"]
     try:
         for name, number in ids.items():
             added[int(number)] = {"content": name, "special": False}
-        for number, token in (settings.get("added_tokens_decoder") or {}).items():
-            added[int(number)] = {**token, "content": _content(path, "added_tokens_decoder", token)}
+        for number, token in (decoder or {}).items():
+            added[int(number)] = {**token, "content": _content(file, "added_tokens_decoder", token)}
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} or {ADDED} has an added token without a valid id: {error}") from error
-    return Declared(
-        names,
-        added,
-        tuple(_content(path, "additional_special_tokens", token) for token in extra),
-        settings.get("add_bos_token") is True,
-    )
+        raise UserError(f"{file} has an added token without a valid id: {error}") from error
+    return Declared(names, added, tuple(extra), settings.get("add_bos_token") is True, files)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -132,6 +141,7 @@ class Tokenizer(ABC):
         fingerprint: SHA-256 of the file, hexadecimal.
         vocab_size: size of the vocabulary; ids are ``0 <= id < vocab_size``.
         end_of_document: id that ends a document (eos).
+        end_by_name: id that would end a document without a declaration, as in older versions; None if there is none.
         bos: id that begins a document if ``data.bos`` is set; None if the tokenizer has none.
         adds_bos: the tokenizer's own settings put a token in front of a text.
         pad: id of padding; None if the tokenizer has none.
@@ -143,6 +153,7 @@ class Tokenizer(ABC):
     fingerprint: str
     vocab_size: int
     end_of_document: int
+    end_by_name: int | None
     bos: int | None
     adds_bos: bool
     pad: int | None
@@ -233,6 +244,10 @@ class Tokenizer(ABC):
             )
         return found
 
+    def end_documents_with(self, i: int) -> None:
+        """Let the special token ``i`` end documents."""
+        self.end_of_document = self._roles["eos"] = i
+
     def _checked(self, ids: Sequence[int] | np.ndarray) -> list[int]:
         ids = [int(i) for i in ids]
         for i in ids:
@@ -251,14 +266,16 @@ class Tokenizer(ABC):
         eos = declared.names.get("eos")
         if eos is not None and eos not in self._id_of:
             raise UserError(
-                f"the tokenizer {self.path} has no token {eos!r}, which is eos_token in "
-                f"{self.path.with_name(SETTINGS)}: correct eos_token"
+                f"the tokenizer {self.path} has no token {eos!r}, which is eos_token in {declared.files['eos_token']}: "
+                "correct eos_token"
             )
         if eos is not None and eos not in self._special:
             raise UserError(
                 f"the tokenizer {self.path} encodes the text {eos!r} as the token that ends documents, which eos_token "
-                f"in {self.path.with_name(SETTINGS)} names: use another eos_token"
+                f"in {declared.files['eos_token']} names: use another eos_token"
             )
+        by_name = [self._id_of[name] for name in ROLES["eos"] if name in self._id_of]
+        self.end_by_name = own.get("eos", by_name[0] if by_name else None)
         self._roles = dict(own)
         for role, names in ROLES.items():
             known = [self._special[name] for name in names if name in self._special]

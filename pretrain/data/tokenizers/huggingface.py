@@ -14,7 +14,7 @@ import numpy as np
 
 from fmoe.errors import UserError, require
 from pretrain.data.files import replacing
-from pretrain.data.tokenizers.base import SETTINGS, SPECIAL_NAMES, Declared, Tokenizer, named_sentinels, read_declared
+from pretrain.data.tokenizers.base import SPECIAL_NAMES, Declared, Tokenizer, named_sentinels, read_declared
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -160,8 +160,8 @@ def _completed(data: bytes, model: Any, path: Path, declared: Declared) -> bytes
     for i, token in sorted(new.items()):
         if (other := found.token_to_id(token["content"])) != i:
             raise UserError(
-                f"{path.with_name(SETTINGS)} declares the token {token['content']!r} with id {i}, but the vocabulary "
-                f"of {path.name} leads to id {other}: correct added_tokens_decoder"
+                f"{declared.files['added_tokens_decoder']} declares the token {token['content']!r} with id {i}, but "
+                f"the vocabulary of {path.name} leads to id {other}: correct the id"
             )
     return completed
 

@@ -167,13 +167,24 @@ def test_the_declared_end_of_document_comes_first(tmp_path, kind):
         path.write_bytes(piece_model(user_defined_symbols=["<|im_end|>", "<|endoftext|>"]))
     by_name = load_tokenizer(path)
     assert by_name.end_of_document == by_name.ids["<|endoftext|>" if kind == "json" else "</s>"]
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>", "pad_token": "<|endoftext|>"}')
-    assert load_tokenizer(path).end_of_document == by_name.ids["</s>"]
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>", "bos_token": null}')
+    assert load_tokenizer(path).end_of_document == by_name.ids["<s>"]
+    (tmp_path / "special_tokens_map.json").write_text(
+        '{"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>"}'
+    )
     tokenizer = load_tokenizer(path)
     assert tokenizer.end_of_document == tokenizer.ids["<|im_end|>"]
     assert tokenizer.pad == tokenizer.ids["<|endoftext|>"] and tokenizer.fingerprint == by_name.fingerprint
+    assert tokenizer.end_by_name == by_name.end_of_document
     check_text_is_text(tokenizer, ["<|im_end|>"])
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<other>"}')
+    with pytest.raises(UserError, match=r"'<other>'.*special_tokens_map\.json"):
+        load_tokenizer(path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>", "added_tokens_decoder": {}}')
+    (tmp_path / "added_tokens.json").write_text('{"<new>": 5000}')
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.end_of_document == by_name.ids["<s>"], "with a decoder, the settings alone count"
+    assert tokenizer.vocab_size == by_name.vocab_size
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "added", "marked", "sentencepiece"])
@@ -212,6 +223,13 @@ def test_tokens_that_only_the_settings_declare(tmp_path):
     tokenizer = load_tokenizer(saved(tmp_path, content, **settings))
     assert (tokenizer.end_of_document, tokenizer.pad, tokenizer.vocab_size) == (size + 1, size, size + 2)
     check_text_is_text(tokenizer, ["<|im_end|>", "<|endoftext|>"])
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"eos_token": "<|im_end|>"}')
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_document == size
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size + 5}))
+    with pytest.raises(UserError, match=rf"added_tokens\.json.*<\|im_end\|>.* id {size + 5}.* id {size}\b"):
+        load_tokenizer(tmp_path / "tokenizer.json")
     added[str(size + 5)] = added.pop(str(size))
     with pytest.raises(UserError, match=rf"tokenizer_config\.json.*<\|im_end\|>.* id {size + 1}.* id {size}\b"):
         load_tokenizer(saved(tmp_path, content, **settings))

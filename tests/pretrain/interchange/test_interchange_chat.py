@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -14,12 +16,14 @@ from tokenizers import Tokenizer as Model
 
 from fmoe.cli import main
 from fmoe.errors import UserError
-from pretrain.config import load_recipe
+from pretrain.config import DataConfig, Recipe, load_recipe
 from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.inputs import open_inputs
+from pretrain.data.inputs import open_inputs, open_trained_tokenizer
+from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
-from pretrain.interchange.tokenizer import files_for
+from pretrain.interchange.tokenizer import _has_same_end, check_tokenizer, files_for
+from pretrain.trainer import Trainer
 
 VOCAB = 400
 TEXT = "def f(x): return x ** 2  # a square, of 12 or 345\nI'm sure they'll say it's 10:45!\n" * 20
@@ -155,6 +159,13 @@ def written(folder: Path, files: dict, case: str = "mixtral", **config: object) 
     for name, content in {"config.json": values, **files}.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return folder
+
+
+def write_tokenizer(folder: Path, files: dict) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return folder / "tokenizer.json"
 
 
 def auto(folder: Path):
@@ -296,19 +307,51 @@ def test_settings_of_a_model_without_a_tokenizer_are_kept(tmp_path):
     assert (config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]) == ([5, 7], 3, None)
 
 
-def test_auto_tokenizer_must_agree(tmp_path):
+@pytest.mark.parametrize(
+    ("case", "settings", "says"),
+    [
+        ("qwen3_moe", {"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer.*tokenizes"),
+        ("deepseek_v3", {"auto_map": {"AutoTokenizer": ["other.Other", None]}}, "cannot read"),
+    ],
+    ids=["other tokens", "other class"],
+)
+def test_a_difference_from_auto_tokenizer_is_a_warning(tmp_path, caplog, case, settings, says):
     files = {
         "tokenizer.json": byte_level("<|endoftext|>"),
-        "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"},
+        "tokenizer_config.json": {**settings, "eos_token": "<|endoftext|>"},
     }
-    source = written(tmp_path / "theirs", files, "qwen3_moe")
-    with pytest.raises(UserError, match=r"Qwen2Tokenizer.*tokenizer\.json.*--tokenizer"):
-        import_folder(source, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    import_folder(source, tmp_path / "run", tokenizer=str(source / "tokenizer.json"))
+    source = written(tmp_path / "theirs", files, case)
+    import_folder(source, tmp_path / "run")
+    (line,) = [record.getMessage() for record in caplog.records if "AutoTokenizer" in record.getMessage()]
+    assert re.search(rf"{says}.*tokenizer\.json, and an export converts", line), line
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     ours = load_tokenizer(source / "tokenizer.json")
     assert auto(tmp_path / "out")(TEXT)["input_ids"] == ours.encode(TEXT)
+
+
+def test_another_end_in_auto_tokenizer_is_a_warning(tmp_path, caplog):
+    """As a folder whose eos is only in special_tokens_map.json, which added_tokens_decoder switches off."""
+    names = ("<|endoftext|>", "</s>")
+    files = {
+        "tokenizer.json": byte_level(*names),
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": {}},
+    }
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "one", files))
+    theirs = SimpleNamespace(eos_token_id=1, get_added_vocab=dict)
+    assert tokenizer.end_of_document == 0 and not _has_same_end(theirs, tokenizer)
+    files["special_tokens_map.json"] = {"eos_token": names[1]}
+    files["tokenizer_config.json"] = {"eos_token": names[0], "add_bos_token": True, "bos_token": names[1]}
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "two", files))
+    tokenizer.end_documents_with(0)
+    folder = tmp_path / "out"
+    write_tokenizer(folder, files_for(tokenizer, 32, model_type="mixtral"))
+    assert auto(folder).eos_token_id == 0, "the export states the model's end"
+    tokenizer.end_documents_with(1)
+    check_tokenizer(tokenizer, "mixtral", VOCAB)
+    assert not caplog.records
+    tokenizer.end_documents_with(0)
+    check_tokenizer(tokenizer, "mixtral", VOCAB)
+    assert "ends documents with token 1, but tokenizer.json with 0" in caplog.text
 
 
 def test_several_tokens_in_front_of_a_text(tmp_path):
@@ -325,15 +368,102 @@ def test_several_tokens_in_front_of_a_text(tmp_path):
     assert not recipe.data.bos
 
 
-@pytest.mark.parametrize("key", ["pad_token", "additional_special_tokens"])
+@pytest.mark.parametrize("key", ["bos_token", "additional_special_tokens"])
 def test_a_token_without_an_id_is_an_error(tmp_path, key):
-    name = "[PAD]"
+    name = "[NEW]"
     settings = {"eos_token": "<|endoftext|>", key: [name] if key.endswith("s") else name}
     files = {"tokenizer.json": byte_level("<|endoftext|>"), "tokenizer_config.json": settings}
     source = written(tmp_path / "theirs", files)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json.*'\[PAD\]'.*--tokenizer none"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json.*'\[NEW\]'.*--tokenizer none"):
         import_folder(source, tmp_path / "run")
     import_folder(source, tmp_path / "run", tokenizer="none")
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_padding_without_an_id_is_left_out(tmp_path, caplog, file):
+    files = {"tokenizer.json": byte_level("<|endoftext|>"), "tokenizer_config.json": {"eos_token": "<|endoftext|>"}}
+    files[file] = {**files.get(file, {}), "pad_token": "[PAD]", "mask_token": "<mask>"}
+    import_folder(written(tmp_path / "theirs", files), tmp_path / "run")
+    for key in ("pad_token='[PAD]'", "mask_token='<mask>'"):
+        assert any(file in line and key in line for line in caplog.messages), caplog.messages
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    theirs = auto(tmp_path / "out")
+    assert theirs.pad_token is None and theirs.mask_token is None
+    assert "[PAD]" not in theirs.get_vocab()
+
+
+@pytest.mark.parametrize(("past", "is_accepted"), [(0, True), (VOCAB, False), (-1, False)])
+def test_added_tokens_of_a_sentencepiece_model(tmp_path, past, is_accepted):
+    """As fine-tuned models of Llama 2: an added token for padding."""
+    files, config, *_ = FORMS["llama 2"]
+    files = files()
+    size = sentencepiece.SentencePieceProcessor(model_proto=files["tokenizer.model"]).vocab_size()
+    files["tokenizer_config.json"]["pad_token"] = "[PAD]"
+    files["added_tokens.json"] = {"[PAD]": size + past}
+    source = written(tmp_path / "theirs", files, **config)
+    if not is_accepted:
+        with pytest.raises(UserError, match=r"\[PAD\]"):
+            import_folder(source, tmp_path / "run")
+        return
+    import_folder(source, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert auto(tmp_path / "out").pad_token_id == size
+
+
+IDS = {
+    "eos_token_id": [1, 2],
+    "bos_token_id": 0,
+    "suppress_tokens": [9],
+    "bad_words_ids": [[3]],
+    "forced_bos_token_id": 4,
+}
+
+
+@pytest.mark.parametrize("given", ["none", "other", "own"])
+def test_ids_of_another_tokenizer_are_not_kept(tmp_path, given):
+    files, config, *_ = FORMS["llama 3"]
+    source = written(tmp_path / "theirs", {**files(), "generation_config.json": {**IDS, "top_p": 0.9}}, **config)
+    other = tmp_path / "mine.json"
+    other.write_bytes(byte_level("<pad>", "<eod>"))
+    path = {"none": "none", "other": str(other), "own": str(source / "tokenizer.json")}[given]
+    import_folder(source, tmp_path / "run", tokenizer=path)
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    generation, values = (read(tmp_path / "out" / name) for name in ("generation_config.json", "config.json"))
+    assert generation["top_p"] == 0.9
+    assert ("bad_words_ids" in generation, "forced_bos_token_id" in generation) == (given == "own",) * 2
+    assert values["eos_token_id"] == {"none": None, "other": 1, "own": [1, 2]}[given]
+    assert generation.get("eos_token_id") == values["eos_token_id"]
+    assert 9 not in generation.get("suppress_tokens", ()) or given == "own"
+
+
+def test_a_warm_start_with_another_tokenizer_keeps_no_ids(monkeypatch):
+    published = {"config": {"eos_token_id": 2}, "generation_config": {**IDS, "top_p": 0.9}}
+    monkeypatch.setattr("pretrain.trainer.state.load_weights", lambda engine, checkpoint: None)
+    for known, kept in ((None, False), ("x", False), ("mine", True)):
+        trainer = Trainer.__new__(Trainer)
+        trainer.engine, trainer.inputs = None, SimpleNamespace(tokenizer_fingerprint="mine")
+        trainer.warm_start(SimpleNamespace(state={"published": published, "data": {"tokenizer": known}}))
+        assert trainer._published == (published if kept else {"generation_config": {"top_p": 0.9}})
+
+
+@pytest.mark.parametrize("has_corpus", [False, True])
+def test_an_older_checkpoint_keeps_its_end(tmp_path, caplog, has_corpus):
+    """Of a run from before declared tokens, which ended documents by name."""
+    files, *_ = FORMS["llama 3"]
+    path = write_tokenizer(tmp_path / "tokenizer", files())
+    tokenizer = load_tokenizer(path)
+    recipe = Recipe(data=DataConfig(tokenizer=str(path), train=(str(tmp_path / "corpus"),)))
+    if has_corpus:
+        (tmp_path / "text.txt").write_text(TEXT)
+        prepare([tmp_path / "text.txt"], path, tmp_path / "corpus", num_workers=1)
+        described = read(tmp_path / "corpus.json")
+        described["tokenizer"]["end_of_document"] = 1
+        (tmp_path / "corpus.json").write_text(json.dumps(described))
+    data = {"tokenizer": tokenizer.fingerprint}
+    assert open_trained_tokenizer(recipe, None, data).end_of_document == (1 if has_corpus else 2)
+    told = [line for line in caplog.messages if all(name in line for name in LLAMA3[1:])]
+    assert len(told) == (not has_corpus) and ("tokenizer_config.json" in told[0] if told else True)
+    assert open_trained_tokenizer(recipe, None, {**data, "end_of_document": 2}).end_of_document == 2
 
 
 @pytest.mark.parametrize(
