@@ -167,8 +167,9 @@ def _train(
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / CONFIG)
     _describe(trainer, folder, processes)
-    if checkpoint is not None and changed and processes.is_main:
-        _say([f"resumes from step {checkpoint.step} with {', '.join(changed)}"])
+    if checkpoint is not None and processes.is_main:
+        changes_text = f" with {', '.join(changed)}" if changed else ""
+        _say([f"resumes from {checkpoint.path}{changes_text}"])
     try:
         if watchdog is not None:
             watchdog.start(trainer)

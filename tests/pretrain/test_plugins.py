@@ -81,6 +81,7 @@ def test_two_processes_and_a_resume_at_another_split_equal_one(run, whole, folde
     assert [end.code for end in ends] == [0, 0], ends
     ends = run("resumed", "--resume", folder / "split", "--optimizer.decay-steps", "4")
     assert [end.code for end in ends] == [0], ends
+    assert f"resumes from {folder / 'split' / 'checkpoints' / 'step-00000002'}" in ends[0].out
     found = {**steps(folder / "split"), **steps(folder / "resumed")}
     for step, row in steps(whole).items():
         for name in {"loss", "val/loss", "router_norm", "moe/load_cv"} & row.keys():

@@ -70,7 +70,7 @@ def test_fmoe_train_from_the_recipe_to_the_results(start, recipe_file, tmp_path)
         layers = {f"moe/layer_{n}/{name}" for n in (1, 2) for name in means | {"load"}}
         assert one | {f"moe/{name}" for name in means} | layers <= row.keys()
         assert row["tokens"] == row["step"] * 4 * 16
-        assert 0 < row["mfu"] < 1
+        assert 0 < row["mfu"] <= 1
         for n in (1, 2):
             assert len(row[f"moe/layer_{n}/load"]) == 4
             assert sum(row[f"moe/layer_{n}/load"]) == pytest.approx(1)
