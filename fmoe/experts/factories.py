@@ -169,7 +169,9 @@ def _is_refused_by_module(factory: Factory, error: TypeError) -> bool:
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = frames[-1]
-    return last.f_code is nn.Module.__init__.__code__ and type(last.f_locals["self"]) is factory
+    # By name, because torch._dynamo wraps nn.Module.__init__.
+    is_modules = (last.f_globals.get("__name__"), last.f_code.co_name) == (nn.Module.__module__, "__init__")
+    return is_modules and type(last.f_locals["self"]) is factory
 
 
 def call_for_all(

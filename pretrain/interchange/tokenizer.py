@@ -229,7 +229,7 @@ def check_tokenizer(tokenizer: Tokenizer, model_type: str | None, vocab_size: in
     if isinstance(tokenizer, SentencePieceTokenizer):  # export converts it
         return
     if reason := _why_different(tokenizer, model_type):
-        logger.warning("%s: fmoe uses %s, and an export converts it", reason, path)
+        logger.warning("%s: fmoe uses %s, and an export of a GPT converts it", reason, path)
 
 
 def _absent(tokenizer: Tokenizer) -> list[str]:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from compare import assert_close
 from forks import values
 from rank_pool import Raised
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -124,13 +123,17 @@ def test_norm_and_clipping_of_one_process():
 @pytest.mark.parametrize(
     ("backends", "device"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
 )
-def test_the_norm_of_no_parameters_is_on_a_device_of_the_group(monkeypatch, backends, device):
+def test_a_groups_collectives_take_tensors_of_a_gpu_with_nccl(monkeypatch, backends, device):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert collectives.device_of(None).type == device
+
+
+def test_the_norm_of_no_parameters_is_on_the_device_of_the_group(monkeypatch):
+    monkeypatch.setattr(collectives, "device_of", lambda group: torch.device("meta"))
     summed = []
     monkeypatch.setattr(collectives, "run", lambda collective, tensor, group: summed.append(tensor.device.type))
-    with FakeTensorMode():  # tensors of a GPU that need none
-        norm = parallel.grad_norm([], SimpleNamespace(size=lambda: 2))
-    assert summed == [device] and norm.device.type == device
+    norm = parallel.grad_norm([], SimpleNamespace(size=lambda: 2))
+    assert summed == ["meta"] and norm.device.type == "meta"
 
 
 def not_finite(value, raises):

@@ -323,7 +323,7 @@ def test_a_difference_from_auto_tokenizer_is_a_warning(tmp_path, caplog, case, s
     source = written(tmp_path / "theirs", files, case)
     import_folder(source, tmp_path / "run")
     (line,) = [record.getMessage() for record in caplog.records if "AutoTokenizer" in record.getMessage()]
-    assert re.search(rf"{says}.*tokenizer\.json, and an export converts", line), line
+    assert re.search(rf"{says}.*tokenizer\.json, and an export of a GPT converts", line), line
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     ours = load_tokenizer(source / "tokenizer.json")
     assert auto(tmp_path / "out")(TEXT)["input_ids"] == ours.encode(TEXT)
