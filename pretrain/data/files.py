@@ -1,14 +1,15 @@
-"""Output files that appear complete or not at all."""
+"""Output files that appear complete or not at all, and JSON files."""
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fmoe.errors import UserError
 
@@ -184,3 +185,20 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if the file is missing.
+
+    Raises:
+        UserError: the file is unreadable, or is not a JSON object.
+    """
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is invalid: it must hold a JSON object")
+    return value

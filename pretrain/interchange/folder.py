@@ -23,6 +23,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.checkpoint.files import free_bytes, is_full, sync_folder
 from pretrain.checkpoint.shard import CODES, bytes_of
+from pretrain.data.files import read_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,16 +64,7 @@ class SafetensorsFolder:
         Raises:
             UserError: the file is unreadable, or is not a JSON object.
         """
-        path = self.path / name
-        if not path.is_file():
-            return None
-        try:
-            value = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{path} is invalid: it must hold a JSON object")
-        return value
+        return read_object(self.path / name)
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:

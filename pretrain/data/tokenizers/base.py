@@ -1,6 +1,5 @@
 """Common interface of tokenizers, with the names and the declarations of special tokens."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fmoe.errors import UserError
+from pretrain.data.files import read_object
 
 PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids 0, 1, 2, 3
 CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
@@ -78,15 +78,15 @@ def read_declared(path: Path) -> Declared:
     """
     if path.name not in PUBLISHED_NAMES:
         return Declared({}, {}, (), False, {})
-    settings = _read_object(path.with_name(SETTINGS))
+    settings = read_object(path.with_name(SETTINGS)) or {}
     files = dict.fromkeys(settings, path.with_name(SETTINGS))
     decoder = settings.get("added_tokens_decoder")
     ids: dict[str, Any] = {}
     if decoder is None:
-        others = _read_object(path.with_name(SPECIAL_MAP))
+        others = read_object(path.with_name(SPECIAL_MAP)) or {}
         settings |= others
         files |= dict.fromkeys(others, path.with_name(SPECIAL_MAP))
-        ids = _read_object(path.with_name(ADDED))
+        ids = read_object(path.with_name(ADDED)) or {}
         files["added_tokens_decoder"] = path.with_name(ADDED)
     names = {}
     for role in ROLES:
@@ -107,18 +107,6 @@ def read_declared(path: Path) -> Declared:
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{file} has an added token without a valid id: {error}") from error
     return Declared(names, added, tuple(extra), settings.get("add_bos_token") is True, files)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is invalid: it must hold a JSON object")
-    return value
 
 
 def _content(path: Path, key: str, token: Any) -> str:
