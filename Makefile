@@ -145,7 +145,7 @@ cuda_extra = $$($(BIN)/python -c 'import torch; \
 $(VENV)/.train: $(VENV)/.versions pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) '$(TORCH)'
 	$(INSTALL) --editable ".[pretrain$(call cuda_extra,none)]"
-	@$(BIN)/python -c 'import sys; from pretrain.process import unusable_gpu; sys.exit(unusable_gpu())'
+	@$(BIN)/python -c 'import sys; from pretrain.start.process import unusable_gpu; sys.exit(unusable_gpu())'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.versions pyproject.toml $(CONSTRAINTS)

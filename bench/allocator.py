@@ -127,7 +127,7 @@ def _run(workload: str, precision: str, variables: Mapping[str, str], arguments)
 def _child(arguments) -> None:
     import torch
 
-    from pretrain import process
+    from pretrain.start import process
 
     torch.set_num_threads(_threads(arguments))
     try:
@@ -158,8 +158,8 @@ def _training_step(precision: str) -> Callable[[], object]:
     from dataclasses import replace
 
     from megatron_patch import cpu
-    from pretrain import process
     from pretrain.config import load_recipe
+    from pretrain.start import process
 
     processes = process.start()
     cpu.install()

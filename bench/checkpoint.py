@@ -17,8 +17,8 @@ import numpy as np
 
 from bench import frame, options, report
 from bench.samples import Tokens
-from pretrain import process
 from pretrain.config import Recipe, load_recipe
+from pretrain.start import process
 
 SYNC, ASYNC, RAW = "synchronous", "asynchronous", "write and fsync"
 # With the quickstart's SwiGLU experts 140 million parameters; with AdamW's moments 1.7 GB.

@@ -90,7 +90,7 @@ def steps(classes: int, width: int, size: int, count: int) -> dict:
     from bench.memory import tensors_of
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     warnings.filterwarnings("ignore", module="megatron")

@@ -82,7 +82,7 @@ def measure(arguments: Any, split: str) -> list[dict[str, Any]]:
     from bench.samples import Tokens
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)

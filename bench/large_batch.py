@@ -29,12 +29,12 @@ import torch
 
 from bench import options, report, sweep
 from fmoe.errors import UserError
-from pretrain import torchrun
 from pretrain.config import Recipe, load_recipe
 from pretrain.data.corpus import write_python_library
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import train_tokenizer
-from pretrain.process import EXIT_DIVERGED
+from pretrain.start import torchrun
+from pretrain.start.process import EXIT_DIVERGED
 from pretrain.tracking import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")
@@ -138,7 +138,7 @@ class Study:
         # On the host everywhere: so small a model is no faster on a GPU, which a forked child could not open anyway.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._make_corpus()
-        import pretrain.run  # noqa: F401  megatron-core, once for all children
+        import pretrain.start.run  # noqa: F401  megatron-core, once for all children
 
         for contender, rate, seed in self._missing():
             figure = self._run(contender, rate, seed)
@@ -238,7 +238,7 @@ def _train(arguments: list[str], log: Path, threads: int) -> None:
     torchrun.die_with_parent()
     torch.set_num_threads(threads)
     from fmoe.cli import run
-    from pretrain.launch import main as train
+    from pretrain.start.launch import main as train
 
     with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         code = run("fmoe train", lambda: train(arguments))

@@ -49,7 +49,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
     cpu.install()
     warnings.filterwarnings("ignore", module="megatron")
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     recipe = load_recipe(name)
     recipe = replace(

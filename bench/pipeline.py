@@ -87,7 +87,7 @@ def _recipe(arguments) -> Recipe:
 def _engines(arguments) -> dict:
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     recipe = _recipe(arguments)

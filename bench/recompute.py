@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench import frame, options, report
 from bench.samples import Tokens
 from fmoe.errors import UserError
-from pretrain import process
 from pretrain.config import Recipe, load_recipe
+from pretrain.start import process
 
 MODES = ("none", "selective", "full")
 

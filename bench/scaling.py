@@ -117,7 +117,7 @@ def _measure_all(arguments) -> list[dict]:
     """Return, on every rank, the fields of a `Row` for each mode."""
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)

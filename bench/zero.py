@@ -76,7 +76,7 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
     from pretrain.engine import Engine, init_parallel
     from pretrain.engine.engine import stop_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     size = dist.get_world_size()

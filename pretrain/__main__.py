@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from fmoe.cli import refusal, run, unknown_option
 from fmoe.errors import EXIT_USAGE, UserError
-from pretrain import process, torchrun
 from pretrain.config.imports import import_plugins
 from pretrain.config.load import (
     find_recipe,
@@ -33,7 +32,8 @@ from pretrain.config.load import (
     split_overrides,
 )
 from pretrain.config.reference import options_help
-from pretrain.process import EXIT_DIVERGED, Diverged
+from pretrain.start import process, torchrun
+from pretrain.start.process import EXIT_DIVERGED, Diverged
 
 _SECONDS_FOR_THE_FIRST = 30  # time for another rank to print the error and end
 
@@ -113,7 +113,7 @@ def parse(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train one rank of a run, and return its exit code. `pretrain.process` lists the codes.
+    """Train one rank of a run, and return its exit code. `pretrain.start.process` lists the codes.
 
     Raises:
         UserError: an error that the user can fix.
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         recipe = import_plugins(read_recipe(arguments.recipe, overrides), find_recipe(arguments.recipe).parent)
         recipe.check()
         recipe.check_world_size(process.world_size())
-        from pretrain.run import train  # imports megatron-core
+        from pretrain.start.run import train  # imports megatron-core
 
         try:
             code = train(recipe, arguments.resume, fallback=arguments.fallback)

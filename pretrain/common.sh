@@ -87,5 +87,5 @@ train() {
     fi
     [[ $MAX_RESTARTS == 0 ]] || arguments+=(--max-restarts "$MAX_RESTARTS")
     [[ $DRY_RUN == 0 ]] || arguments+=(--dry-run)
-    exec "$PYTHON" -P -m pretrain.launch "${arguments[@]}" "$@" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
+    exec "$PYTHON" -P -m pretrain.start.launch "${arguments[@]}" "$@" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
 }

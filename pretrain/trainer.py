@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pretrain import resume
 from pretrain.callbacks import Callback
 from pretrain.callbacks.base import Metrics
 from pretrain.checkpoint import Checkpoint, Snapshot, collect, write
@@ -24,7 +23,8 @@ from pretrain.data.inputs import Inputs
 from pretrain.data.prefetch import Prefetch
 from pretrain.engine import Engine, state
 from pretrain.engine.flops import peak_flops
-from pretrain.process import Processes
+from pretrain.start import resume
+from pretrain.start.process import Processes
 from pretrain.tracking.metrics import routing_metrics
 
 logger = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ class Trainer:
         """Resume from a checkpoint, saved with any settings of ``[parallel]``.
 
         Raises:
-            UserError: recipe or data differ from the checkpoint's (`pretrain.resume.check_resumable`,
-                `pretrain.resume.check_data`), or its tensors do not fit the model.
+            UserError: recipe or data differ from the checkpoint's (`pretrain.start.resume.check_resumable`,
+                `pretrain.start.resume.check_data`), or its tensors do not fit the model.
         """
         resume.check_resumable(self.recipe, checkpoint)
         resume.check_data(self.recipe, self.inputs, checkpoint)

@@ -22,7 +22,13 @@ from typing import Any
 
 from rank_pool import DIED, Raised, die_with_parent, warm_context
 
-IMPORTS = ["pretrain.run", "pretrain.models.bert", "pretrain.models.gpt", "pretrain.models.t5", "rich._emoji_codes"]
+IMPORTS = [
+    "pretrain.start.run",
+    "pretrain.models.bert",
+    "pretrain.models.gpt",
+    "pretrain.models.t5",
+    "rich._emoji_codes",
+]
 # A rank that returned stays for as many seconds, or until all ranks have ended: gloo's constructor fails if a peer that
 # it is still connecting to, for a group that this test needs no more, ends.
 LINGER = 5

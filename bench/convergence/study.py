@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fmoe.errors import UserError
 from pretrain.config import Recipe, load_recipe
-from pretrain.process import EXIT_REQUEUE
-from pretrain.torchrun import die_with_parent
+from pretrain.start.process import EXIT_REQUEUE
+from pretrain.start.torchrun import die_with_parent
 from pretrain.tracking import read_metrics
 
 LOG = "log.txt"

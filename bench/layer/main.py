@@ -18,7 +18,7 @@ from bench.layer.problem import SHAPES, Problem
 from bench.layer.rows import PASSES, PRECISIONS, Point, Row, Settings, measure
 from fmoe.errors import UserError, known_names
 from fmoe.kernels import backends
-from pretrain import process
+from pretrain.start import process
 
 _SHAPES = {device.name: device.shapes for device in (Cpu, Cuda)}
 _COLUMNS = (

@@ -117,7 +117,7 @@ def _measure_in_child(
     connection,
 ) -> None:
     from bench.layer.contenders import layer_step, layers
-    from pretrain import process
+    from pretrain.start import process
 
     torch.set_num_threads(threads)
     layer = layers()[name]

@@ -117,7 +117,7 @@ def megatron(problem: Problem) -> nn.Module:
 
 
 def start_megatron() -> None:
-    """Create the default process group and those of megatron-core, which `pretrain.process.stop` ends."""
+    """Create the default process group and those of megatron-core, which `pretrain.start.process.stop` ends."""
     from megatron_patch import cpu
 
     cpu.install()  # patches less where there is a GPU
@@ -132,7 +132,7 @@ def start_process_group() -> None:
     """Create the default process group, of this process alone, unless it exists."""
     import torch.distributed as dist
 
-    from pretrain import process
+    from pretrain.start import process
 
     if not dist.is_initialized():
         process.start()

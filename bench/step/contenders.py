@@ -12,7 +12,7 @@ from fmoe.kernels.native import loader as native
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.engine.model import build_model
-from pretrain.process import Processes
+from pretrain.start.process import Processes
 
 NATIVE, CUDA, TORCH, MEGATRON = "fmoe native", "fmoe cuda", "fmoe torch", "megatron-core MoELayer"
 BACKENDS = {NATIVE: "native", CUDA: "cuda", TORCH: "torch"}

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from bench import frame, options, ranks, report
 from fmoe.errors import UserError
-from pretrain import process
 from pretrain.config import Recipe, load_recipe
-from pretrain.process import Processes
+from pretrain.start import process
+from pretrain.start.process import Processes
 
 # Keys of [parallel]. TP2 has sequence parallelism, without which megatron-core's layer refuses to train.
 SPLITS: dict[str, dict[str, int]] = {"1": {}, "EP2": {"expert": 2}, "TP2": {"tensor": 2}}

@@ -9,7 +9,7 @@ from pretrain.checkpoint.host import HostBuffers
 from pretrain.config import Recipe
 from pretrain.data.inputs import Inputs
 from pretrain.engine import Engine
-from pretrain.process import Processes
+from pretrain.start.process import Processes
 
 Metrics = dict[str, float | int | list[float] | None]
 

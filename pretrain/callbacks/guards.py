@@ -10,7 +10,7 @@ from typing import Any
 from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.config import GuardConfig
 from pretrain.engine.nonfinite import nonfinite_report
-from pretrain.process import Diverged
+from pretrain.start.process import Diverged
 
 logger = logging.getLogger(__name__)
 

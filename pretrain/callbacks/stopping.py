@@ -3,8 +3,8 @@
 import signal
 from typing import Any
 
-from pretrain import lock, torchrun
 from pretrain.callbacks.base import Callback, Loop, Metrics
+from pretrain.start import lock, torchrun
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from pretrain import torchrun
 from pretrain.callbacks.base import Callback, Loop, Metrics
-from pretrain.process import EXIT_HANG
+from pretrain.start import torchrun
+from pretrain.start.process import EXIT_HANG
 
 _GRACE = 60.0  # upper bound on the seconds that a rank waits for the other ranks' stacks
 

@@ -18,7 +18,7 @@ from megatron_patch.optimizer import Shard, optimizers, shards, shards_of
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.engine.optimizer import state_tensors
-from pretrain.process import Processes
+from pretrain.start.process import Processes
 
 # torchao's 8-bit moments, for tensors of at least `_MIN_8_BIT` elements that divide into blocks of `_BLOCK`: a code per
 # element, a scale per block, and a table of all `_CODES` codes per tensor.

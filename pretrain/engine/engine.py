@@ -32,7 +32,7 @@ from pretrain.engine.pipeline import get_schedule, stages
 from pretrain.engine.routing import RoutingReports, StepReport
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, context_slice, loss_function, to_device, weigh
-from pretrain.process import Processes, timeout
+from pretrain.start.process import Processes, timeout
 
 CheckStep = Callable[[float, float], str | None]
 

@@ -16,7 +16,7 @@ from pretrain.engine import init_parallel
 from pretrain.engine.model import build_model
 from pretrain.engine.pipeline import stages
 from pretrain.engine.state import tensor_layouts
-from pretrain.process import Processes
+from pretrain.start.process import Processes
 
 
 @contextlib.contextmanager

@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from fmoe.errors import UserError
-from pretrain import process
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
 from pretrain.config.imports import import_plugins, import_stored
 from pretrain.data.inputs import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
-from pretrain.process import Processes
+from pretrain.start import process
+from pretrain.start.process import Processes
 from pretrain.tracking.folder import CHECKPOINTS, CONFIG, RUN_INFO, read_run_info
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from fmoe.cli import Parser
 from fmoe.errors import UserError, printable
 from pretrain.interchange.families import FAMILIES
+from pretrain.interchange.families.own import update_code
 from pretrain.interchange.incoming import import_folder
 from pretrain.interchange.outgoing import SHARD_BYTES, export_checkpoint
-from pretrain.interchange.own import update_code
 
 MAX_SHARD_GIB = 2**20
 

@@ -28,7 +28,7 @@ from pretrain.interchange.folder import (
 from pretrain.interchange.outgoing import NO_TOKENIZER, TOKEN_IDS
 from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER, check_tokenizer, files_of, find_tokenizer
-from pretrain.resume import PUBLISHED, without_ids
+from pretrain.start.resume import PUBLISHED, without_ids
 from pretrain.tracking.folder import CONFIG
 
 _PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

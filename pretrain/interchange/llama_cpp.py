@@ -20,10 +20,10 @@ from fmoe.errors import UserError, printable
 from pretrain.config import ModelConfig
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
-from pretrain.interchange.deepseek import DENSE_FIRST, num_dense
+from pretrain.interchange.families.deepseek import DENSE_FIRST, num_dense
+from pretrain.interchange.families.llama import weights_sum_to_one
 from pretrain.interchange.family import Demand, Family, toml
 from pretrain.interchange.folder import CONFIG
-from pretrain.interchange.llama import weights_sum_to_one
 from pretrain.interchange.tokenizer import CONFIG as TOKENIZER_CONFIG
 from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER
 

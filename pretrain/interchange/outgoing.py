@@ -31,7 +31,7 @@ from pretrain.interchange.folder import (
 from pretrain.interchange.llama_cpp import check_convertible, write_gguf
 from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import files_for
-from pretrain.resume import PUBLISHED
+from pretrain.start.resume import PUBLISHED
 
 SHARD_BYTES = 4 << 30
 NO_TOKENIZER = "none"

@@ -15,7 +15,7 @@ from pretrain.config import ModelConfig, Recipe, TrainConfig
 def tiny():
     import torch
 
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     model = ModelConfig(
         num_layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64, sequence_length=32, vocab_size=64, num_experts=2

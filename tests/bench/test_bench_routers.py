@@ -38,7 +38,7 @@ def measure(cases):
     cpu.install()
     from pretrain.engine import init_parallel
     from pretrain.engine.model import build_model
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     init_parallel(RECIPE, Processes(0, 1, torch.device("cpu")))
     reports = []

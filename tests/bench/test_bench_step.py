@@ -199,8 +199,8 @@ def measured(folder):
     values = json.loads((Path(folder) / "step.json").read_text())
 
     # What is marked computes the same: the same engine's loss of the same step, with marks and without.
-    from pretrain import process
     from pretrain.engine import init_parallel
+    from pretrain.start import process
 
     processes = process.start()
     recipe = main._recipe(str(path), "1")

@@ -107,7 +107,7 @@ def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[An
     from pretrain.checkpoint import save
     from pretrain.engine import Engine, init_parallel, state
     from pretrain.models import kind_of
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))

@@ -149,7 +149,7 @@ def recipe_of(
 def engine_of(recipe: Recipe):
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     recipe.check()

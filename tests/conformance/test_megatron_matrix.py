@@ -96,7 +96,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     "case",
-    [marks(case, False) for case in OTHERS],  # by default tests/pretrain/test_run_kinds.py has some
+    [marks(case, False) for case in OTHERS],  # by default tests/pretrain/engine/test_run_kinds.py has some
 )
 def test_encoder_decoders_and_encoders_too(forks, alone, case):
     test_a_split_equals_one_process(forks, alone, case)

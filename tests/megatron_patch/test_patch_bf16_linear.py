@@ -69,7 +69,7 @@ def marked():
     from megatron_patch import bf16_linear, cpu
     from pretrain.config import ModelConfig, Recipe, TrainConfig
     from pretrain.engine import init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     model = ModelConfig(num_layers=1, hidden_size=32, num_heads=2, ffn_hidden_size=16, vocab_size=64, num_experts=2)

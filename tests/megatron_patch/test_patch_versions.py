@@ -57,7 +57,7 @@ def command_at(installed):
     from megatron_patch import versions
 
     versions.version = lambda name: installed
-    del sys.modules["megatron_patch"], sys.modules["pretrain.run"]
+    del sys.modules["megatron_patch"], sys.modules["pretrain.start.run"]
 
 
 def test_a_command_ends_with_that_line(forks):

@@ -120,7 +120,9 @@ def test_they_are_evaluated_compared_and_planned(forks, whole, run, folder, caps
     told = json.loads((whole / "run.json").read_text())
     (row,) = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\| .* \| 2 +\| 4 ", line)]
     assert f"{told['active_params'] / 1000:.1f} k" in row, row
-    (end,) = forks.command("pretrain.launch", folder / "recipe.toml", *PARTS, "--dry-run", "--json", folder=folder)
+    (end,) = forks.command(
+        "pretrain.start.launch", folder / "recipe.toml", *PARTS, "--dry-run", "--json", folder=folder
+    )
     assert end.code == 0, end
     plan = json.loads(end.out)
     assert (plan["parameters"], plan["active_parameters"]) == (told["params"], told["active_params"])

@@ -21,8 +21,8 @@ from test_run_training import KillAtStep, steps, train
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, Recipe, RunConfig, TrainConfig
-from pretrain.resume import agree_on_intact, check_data, find_checkpoint
-from pretrain.run import summarize
+from pretrain.start.resume import agree_on_intact, check_data, find_checkpoint
+from pretrain.start.run import summarize
 from pretrain.tracking import JsonlTracker, read_metrics
 
 

@@ -16,7 +16,7 @@ from test_run_training import steps, train
 
 from pretrain.callbacks import CollapseWarning, StepGuard
 from pretrain.config import GuardConfig, ParallelConfig, load_recipe
-from pretrain.process import EXIT_DIVERGED, Diverged
+from pretrain.start.process import EXIT_DIVERGED, Diverged
 
 
 def trainer_of(engine=None, step=0):

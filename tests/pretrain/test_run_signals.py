@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_run_training import steps, train
 
-from pretrain.process import EXIT_HANG, EXIT_REQUEUE
+from pretrain.start.process import EXIT_HANG, EXIT_REQUEUE
 from pretrain.tracking import read_metrics
 
 TIMEOUT = 200  # half a minute on two idle cores

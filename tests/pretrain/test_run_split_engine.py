@@ -45,7 +45,7 @@ class Samples:
 def engine_of(recipe):
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     recipe.check()

@@ -9,7 +9,7 @@ import torch
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, SaveError, keep_last, latest, open_checkpoint, remove_leftovers, save, steps
 from pretrain.checkpoint.folders import step_folders
-from pretrain.resume import agree_on_intact, find_checkpoint
+from pretrain.start.resume import agree_on_intact, find_checkpoint
 
 
 def one_tensor(name, tensor):

@@ -13,7 +13,7 @@ from rank_pool import DIED, Raised, RankPool
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, SaveError, open_checkpoint, save, steps
-from pretrain.resume import check_seen_by_all
+from pretrain.start.resume import check_seen_by_all
 
 ROWS, COLUMNS = 6, 10
 

@@ -11,7 +11,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, open_checkpoint, save
 from pretrain.checkpoint.folders import step_folders
 from pretrain.config import ParallelConfig, Recipe, TrainConfig
-from pretrain.resume import MAY_CHANGE, agree_on_intact, changes, check_resumable, find_checkpoint
+from pretrain.start.resume import MAY_CHANGE, agree_on_intact, changes, check_resumable, find_checkpoint
 
 FILES = ["manifest.json", "rank-00000.json", "shard-00000.safetensors", "state.json"]
 

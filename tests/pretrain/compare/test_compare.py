@@ -412,7 +412,7 @@ def test_matplotlib_is_imported_for_a_figure_alone(make, forks):
 
 
 def _imported(folder):
-    import pretrain.run  # noqa: F401
+    import pretrain.start.run  # noqa: F401
 
     main([folder])
     return [name for name in sys.modules if name.split(".")[0] == "matplotlib"]

@@ -100,7 +100,7 @@ MODELS = {
 def start():
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     init_parallel(Recipe(), Processes(0, 1, torch.device("cpu")))

@@ -13,7 +13,7 @@ from yarn_cases import YARN_CASES
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
 from pretrain.interchange.outgoing import recipe_of
-from pretrain.resume import PUBLISHED
+from pretrain.start.resume import PUBLISHED
 
 VOCAB, LENGTH = 96, 32
 COMMON = {
@@ -203,7 +203,7 @@ def our_engine(path: Path, parallel: ParallelConfig | None = None, precision: st
     """An engine with a checkpoint's weights, at a split and in a precision of its own."""
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel, state
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     checkpoint = open_checkpoint(path)
@@ -240,7 +240,7 @@ def random_run(folder: Path, model: ModelConfig):
     from megatron_patch import cpu
     from pretrain.checkpoint import save
     from pretrain.engine import Engine, init_parallel, state
-    from pretrain.process import Processes
+    from pretrain.start.process import Processes
 
     cpu.install()
     train = TrainConfig(global_batch=1, micro_batch=1)

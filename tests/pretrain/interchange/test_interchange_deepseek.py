@@ -11,8 +11,8 @@ from test_interchange_mtp import MODEL
 from fmoe.errors import UserError
 from pretrain.config import Recipe
 from pretrain.interchange.configs import config_of, model_of
-from pretrain.interchange.ernie import PairedQueryKeyValue
 from pretrain.interchange.families import family_for, why_own
+from pretrain.interchange.families.ernie import PairedQueryKeyValue
 from pretrain.interchange.tensors import QueryKeyValue, sizes_of
 
 V2 = replace(

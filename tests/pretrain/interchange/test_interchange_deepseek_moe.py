@@ -16,8 +16,8 @@ from pretrain.checkpoint import open_checkpoint
 from pretrain.config import ParallelConfig, Recipe, load_recipe
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.configs import config_of, model_of
-from pretrain.interchange.deepseek_moe import Twice
 from pretrain.interchange.families import family_for
+from pretrain.interchange.families.deepseek_moe import Twice
 
 RECIPE = load_recipe("deepseek-moe-16b").model
 SMALL = replace(

@@ -12,7 +12,7 @@ from pretrain.checkpoint import open_checkpoint
 from pretrain.config import load_recipe
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange.cli import export_main, import_main
-from pretrain.resume import check_resumable
+from pretrain.start.resume import check_resumable
 from pretrain.tracking import read_metrics
 
 MODERN = {

@@ -14,8 +14,8 @@ from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange import FAMILIES, import_folder
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import family_for
+from pretrain.interchange.families.t5 import KeyValue, Query
 from pretrain.interchange.folder import CONFIG, WEIGHTS
-from pretrain.interchange.t5 import KeyValue, Query
 
 T5 = {"kind": "t5", "norm": "rms", "position": "relative", "head_dim": 16, "tied_output_bias": False}
 GOOD = {

@@ -8,8 +8,8 @@ import torch
 
 from fmoe.errors import UserError
 from pretrain.interchange.cli import export_main
+from pretrain.interchange.families.own import update_code
 from pretrain.interchange.folder import CONFIG
-from pretrain.interchange.own import update_code
 
 transformers = pytest.importorskip("transformers")
 from pretrain.interchange.modeling_fmoe import CACHE, FMoEConfig, FMoEForCausalLM  # noqa: E402

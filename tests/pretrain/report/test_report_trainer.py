@@ -18,7 +18,7 @@ class NoReport:
     """A report that cannot be made."""
 
     def __call__(self):
-        from pretrain import run
+        from pretrain.start import run
 
         def fail(*_):
             raise ZeroDivisionError("of the report")

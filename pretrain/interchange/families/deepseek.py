@@ -1,0 +1,332 @@
+"""DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434, 2412.19437): latent attention, shared experts, groups of experts.
+
+Rotary elements of a head are interleaved pairs, as in Megatron-core's latent attention, so rows of
+matrices keep their order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmoe.errors import UserError
+from fmoe.gates.naive import check_groups
+from pretrain.config import ModelConfig
+from pretrain.interchange.families.llama import (
+    ATTENTION,
+    COMMON,
+    DENSE,
+    DROPLESS,
+    FIXED,
+    KEYS,
+    LAYER,
+    ONLY,
+    OUR_LAYER,
+    SOFTMAX,
+    STACKED,
+    expert_entries,
+    shared_entries,
+    weights_sum_to_one,
+    write_llama,
+)
+from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.folder import HuggingFaceFolder
+from pretrain.interchange.rope import YARN
+from pretrain.interchange.tensors import Entry
+
+OUR_ATTENTION = f"{OUR_LAYER}.self_attention"
+
+
+def _compresses_queries(model: ModelConfig) -> bool:
+    return model.q_lora_rank is not None
+
+
+LATENT_ATTENTION = (
+    Entry("layer", f"{OUR_LAYER}.input_layernorm.weight", {f"{LAYER}.input_layernorm.weight": "D"}),
+    Entry(
+        "layer",
+        f"{OUR_ATTENTION}.linear_q_proj.weight",
+        {f"{ATTENTION}.q_proj.weight": "Qd D"},
+        when=lambda model: not _compresses_queries(model),
+    ),
+    Entry(
+        "layer",
+        f"{OUR_ATTENTION}.linear_q_down_proj.weight",
+        {f"{ATTENTION}.q_a_proj.weight": "C D"},
+        when=_compresses_queries,
+    ),
+    Entry(
+        "layer",
+        f"{OUR_ATTENTION}.q_layernorm.weight",
+        {f"{ATTENTION}.q_a_layernorm.weight": "C"},
+        when=_compresses_queries,
+    ),
+    Entry(
+        "layer",
+        f"{OUR_ATTENTION}.linear_q_up_proj.weight",
+        {f"{ATTENTION}.q_b_proj.weight": "Qd C"},
+        when=_compresses_queries,
+    ),
+    Entry("layer", f"{OUR_ATTENTION}.linear_kv_down_proj.weight", {f"{ATTENTION}.kv_a_proj_with_mqa.weight": "K D"}),
+    Entry("layer", f"{OUR_ATTENTION}.kv_layernorm.weight", {f"{ATTENTION}.kv_a_layernorm.weight": "R"}),
+    Entry("layer", f"{OUR_ATTENTION}.linear_kv_up_proj.weight", {f"{ATTENTION}.kv_b_proj.weight": "QM R"}),
+    Entry("layer", f"{OUR_ATTENTION}.linear_proj.weight", {f"{ATTENTION}.o_proj.weight": "D Qv"}),
+    Entry("layer", f"{OUR_LAYER}.pre_mlp_layernorm.weight", {f"{LAYER}.post_attention_layernorm.weight": "D"}),
+)
+SHARED_EXPERTS = shared_entries("shared_experts")
+CHOICE_BIAS = (
+    Entry(
+        "moe",
+        f"{OUR_LAYER}.mlp.gate.expert_bias_E",
+        {f"{LAYER}.mlp.gate.e_score_correction_bias": "E"},
+        dtype=torch.float32,
+    ),
+)
+MTP = (
+    Entry("mtp", "model/mtp.layers.{depth}.enorm.weight", {f"{LAYER}.enorm.weight": "D"}),
+    Entry("mtp", "model/mtp.layers.{depth}.hnorm.weight", {f"{LAYER}.hnorm.weight": "D"}),
+    Entry("mtp", "model/mtp.layers.{depth}.eh_proj.weight", {f"{LAYER}.eh_proj.weight": "D 2D"}),
+    Entry("mtp", "model/mtp.layers.{depth}.final_layernorm.weight", {f"{LAYER}.shared_head.norm.weight": "D"}),
+)
+# Copies of the embedding and the output layer.
+MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+MODEL = tuple(entry for entry in COMMON if entry.where in ("model", "output"))
+EXPERTS = expert_entries("mlp", "gate_proj", "up_proj", "down_proj")
+
+DEEPSEEK_V2_TABLE = (*MODEL, *LATENT_ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERTS)
+DEEPSEEK_V2_STACKED = (*MODEL, *LATENT_ATTENTION, *DENSE, *STACKED, *SHARED_EXPERTS)
+
+
+def num_dense(model: ModelConfig) -> int:
+    """Return the number of layers without experts."""
+    return len(model.layer_numbers) - len(model.layers_with_experts)
+
+
+def is_dense_first(model: ModelConfig) -> bool:
+    """Return whether all layers without experts precede those with experts. False for a model without experts."""
+    return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.num_experts > 0
+
+
+def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
+    """Return the recipe keys ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
+
+    Args:
+        default: default of ``first_k_dense_replace``.
+
+    Raises:
+        UserError: a value is invalid, or no layer has experts.
+    """
+    dense, layers = config.get("first_k_dense_replace", default), config["num_hidden_layers"]
+    if type(dense) is not int or not 0 <= dense < layers:
+        raise UserError(
+            f"first_k_dense_replace={toml(dense)} must be an integer from 0 to {layers - 1}, so that a layer has "
+            "experts"
+        )
+    if not dense:
+        return {}
+    width = read_int(config, "intermediate_size")
+    return {"moe_layers": tuple(range(dense + 1, layers + 1)), "dense_ffn_hidden_size": width}
+
+
+def write_dense(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json for layers without experts."""
+    return {"first_k_dense_replace": num_dense(model), "intermediate_size": model.dense_width, "moe_layer_freq": 1}
+
+
+def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
+    """Return the gate's options for group-limited routing; {} for a single group of experts.
+
+    Args:
+        groups, kept: defaults of ``n_group`` and ``topk_group``.
+
+    Raises:
+        UserError: a value is not a positive integer, or the groups do not fit the experts.
+    """
+    groups, kept = read_int(config, "n_group", groups), read_int(config, "topk_group", kept)
+    try:
+        check_groups(config["n_routed_experts"], config["num_experts_per_tok"], groups, kept)
+    except UserError as error:
+        raise UserError(f"n_group={groups} and topk_group={kept} are not supported: {error}") from error
+    return {"expert_groups": groups, "kept_groups": kept} if groups > 1 else {}
+
+
+def write_groups(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys ``n_group`` and ``topk_group`` of config.json, for group-limited routing."""
+    groups = model.gate_options.get("expert_groups")
+    return {"n_group": groups or 1, "topk_group": model.gate_options.get("kept_groups", 1) if groups else 1}
+
+
+def _write_latent(model: ModelConfig) -> dict[str, Any]:
+    written = write_llama(model) | write_dense(model) | write_groups(model)
+    written |= {"head_dim": model.qk_rope_head_dim, "q_lora_rank": model.q_lora_rank}
+    return written | {"qk_head_dim": model.head_width}
+
+
+def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
+
+
+DENSE_FIRST = (
+    Demand("moe_layers", lambda m: not m.moe_layers or is_dense_first(m), "experts in all layers but the first ones"),
+    Demand("moe_every", lambda m: bool(m.moe_layers) or is_dense_first(m), "experts in all layers but the first ones"),
+)
+LATENT = (
+    Demand("kv_lora_rank", lambda m: m.kv_lora_rank is not None, "a number, which selects multi-latent attention"),
+    Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1"),
+    *DENSE_FIRST,
+)
+# transformers has this epsilon for compressed vectors, whatever rms_norm_eps is.
+LATENT_EPS = 1e-6
+LATENT_KEYS = (
+    *(key for key in KEYS if key.theirs != "router_aux_loss_coef"),
+    Key("n_routed_experts", "num_experts", int, alias="num_local_experts"),
+    Key("moe_intermediate_size", "ffn_hidden_size", int),
+    Key("kv_lora_rank", "kv_lora_rank", int, 512),
+    Key("qk_nope_head_dim", "qk_head_dim", int, 128),
+    Key("qk_rope_head_dim", "qk_rope_head_dim", int, 64),
+    Key("v_head_dim", "v_head_dim", int, 128),
+    Key("rope_theta", "rope_theta", float, 1e4),
+)
+LATENT_ONLY = (*ONLY, Only("rms_norm_eps", (LATENT_EPS, None)), Only("moe_layer_freq", (1, None)))
+GROUPS = Demand(
+    "gate_options",
+    lambda m: not m.gate_options.keys() - {"expert_groups", "kept_groups"},
+    "no options except expert_groups and kept_groups",
+)
+
+
+def _read_deepseek_v2(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = _read_latent(config) | read_dense(config, 0) | DROPLESS | {"normalize": False}
+    method = config.get("topk_method", "greedy")
+    if method == "group_limited_greedy":
+        values["gate_options"] = read_groups(config, 1, 1)
+    elif method != "greedy":
+        raise UserError(f"topk_method={toml(method)} is not supported: it must be greedy or group_limited_greedy")
+    return values
+
+
+def _write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
+    method = "group_limited_greedy" if model.gate_options.get("expert_groups") else "greedy"
+    return _write_latent(model) | {"topk_method": method}
+
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    tables=(DEEPSEEK_V2_TABLE, DEEPSEEK_V2_STACKED),
+    keys=(
+        *LATENT_KEYS,
+        Key("n_shared_experts", "num_shared_experts", int, 2),
+        Key("routed_scaling_factor", "routed_scale", float, 1.0),
+        Key("aux_loss_alpha", "balance_loss", float, 0.001),
+    ),
+    fixed=FIXED | {"norm_eps": LATENT_EPS},
+    demands=(
+        *LATENT,
+        *SOFTMAX,
+        GROUPS,
+        Demand("hidden_size", lambda m: m.hidden_size % m.num_heads == 0, "a multiple of model.num_heads"),
+        Demand("normalize", lambda m: not weights_sum_to_one(m), "false: weights of the softmax over all experts"),
+    ),
+    varies=("q_lora_rank", *YARN),
+    constants={
+        "rms_norm_eps": LATENT_EPS,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    },
+    only=(*LATENT_ONLY, Only("scoring_func", ("softmax", None)), Only("norm_topk_prob", (False, None))),
+    read=_read_deepseek_v2,
+    write=_write_deepseek_v2,
+)
+
+DEEPSEEK_V3_TABLE = (*DEEPSEEK_V2_TABLE, *CHOICE_BIAS, *MTP)
+
+
+def sums_weights(model: ModelConfig) -> bool:
+    """Return whether the sigmoid gate makes a token's combine weights sum to one. False if ``top_k`` is 1."""
+    return model.normalize is not False and model.top_k > 1
+
+
+# The sigmoid gate, dropless in evaluation.
+SIGMOID = (
+    Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
+    Demand("gate", lambda m: m.gate == "sigmoid", "sigmoid"),
+    Demand("score", lambda m: m.score in (None, "sigmoid"), "sigmoid"),
+    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
+    next(demand for demand in SOFTMAX if demand.ours == "eval_capacity_factor"),
+    GROUPS,
+    Demand(
+        "gate_options",
+        lambda m: m.num_experts // (m.gate_options.get("expert_groups") or 1) >= 2,
+        "groups of at least 2 experts",
+    ),
+)
+
+
+def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
+    """Return the keys of ``[model]`` for the sigmoid gate and multi-token prediction.
+
+    Args:
+        groups, kept: defaults of ``n_group`` and ``topk_group``.
+
+    Raises:
+        UserError: a value is invalid or not supported.
+    """
+    normalize = read_bool(config, "norm_topk_prob", True)
+    if normalize and config.get("num_experts_per_tok") == 1:
+        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: use norm_topk_prob=false")
+    values = DROPLESS | {"gate": "sigmoid", "normalize": normalize, "gate_options": read_groups(config, groups, kept)}
+    return values | {"mtp_layers": read_int(config, "num_nextn_predict_layers", 0, least=0)}
+
+
+def write_sigmoid(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json for the sigmoid gate and multi-token prediction."""
+    return write_groups(model) | {"norm_topk_prob": sums_weights(model), "num_nextn_predict_layers": model.mtp_layers}
+
+
+def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _read_latent(config) | read_dense(config, 3) | read_sigmoid(config, 8, 4)
+
+
+def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
+    """Return config.json. Set ``num_nextn_predict_layers`` to 0 if the folder has no multi-token prediction layers.
+
+    transformers does not save these layers, but keeps their number in config.json.
+    """
+    first = f"model.layers.{config.get('num_hidden_layers')}."
+    has_mtp = any(name.startswith(first) for name in folder.tensors)
+    return {**config, **({} if has_mtp else {"num_nextn_predict_layers": 0})}
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    tables=(DEEPSEEK_V3_TABLE, (*DEEPSEEK_V2_STACKED, *CHOICE_BIAS, *MTP)),
+    keys=(
+        *LATENT_KEYS,
+        Key("n_shared_experts", "num_shared_experts", int, 1),
+        Key("routed_scaling_factor", "routed_scale", float, 2.5),
+    ),
+    fixed=FIXED | {"norm_eps": LATENT_EPS},
+    demands=(*LATENT, *SIGMOID),
+    varies=("q_lora_rank", "normalize", "mtp_layers", "jitter", *YARN),
+    constants={
+        "rms_norm_eps": LATENT_EPS,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    only=(
+        *LATENT_ONLY,
+        Only("rope_interleave", (True, None)),
+        Only("scoring_func", ("sigmoid", None)),
+        Only("topk_method", ("noaux_tc", None)),
+    ),
+    read=_read_deepseek_v3,
+    write=lambda model: _write_latent(model) | write_sigmoid(model),
+    ignored=MTP_COPIES,
+    adapt=adapt_mtp,
+)

@@ -1,0 +1,77 @@
+"""Granite-MoE: experts in two tensors per layer, and constant factors on activations (arXiv 2408.13359)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.interchange.families.llama import (
+    COMMON,
+    DROPLESS,
+    EVERY_LAYER,
+    FIXED,
+    KEYS,
+    LAYER,
+    ONLY,
+    OUR_LAYER,
+    SOFTMAX,
+    read_llama,
+    weights_sum_to_one,
+    write_llama,
+)
+from pretrain.interchange.family import Demand, Family, Key
+from pretrain.interchange.rope import YARN
+from pretrain.interchange.tensors import Entry
+
+
+def _experts(router: str, gate_and_value: str, output: str) -> tuple[Entry, ...]:
+    block = f"{LAYER}.block_sparse_moe"
+    return (
+        Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{block}.{router}": "E D"}),
+        Entry("moe", f"{OUR_LAYER}.mlp.experts.weight_in", {f"{block}.{gate_and_value}": "E 2H D"}),
+        Entry("moe", f"{OUR_LAYER}.mlp.experts.weight_out", {f"{block}.{output}": "E D H"}),
+    )
+
+
+GRANITE_MOE_TABLE = (*COMMON, *_experts("router.layer.weight", "input_linear.weight", "output_linear.weight"))
+# transformers 5's in-memory names, which it writes on request.
+_IN_MEMORY = (*COMMON, *_experts("router.weight", "experts.gate_up_proj", "experts.down_proj"))
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = read_llama(config) | DROPLESS | {"normalize": True}
+    width = values["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    if config.get("attention_multiplier") == width**-0.5:
+        values["attention_scale"] = None
+    return values
+
+
+GRANITE_MOE = Family(
+    name="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    tables=(GRANITE_MOE_TABLE, _IN_MEMORY),
+    keys=(
+        *KEYS,
+        Key("num_local_experts", "num_experts", int),
+        Key("intermediate_size", "ffn_hidden_size", int),
+        Key("rms_norm_eps", "norm_eps", float, 1e-6),
+        Key("rope_theta", "rope_theta", float, 1e4),
+        Key("embedding_multiplier", "embedding_scale", float, 1.0),
+        Key("residual_multiplier", "residual_scale", float, 1.0),
+        Key("logits_scaling", "logit_divisor", float, 1.0),
+        Key(
+            *("attention_multiplier", "attention_scale", float, 1.0),
+            value=lambda m: m.head_width**-0.5 if m.attention_scale is None else m.attention_scale,
+        ),
+    ),
+    fixed=FIXED,
+    demands=(
+        *SOFTMAX,
+        *EVERY_LAYER,
+        Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
+        Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+    ),
+    varies=("head_dim", *YARN),
+    constants={"attention_bias": False},
+    only=ONLY,
+    read=_read,
+    write=write_llama,
+)

@@ -1,0 +1,102 @@
+"""Phi-3.5-MoE (``phimoe``): LayerNorm, biases of attention and logits, and SparseMixer, which chooses two experts."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.interchange.families.llama import (
+    ATTENTION,
+    COMMON,
+    DROPLESS,
+    EVERY_LAYER,
+    FIXED,
+    KEYS,
+    LAYER,
+    ONLY,
+    OUR_LAYER,
+    QKV_BIAS,
+    SOFTMAX,
+    STACKED,
+    expert_entries,
+    read_llama,
+    write_llama,
+)
+from pretrain.interchange.family import Demand, Family, Key, read_int, toml
+from pretrain.interchange.tensors import Entry
+
+_MARGIN = 0.02  # default of the gate, and twice transformers' default
+
+_BIASES = (
+    Entry("layer", f"{OUR_LAYER}.self_attention.linear_qkv.layer_norm_bias", {f"{LAYER}.input_layernorm.bias": "D"}),
+    Entry("layer", f"{OUR_LAYER}.mlp.linear_fc1.layer_norm_bias", {f"{LAYER}.post_attention_layernorm.bias": "D"}),
+    QKV_BIAS,
+    Entry(
+        "layer",
+        f"{OUR_LAYER}.self_attention.linear_proj.bias",
+        {f"{ATTENTION}.o_proj.bias": "D"},
+        when=lambda model: model.attention_output_bias,
+    ),
+    Entry("model", "model/decoder.final_layernorm.bias", {"model.norm.bias": "D"}),
+    Entry("model", "model/output_layer.bias", {"lm_head.bias": "V"}, when=lambda model: model.output_bias),
+)
+_TABLE = (*COMMON, *_BIASES, *expert_entries("block_sparse_moe", "w1", "w3", "w2"))
+# In its in-memory layout of this family, transformers 5 has another name for the router.
+_ROUTER = {f"{LAYER}.mlp.router.weight": "E D"}
+_STACKED = tuple(replace(e, theirs=_ROUTER) if e.ours.endswith(".gate.weight") else e for e in STACKED)
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    noise = model.gate_options.get("margin", _MARGIN) / 2
+    return write_llama(model) | {"router_jitter_noise": noise, "sliding_window": model.sliding_window}
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["num_experts_per_tok"] != 2:
+        raise UserError(f"num_experts_per_tok={config['num_experts_per_tok']} is not supported: SparseMixer chooses 2")
+    window = read_int(config, "sliding_window") if "sliding_window" in config else None
+    if window is not None and window >= config["max_position_embeddings"]:  # as in Phi-3.5-MoE, without effect
+        window = None
+    noise = config.get("router_jitter_noise", _MARGIN / 2)
+    if type(noise) not in (int, float) or not 0 <= noise <= sys.float_info.max / 2:
+        raise UserError(f"router_jitter_noise={toml(noise)} must be a finite number of at least 0")
+    values = {"gate": "sparsemixer", "attention_output_bias": config.get("attention_bias", False)}
+    values |= {} if 2 * noise == _MARGIN else {"gate_options": {"margin": 2.0 * noise}}
+    return read_llama(config) | DROPLESS | values | {"sliding_window": window}
+
+
+PHIMOE = Family(
+    name="phimoe",
+    architecture="PhimoeForCausalLM",
+    tables=(_TABLE, (*COMMON, *_BIASES, *_STACKED)),
+    keys=(
+        *KEYS,
+        Key("num_local_experts", "num_experts", int, 16, alias="num_experts"),
+        Key("intermediate_size", "ffn_hidden_size", int),
+        Key("rms_norm_eps", "norm_eps", float, 1e-5),  # of a LayerNorm
+        Key("rope_theta", "rope_theta", float, 1e6),
+        Key("attention_bias", "qkv_bias", bool, False),
+        Key("lm_head_bias", "output_bias", bool, False),
+    ),
+    fixed=FIXED | {"norm": "layer"},
+    demands=(
+        *(demand for demand in SOFTMAX if demand.ours != "gate"),
+        *EVERY_LAYER,
+        Demand("gate", lambda m: m.gate == "sparsemixer", "sparsemixer"),
+        Demand("gate_options", lambda m: not m.gate_options.keys() - {"margin"}, "no options except margin"),
+        Demand("top_k", lambda m: m.top_k == 2, "2"),
+        Demand(
+            "sliding_layers",
+            lambda m: len(m.layers_with_window) in (0, m.num_layers),
+            "[], so that all layers have a window",
+        ),
+        Demand("attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"),
+    ),
+    varies=("head_dim", "sliding_window"),
+    constants={"input_jitter_noise": 0.0},
+    only=tuple(only for only in ONLY if only.theirs != "attention_bias"),
+    read=_read,
+    write=_write,
+)

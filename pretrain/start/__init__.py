@@ -1,0 +1,1 @@
+"""The way from ``fmoe train`` to a running trainer: options, processes, locks and where a run begins."""

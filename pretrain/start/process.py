@@ -1,0 +1,188 @@
+"""The ranks of a run: device, rendezvous, process group, exit codes.
+
+A run exits with 0 for success, with 2 for invalid input (`fmoe.errors.EXIT_USAGE`), or with one of the constants below.
+docs/operations.md also lists the codes of crashes and interrupts.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fmoe.errors import UserError
+from fmoe.runtime import launcher
+from pretrain.start import lock
+
+EXIT_DIVERGED = 65
+"""A guard (recipe section ``[guard]``) stopped a run that diverged. A restart would repeat the same steps: find the
+cause first. EX_DATAERR of sysexits.h."""
+
+EXIT_HANG = 70
+"""The run made no progress for ``guard.hang_minutes`` minutes. The stack traces are in the run's folder. EX_SOFTWARE of
+sysexits.h."""
+
+EXIT_REQUEUE = 75
+"""A signal stopped the run. Restart it with ``--resume auto``.
+
+The run saved a checkpoint first, unless training had not started or ``checkpoint.every`` is 0. The code is EX_TEMPFAIL
+of sysexits.h. Schedulers can be configured to requeue a job that exits with it."""
+
+_DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
+_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
+_SECONDS_TO_HEAR = 10
+
+
+class Diverged(RuntimeError):
+    """Error that ends a diverged run. All ranks raise it at the same step. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Rank, world size and device of this process."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which prints and writes shared files."""
+        return self.rank == 0
+
+
+def world_size() -> int:
+    """Return the number of ranks that the launcher (torchrun) started; 1 without a launcher.
+
+    Raises:
+        UserError: the launcher's environment variables are incomplete or invalid.
+    """
+    return launcher.number("WORLD_SIZE", 1) if launcher.is_launched() else 1
+
+
+def local_rank() -> int:
+    """Return the index of this rank on its machine; 0 without a launcher."""
+    return launcher.number("LOCAL_RANK", 0)
+
+
+def timeout(hang_minutes: float = 0.0) -> timedelta:
+    """Return the timeout of collectives: 10 minutes, or two minutes more than ``hang_minutes`` if that is longer.
+
+    The watchdog, which waits for ``hang_minutes``, thus reports a hang first. Its report has more detail.
+    """
+    return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
+
+
+class RefusedElsewhere(UserError):
+    """Error on all other ranks when rank 0 refuses to start. Rank 0 prints the reason."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Connection of a run's ranks before they have a process group."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+    def first(self, action: Callable[[], object]) -> None:
+        """Call ``action`` on rank 0 before any rank continues.
+
+        Raises:
+            UserError: on rank 0, if ``action`` raised it; then the other ranks raise `RefusedElsewhere`.
+        """
+        if self.rank == 0:
+            try:
+                action()
+            except UserError:
+                self._post("refused")
+                raise
+            self._post("begins")
+        else:
+            self.store.wait(["first"], _TIMEOUT_FIRST)
+            said = self.store.get("first")
+            self.store.add("heard", 1)
+            if said == b"refused":
+                raise RefusedElsewhere("rank 0 refuses to start")
+
+    def _post(self, what: str) -> None:
+        self.store.set("first", what)
+        deadline = time.monotonic() + _SECONDS_TO_HEAR  # the store may end with this process
+        while what == "refused" and self.store.add("heard", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def meet(limit: timedelta = _TIMEOUT) -> Meeting:
+    """Connect to the other ranks of the run.
+
+    Args:
+        limit: maximum time to wait for another rank.
+
+    Raises:
+        UserError: the launcher's environment variables are incomplete or invalid, or the ranks cannot meet.
+    """
+    if not launcher.is_launched():  # a single rank: no port
+        return Meeting(dist.HashStore(), 0, 1)
+    with launcher.meeting():
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun's store outlives the ranks that it restarts: addresses of dead ranks must not be reused.
+    return Meeting(dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
+
+
+def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Processes:
+    """Join the process group of the run: nccl if torch finds GPUs, else gloo.
+
+    Args:
+        limit: maximum time to wait for another rank.
+        meeting: rendezvous of the ranks, from `meet`; None for a new one.
+
+    Raises:
+        UserError: this machine has fewer GPUs than ranks, or GPUs that torch cannot use.
+    """
+    device = torch.device("cpu")
+    if (reason := unusable_gpu()) is not None:
+        raise UserError(reason)
+    if torch.cuda.is_available():
+        if local_rank() >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local_rank()} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
+                "start at most that many processes on it, with more nodes or smaller sizes in [parallel]"
+            )
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    met = meeting or meet(limit)
+    own = device if backend == "nccl" else None  # without it nccl guesses the GPU from the rank
+    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit, device_id=own)
+    return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def unusable_gpu() -> str | None:
+    """Return an error message if this machine has an NVIDIA GPU that torch cannot use; else None.
+
+    Without this check, training would silently run on the CPU. An empty CUDA_VISIBLE_DEVICES, or -1, selects the CPU on
+    purpose: the result is then None.
+    """
+    if torch.cuda.is_available() or not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        torch.cuda.init()
+        reason = "no device is visible"
+    except (AssertionError, RuntimeError) as error:  # raised by a torch without CUDA, and for an old driver
+        reason = str(error).splitlines()[0].rstrip(".")
+    return (
+        f"this machine has a GPU that torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}) cannot use: "
+        f"{reason}. Install a torch whose CUDA the driver supports (nvidia-smi prints the newest), correct "
+        "CUDA_VISIBLE_DEVICES if it is set, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+    )
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,184 @@
+"""T5, BERT and GPT with a document mask through the engine: the loss does not depend on how a global batch is cut."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_close
+from forks import only, values
+from model_kinds import KINDS, STEPS, recipe_of, samples_of
+
+from pretrain.config import ParallelConfig
+
+
+def train(recipe):
+    from megatron_patch import cpu
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.start.process import Processes
+
+    cpu.install()
+    recipe.check()
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    recipe.check_world_size(processes.world_size)
+    init_parallel(recipe, processes)
+    engine, samples = Engine(recipe, processes), samples_of(recipe)
+    seen = {"validation before": engine.evaluate(samples, 16)}
+    for step in range(STEPS):
+        result = engine.train_step(step, samples)
+        seen |= {f"loss {step}": result.loss, f"gradient norm {step}": result.grad_norm}
+        for number, report in engine.routing().items():
+            seen |= {f"load {step} {number}": torch.tensor(report.load), f"drops {step} {number}": report.drop_rate}
+            seen |= {f"{name} {step} {number}": value for name, value in report.losses.items()}
+    seen["validation"] = engine.evaluate(samples, 16)
+    return seen | {name: p.detach() for name, p in engine.gpt.named_parameters()}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request, forks):
+    """A kind, and its figures in one process and one micro batch."""
+    return request.param, only(forks.run(1, train, recipe_of(request.param, micro_batch=8)))
+
+
+def check(found, alone, parallel):
+    assert set(found[0]) == set(alone)
+    for name, expected in alone.items():
+        ranks = [rank[name] for rank in found]
+        if parallel.get("expert", 1) > 1 and ".experts." in name:
+            ranks = [torch.cat(ranks)]
+        for rank, actual in enumerate(ranks):
+            if torch.is_tensor(expected):
+                assert_close(actual, expected, 1e-5, f"{name} on rank {rank}")
+            else:
+                assert actual == pytest.approx(expected, rel=1e-5, abs=1e-9), f"{name} on rank {rank}"
+
+
+@pytest.mark.by_default("t5", "bert", "documents")
+def test_micro_batches_change_nothing(forks, alone):
+    kind, expected = alone
+    check(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected, {})
+
+
+@pytest.mark.by_default("t5", "documents")
+def test_fp16_is_close(forks, alone):
+    kind, expected = alone
+    recipe = recipe_of(kind, micro_batch=8)
+    optimizer = replace(recipe.optimizer, initial_loss_scale=1024.0)
+    found = only(
+        forks.run(1, train, replace(recipe, train=replace(recipe.train, precision="fp16"), optimizer=optimizer))
+    )
+    for name, value in expected.items():
+        if name.startswith(("loss", "validation")):
+            assert found[name] == pytest.approx(value, rel=1e-2), name
+
+
+@pytest.mark.by_default(
+    "t5, relative positions-expert=2", "bert-expert=2 distributed=True micro_batch=1", "documents-data=2"
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"data": 2}, {"expert": 2}, {"expert": 2, "distributed": True, "micro_batch": 1}],
+    ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()),
+)
+def test_two_processes_equal_one(forks, alone, options):
+    kind, expected = alone
+    check(values(forks.run(2, train, recipe_of(kind, **options))), expected, options)
+
+
+@pytest.mark.by_default("{'pipeline': 2}")
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_bert_with_biases_and_segments_equals_one_process(forks, parallel):
+    recipe = recipe_of("bert")
+    model = {"num_experts": 0, "top_k": 1, "linear_bias": True, "segment_types": 2, "position": "learned_absolute"}
+    recipe = replace(recipe, model=replace(recipe.model, **model, dropout=0.1))
+    expected = only(forks.run(1, train, recipe))
+    for rank in values(forks.run(2, train, replace(recipe, parallel=ParallelConfig(**parallel)))):
+        for name, value in expected.items():
+            if not torch.is_tensor(value):
+                assert rank[name] == pytest.approx(value, rel=1e-5), name
+    moved = [name for name, value in expected.items() if name.endswith("linear_proj.bias") and value.abs().sum() > 0]
+    assert len(moved) == 2 and expected["validation"] < expected["validation before"]
+    assert len(expected["embedding.tokentype_embeddings.weight"]) == 2
+
+
+def test_the_case_means_something(alone):
+    """Samples differ in how much is predicted, tokens are dropped, the loss falls, each layer has a number."""
+    kind, figures = alone
+    recipe = recipe_of(kind)
+    samples = samples_of(recipe)
+    if not kind.startswith("t5"):
+        assert len({int(samples[n]["loss_mask"].sum()) for n in range(8)}) > (1 if "documents" in kind else 0)
+    numbers = recipe.model.layers_with_experts
+    assert numbers == {"t5": (1, 2, 3), "t5, relative positions": (1, 2, 3), "documents, learned positions": (2,)}.get(
+        kind, (1, 2)
+    )
+    assert {name for name in figures if name.startswith("load 0")} == {f"load 0 {number}" for number in numbers}
+    assert sum(figures[f"drops {step} {numbers[0]}"] for step in range(STEPS)) > 0.01
+    assert figures["validation"] < figures["validation before"]
+
+
+def first_loss(kind, micro_batch):
+    recipe = recipe_of(kind, micro_batch)
+    from megatron_patch import cpu
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.start.process import Processes
+
+    cpu.install()
+    processes = Processes(0, 1, torch.device("cpu"))
+    init_parallel(recipe, processes)
+    engine, samples = Engine(recipe, processes), samples_of(recipe)
+    return engine, samples, engine.evaluate(samples, 8)
+
+
+def by_hand(kind):
+    """Mean over all that is predicted in 8 samples, one at a time, and what the engine says in micro batches of 2."""
+    from pretrain.models.batch import collate
+
+    engine, samples, told = first_loss(kind, 2)
+    total, count = 0.0, 0
+    engine.gpt.eval()
+    for n in range(8):
+        batch = collate([samples[n]])
+        with torch.no_grad():
+            losses = engine.kind.forward(engine.gpt, batch)
+        mask = batch.get("loss_mask", torch.ones_like(losses)).bool()
+        total, count = total + float(losses[mask].sum()), count + int(mask.sum())
+    return told, total / count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_the_mean_over_what_is_predicted(forks, kind):
+    told, expected = only(forks.run(1, by_hand, kind))
+    assert told == pytest.approx(expected, rel=1e-5)
+
+
+def documents_apart(position):
+    """Losses of a block with the mask, and of each of its documents alone; dense attention of megatron-core as well."""
+    from pretrain.models.batch import collate
+    from pretrain.models.gpt import document_mask
+
+    engine, samples, _ = first_loss("documents" if position == "rope" else "documents, learned positions", 2)
+    module = engine.gpt.eval()
+    worst = 0.0
+    for n in range(4):
+        batch = collate([samples[n]])
+        documents = batch["documents"][0]
+        with torch.no_grad():
+            together = engine.kind.forward(module, batch)[0]
+            for number in documents.unique():
+                own = documents == number
+                tokens, labels = batch["tokens"][:, own], batch["labels"][:, own]
+                positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+                apart = module(tokens, positions, None, labels=labels)[0]
+                difference = (together[own] - apart).abs().max() / apart.abs().max()
+                worst = max(worst, float(difference))
+    mask = document_mask(torch.tensor([[0, 0, 1, 1]]))
+    return worst, (~mask[0, 0]).int().tolist()
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_masked_document_has_the_losses_that_it_has_alone(forks, position):
+    """Experts drop nothing in evaluation here: what a token gets does not depend on the others of its group."""
+    worst, seen = only(forks.run(1, documents_apart, position))
+    assert worst < 1e-5
+    assert seen == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
