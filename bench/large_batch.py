@@ -29,6 +29,7 @@ import torch
 
 from bench import options, report, sweep
 from fmoe.errors import UserError
+from fmoe.files import write_atomically
 from pretrain.config import Recipe, load_recipe
 from pretrain.data.corpus import write_python_library
 from pretrain.data.prepare import prepare
@@ -216,9 +217,8 @@ class Study:
         figure = Figure(contender.name, rate, seed, loss, _cpu_seconds() - before)
         path = self.folder / "figures" / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"figure": asdict(figure), "recipe": _comparable(recipe)}, indent=1) + "\n")
-        temporary.replace(path)
+        values = {"figure": asdict(figure), "recipe": _comparable(recipe)}
+        write_atomically(path, (json.dumps(values, indent=1) + "\n").encode())
         return figure
 
     def _make_corpus(self) -> None:

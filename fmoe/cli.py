@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
 from fmoe.errors import EXIT_USAGE, UserError, known_names, printable
+from fmoe.files import is_full
 from fmoe.packaging import entries, extras
 
 USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help for details)"
@@ -154,13 +155,12 @@ def refusal(error: OSError) -> str | None:
 
     Return None for any other error.
     """
-    if error.filename is not None and error.errno in (*_REFUSED_PATHS, *_FULL):
+    if error.filename is not None and (is_full(error) or error.errno in _REFUSED_PATHS):
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return f"a file cannot be written: {error.strerror}" if error.errno in _FULL else None
+    return f"a file cannot be written: {error.strerror}" if is_full(error) else None
 
 
 _REFUSED_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _refuse(program: str, message: str) -> int:

@@ -46,6 +46,11 @@ def printable(text: str) -> str:
     )
 
 
+def one_line(error: BaseException, max_chars: int | None = None) -> str:
+    """Return the message of any exception as one printable line; the name of its type if the message is empty."""
+    return printable(" ".join(str(error).split())[:max_chars]) or type(error).__name__
+
+
 def known_names(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about the unknown ``name``: the valid names, and the most similar one if any."""
     known = list(known)

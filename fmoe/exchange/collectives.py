@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.errors import ranks_text
+from fmoe.errors import one_line, ranks_text
 from fmoe.kernels import memory
 from fmoe.runtime import collectives
 
@@ -157,7 +157,7 @@ class GroupMonitor:
             # The watchdog is about to end this process: there is no time to wait for reports, as `broken` does.
             self._post(what, number)
             self._raise_if_failed(number)
-            raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})") from error
+            raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({one_line(error, 200)})") from error
 
     def post_failure(self, error: Exception) -> None:
         """Report that this rank failed and will not join the others, whether they wait for it now or later."""
@@ -207,7 +207,7 @@ class GroupMonitor:
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
         missing = self._missing(number) + (f" within the group's timeout of {seconds:g} s" if is_late else "")
-        return PeerError(f"{self.context}, {what}: {missing} ({_one_line(error)})")
+        return PeerError(f"{self.context}, {what}: {missing} ({one_line(error, 200)})")
 
     def _post(self, what: str, number: int) -> None:
         text = json.dumps([number, what])
@@ -259,10 +259,6 @@ class GroupMonitor:
             self._store = None  # not asked again
             return None
         return answers[0]
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _has_succeeded(work: collectives.Started) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from fmoe.exchange.base import NO_GRAD, TOKENS, GroupExchange
 from fmoe.exchange.collectives import PeerError, fence, monitor_of
 from fmoe.exchange.hops import join_graph, tie
@@ -247,9 +247,8 @@ def _package() -> ModuleType:
     try:
         return importlib.import_module("deep_ep")
     except Exception as error:  # an extension built for another torch or CUDA may raise any error
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
-            f"exchange='deepep' needs the package deep_ep ({reason}): see https://github.com/deepseek-ai/DeepEP"
+            f"exchange='deepep' needs the package deep_ep ({one_line(error, 120)}): see https://github.com/deepseek-ai/DeepEP"
         ) from error
 
 

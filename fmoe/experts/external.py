@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from fmoe.kernels.cuda import tuning
 from fmoe.kernels.ffn import expert_ffn
 from fmoe.kernels.glu import gate
@@ -92,8 +92,7 @@ def _module(backend: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:  # an extension built for another torch or CUDA may raise any error
         package = name.partition(".")[0]
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise UserError(f"backend={backend!r} needs {package} ({reason}): {command}") from error
+        raise UserError(f"backend={backend!r} needs {package} ({one_line(error, 120)}): {command}") from error
 
 
 def ffn(

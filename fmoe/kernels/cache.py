@@ -6,8 +6,6 @@ partial file. A build holds the lock of its key. The operating system releases t
 ends.
 """
 
-import errno
-import hashlib
 import logging
 import os
 import shutil
@@ -19,9 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fmoe.errors import BuildError
-
-with suppress(ImportError):  # on Windows, where `build` raises before it is needed
-    import fcntl
+from fmoe.files import lock, sha256, sync, unlock, write_atomically
 
 KEEP = 8  # entries per folder and suffix; the least recently used are removed
 SUFFIXES = (".so", ".zip")
@@ -29,7 +25,6 @@ SUFFIXES = (".so", ".zip")
 logger = logging.getLogger("fmoe")
 
 _BUILDING = "building-"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # errors of network file systems without locks
 
 
 def folders() -> list[Path]:
@@ -165,7 +160,7 @@ def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
         yield is_locked
     finally:
         if is_locked:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing does not unlock if a forked process has the handle too
+            unlock(handle)
         os.close(handle)
 
 
@@ -188,10 +183,10 @@ def publish(library: Path, folder: Path, key: str) -> Path:
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)
-    _sync(library)
+    sync(library)
     entry = folder / f"{key}-{digest}{suffix}"
     os.replace(library, entry)
-    _sync(folder)
+    sync(folder)
     with suppress(OSError):
         failure(folder, key).unlink()
     for old in folder.glob(f"{key}-*{suffix}"):
@@ -213,10 +208,7 @@ def failure(folder: Path, key: str) -> Path:
 
 def publish_failure(folder: Path, key: str, text: str) -> None:
     """Write the `failure` report of a build. Keep only the newest `KEEP` reports of the folder."""
-    path = failure(folder, key)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_atomically(failure(folder, key), text.encode())
     for old in sorted(folder.glob("*.failed"), key=_modified, reverse=True)[KEEP:]:
         _remove(old)
 
@@ -243,11 +235,11 @@ def clean() -> int:
     for folder in folders():
         if not folder.is_dir() or _distrust(folder) is not None:
             continue
-        for lock in folder.glob("*.lock"):
-            with locked(folder, lock.stem) as is_locked:
+        for path in folder.glob("*.lock"):
+            with locked(folder, path.stem) as is_locked:
                 if is_locked:
-                    _remove_workplaces(folder, lock.stem)
-                    lock.unlink(missing_ok=True)
+                    _remove_workplaces(folder, path.stem)
+                    path.unlink(missing_ok=True)
         for path in folder.iterdir():
             if path.suffix in (*SUFFIXES, ".failed"):
                 path.unlink(missing_ok=True)
@@ -265,12 +257,6 @@ def identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _temporary() -> Path:
@@ -299,16 +285,15 @@ def _lock(path: Path, what: str) -> tuple[int, bool]:
         # O_CLOEXEC: a compiler that inherited the handle would hold the lock after this process ends.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            is_locked = lock(handle)
+            if is_locked is False:
                 logger.info("another process compiles %s: waiting for it (lock %s)", what, path)
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return handle, False
+                is_locked = lock(handle, wait=True)
+        except OSError:
             os.close(handle)
             raise
+        if is_locked is None:
+            return handle, False
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(handle)):
                 return handle, True
@@ -342,11 +327,3 @@ def _used(path: Path) -> int:
 def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

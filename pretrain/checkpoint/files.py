@@ -1,6 +1,5 @@
 """File writes that survive a crash, and diagnosis of files that did not."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fmoe.errors import UserError
+from fmoe.files import sha256
 
 CHUNK = 16 << 20  # bytes written or hashed at a time
 
@@ -75,25 +75,11 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def is_full(error: OSError) -> bool:
-    """Return whether the error reports a full disk or an exhausted quota."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     for buffer in buffers:
         view = memoryview(buffer)
         for begin in range(0, len(view), CHUNK):
             yield view[begin : begin + CHUNK]
-
-
-def sync_folder(path: Path) -> None:
-    """Sync a folder, so that files created, renamed or removed in it stay so after a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def size_problem(path: Path, record: FileRecord) -> str | None:
@@ -119,8 +105,7 @@ def content_problem(path: Path, record: FileRecord) -> str | None:
     if problem := size_problem(path, record):
         return problem
     try:
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return None if found == record.sha256 else "is damaged: its SHA-256 differs from the manifest's"
+    return None if digest == record.sha256 else "is damaged: its SHA-256 differs from the manifest's"

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from fmoe.errors import UserError
-from pretrain.checkpoint.files import sync_folder
+from fmoe.files import sync
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -107,7 +107,7 @@ def set_aside(path: Path) -> Path:
     while os.path.lexists(target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))):
         number += 1
     path.rename(target)
-    sync_folder(path.parent)
+    sync(path.parent)
     return target
 
 
@@ -141,6 +141,6 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
         trash = final.with_name(final.name + TRASH)
         with contextlib.suppress(FileNotFoundError):  # moved elsewhere meanwhile
             final.rename(trash)
-            sync_folder(folder)
+            sync(folder)
             _discard(trash)
     return removed

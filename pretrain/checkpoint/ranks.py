@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from pretrain.checkpoint.files import SaveError
 
 _MESSAGE_BYTES = 4096
@@ -100,7 +100,7 @@ def _to_wire(failure: Exception) -> bytes:
         kind = "user"
     else:
         kind = type(failure).__name__
-    message = " ".join(str(failure).split())[:_MESSAGE_CHARS]
+    message = one_line(failure, _MESSAGE_CHARS)
     fields = {"kind": kind, "message": message, "errno": getattr(failure, "errno", None)}
     return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.errors import UserError
+from fmoe.files import is_full, sync
 from pretrain.checkpoint import codec
-from pretrain.checkpoint.files import SaveError, free_bytes, is_full, sync_folder, write_file
+from pretrain.checkpoint.files import SaveError, free_bytes, write_file
 from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, rank_name, remove, shard_name, step_name
 from pretrain.checkpoint.geometry import Region, Shape
 from pretrain.checkpoint.host import HostBuffers
@@ -294,7 +295,7 @@ def _prepare(step: int, final: Path, tmp: Path, space: _Space) -> None:
         raise UserError(f"{final} already exists: checkpoints are never overwritten")
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True)
-        sync_folder(final.parent.parent)
+        sync(final.parent.parent)
     remove(tmp)  # left by a process that died
     space.check()
     tmp.mkdir()
@@ -341,10 +342,10 @@ def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes, num
     for name, tensor in tensors.items():
         check_coverage(name, tensor)
     write_file(tmp / MANIFEST, [seal(manifest_to_json(Manifest(step, num_ranks, files, tensors)))])
-    sync_folder(tmp)
+    sync(tmp)
     os.rename(tmp, final)
     try:
-        sync_folder(final.parent)
+        sync(final.parent)
     except OSError:
         os.rename(final, tmp)  # not known to be durable, so not published
         raise

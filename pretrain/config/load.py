@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, known_names
+from fmoe.files import write_atomically
 from pretrain.config.checks import check_path
 from pretrain.config.recipe import Recipe
 
@@ -290,9 +291,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe as TOML, with every key. `load_recipe` reads an equal recipe from it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(recipe_text(recipe), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, recipe_text(recipe).encode())
 
 
 def to_toml(value: Any) -> str:

@@ -1,7 +1,5 @@
 """Output files that appear complete or not at all, and JSON files."""
 
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -12,8 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fmoe.errors import UserError
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+from fmoe.files import is_full, lock, sync
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +45,13 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
             with _locked(paths[-1].parent):  # renames of another process would mix the files of two runs
                 if len(paths) > 1:
                     paths[-1].unlink(missing_ok=True)
-                    _sync_folder(paths[-1].parent)
+                    sync(paths[-1].parent)
                 for temporary, path in zip(created, paths, strict=True):
                     os.replace(temporary, path)
         for folder in {path.parent for path in paths}:
-            _sync_folder(folder)
+            sync(folder)
     except OSError as error:
-        if error.errno in _DISK_FULL:
+        if is_full(error):
             raise UserError(f"cannot write {paths[0]}: {error.strerror}") from error
         raise
     finally:
@@ -115,8 +112,7 @@ def _create(path: Path) -> BinaryIO:
         if isinstance(error, FileExistsError) and path.exists():  # a process of the same id on another machine
             raise UserError(f"{path} is being written by another process: wait until it ends") from error
         raise UserError(f"cannot write in {path.parent}: {error.strerror}") from error
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock(file.fileno())
     return file
 
 
@@ -159,12 +155,9 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not lock(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 @contextmanager
@@ -172,17 +165,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock on ``folder`` in the ``with`` block."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, wait=True)
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

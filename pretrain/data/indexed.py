@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fmoe.errors import UserError
+from fmoe.files import sha256
 from pretrain.data.corpus import example_command
 from pretrain.data.counts import TokenCounter, TokenCounts, keep, kept
 from pretrain.data.files import replacing, with_ending
@@ -249,7 +250,7 @@ class IndexedCorpus:
         expected = self.description.get("sha256", {}).get("bin")
         if expected is None:
             raise UserError(f"{json_path} is missing or has no checksum of {bin_path}: prepare the corpus again")
-        if _sha256(bin_path) != expected:
+        if sha256(bin_path) != expected:
             raise UserError(
                 f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged or of another corpus: copy or "
                 "prepare the corpus again"
@@ -385,14 +386,9 @@ def _read_description(json_path: Path, idx_path: Path) -> dict[str, Any]:
         raise UserError(
             f"{json_path} is damaged, or not the description of a corpus: move it away or prepare the corpus again"
         ) from error
-    if _sha256(idx_path) != expected:
+    if sha256(idx_path) != expected:
         raise UserError(
             f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged or of another "
             "corpus: copy or prepare the corpus again"
         )
     return description
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

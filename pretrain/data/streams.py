@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fmoe.errors import UserError, printable, require
+from fmoe.errors import UserError, one_line, printable, require
 from pretrain.config.checks import check_path
 from pretrain.data.sources import shorten
 
@@ -343,7 +343,7 @@ def _find_on_hub(datasets, dataset: Dataset) -> str | None:
 
 def _unreachable(what: str, endpoint: str, error: BaseException) -> str:
     return (
-        f"{what}: {endpoint} cannot be reached ({_one_line(error)}); pass a folder with the dataset's files, as "
+        f"{what}: {endpoint} cannot be reached ({one_line(error, 300)}); pass a folder with the dataset's files, as "
         "`hf download NAME --repo-type dataset --local-dir FOLDER` writes, or set HF_ENDPOINT to a mirror"
     )
 
@@ -380,8 +380,4 @@ def _one_line_errors(what: str) -> Iterator[None]:
             from datasets import config
 
             raise UserError(_unreachable(what, config.HF_ENDPOINT, error)) from error
-        raise UserError(f"{what} cannot be read: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return printable(" ".join(str(error).split())[:300]) or type(error).__name__
+        raise UserError(f"{what} cannot be read: {one_line(error, 300)}") from error

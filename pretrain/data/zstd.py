@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import BinaryIO
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError, one_line, require
 
 
 class _Stream(io.RawIOBase):
@@ -22,7 +22,7 @@ class _Stream(io.RawIOBase):
         try:
             data = self._stream.read(len(buffer))
         except (OSError, ValueError, self._error) as error:
-            what = " ".join(str(error).split())[:200]
+            what = one_line(error, 200)
             raise UserError(f"{self._path} is truncated, damaged or not a zstd file: {what}") from error
         buffer[: len(data)] = data
         return len(data)

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fmoe.errors import UserError
-from pretrain.checkpoint.files import free_bytes, is_full, sync_folder
+from fmoe.files import is_full, sync
+from pretrain.checkpoint.files import free_bytes
 from pretrain.checkpoint.shard import CODES, bytes_of
 from pretrain.data.files import read_object
 
@@ -270,9 +271,9 @@ def appearing(out: Path, needed: int) -> Iterator[Path]:
         if (free := free_bytes(temporary)) < needed:
             raise UserError(f"{out}: disk full: {needed} bytes are needed, {free} are free")
         yield temporary
-        sync_folder(temporary)
+        sync(temporary)
         os.rename(temporary, out)
-        sync_folder(out.parent)
+        sync(out.parent)
     except OSError as error:
         if is_full(error):
             raise UserError(f"cannot write {out}: {error.strerror}") from error

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError, one_line, require
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.base import ADDED, PUBLISHED_NAMES, SPECIAL_MAP, SPECIAL_NAMES, read_declared
 from pretrain.data.tokenizers.base import SETTINGS as CONFIG
@@ -283,7 +283,7 @@ def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None
     try:
         from transformers import AutoTokenizer
     except ImportError as error:  # not installed, or not for the installed tokenizers
-        logger.warning("the tokenizer is not compared with AutoTokenizer's: %s", " ".join(str(error).split())[:200])
+        logger.warning("the tokenizer is not compared with AutoTokenizer's: %s", one_line(error, 200))
         return None
     with tempfile.TemporaryDirectory(prefix="fmoe-") as temporary:
         for name, data in files.items():
@@ -292,8 +292,7 @@ def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None
         try:
             return AutoTokenizer.from_pretrained(temporary, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # of many kinds, some from Rust
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"AutoTokenizer cannot read the tokenizer: {reason}") from error
+            raise UserError(f"AutoTokenizer cannot read the tokenizer: {one_line(error, 200)}") from error
 
 
 def _difference(theirs: Any, tokenizer: Tokenizer, begin: Sequence[int] | None) -> str | None:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import fmoe
 from fmoe.cli import drop_output
-from fmoe.errors import UserError, printable
+from fmoe.errors import UserError, one_line, printable
+from fmoe.files import write_atomically
 from megatron_patch import cpu
 from pretrain.callbacks import (
     Callback,
@@ -248,8 +249,7 @@ def _write_report(folder: Path) -> None:
     try:
         write_report([folder], folder / REPORT, False)
     except Exception as error:  # the run is complete without it
-        reason = " ".join(str(error).split()) or type(error).__name__
-        logger.warning("the report was not written; retry with fmoe report %s; reason: %s", folder, reason)
+        logger.warning("the report was not written; retry with fmoe report %s; reason: %s", folder, one_line(error))
 
 
 def _say(lines: list[str]) -> None:
@@ -292,9 +292,7 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
             "python": platform.python_version(),
         },
     }
-    temporary = folder / f"{RUN_INFO}.tmp"
-    temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(folder / RUN_INFO)  # atomically: `fmoe compare` reads unfinished runs
+    write_atomically(folder / RUN_INFO, (json.dumps(text, indent=1) + "\n").encode())  # `fmoe compare` may read it now
     lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active per token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

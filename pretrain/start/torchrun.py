@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from fmoe.errors import EXIT_USAGE, UserError, ranks_text
+from fmoe.files import write_atomically
 from pretrain.start import lock, process
 from pretrain.start.process import EXIT_DIVERGED, EXIT_REQUEUE
 
@@ -243,11 +244,8 @@ def _posted(folder: Path, name: str) -> int | None:
 
 def _write(name: str, text: str) -> None:
     if folder := os.environ.get(FOLDER):
-        # Renamed, so that no reader sees a partial file; several ranks may post at the same time.
-        path = Path(folder) / f"{name}.{os.getpid()}"
         with contextlib.suppress(OSError):  # the parent is gone
-            path.write_text(text)
-            path.rename(path.with_name(name))
+            write_atomically(Path(folder) / name, text.encode())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError
+from fmoe.files import write_atomically
 from pretrain.tracking.tracker import Metrics
 
 
@@ -104,12 +105,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _rewind(path: Path, step: int) -> None:
     """Remove an incomplete last line and lines of later steps. A crash leaves the old file intact."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as kept:
-        kept.writelines(line for line, row in _complete_lines(path) if row["step"] <= step)
-        kept.flush()
-        os.fsync(kept.fileno())
-    temporary.replace(path)
+    write_atomically(path, (line for line, row in _complete_lines(path) if row["step"] <= step))
 
 
 def _strict(key: str, value: Any) -> dict[str, Any]:

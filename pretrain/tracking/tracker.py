@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from pretrain.tracking.loads import LoadMatrix
 
 Metrics = Mapping[str, float | int | list[float] | str | LoadMatrix | None]
@@ -109,5 +109,4 @@ def kept_id(path: Path, *, is_new: bool) -> str:
 
 
 def _warn_dropped(label: str, error: Exception) -> None:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("%s failed and is no longer used; the run is unaffected: %s", label, reason)
+    logger.warning("%s failed and is no longer used; the run is unaffected: %s", label, one_line(error))

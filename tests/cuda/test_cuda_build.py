@@ -17,7 +17,8 @@ from fmoe.commands import build as cli
 from fmoe.commands import info
 from fmoe.errors import BuildError, UserError
 from fmoe.experts import FFNExperts
-from fmoe.kernels import backends, cache
+from fmoe.files import sha256
+from fmoe.kernels import backends
 from fmoe.kernels.cuda import build, launch, nvrtc, tuning
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.cuda.launch import DeviceLauncher, Geometry
@@ -97,7 +98,7 @@ def test_damaged_entries_are_built_again(folder, compiled, damage):
     path.write_bytes(good[:-100] if damage == "truncated" else good[:900] + bytes([good[900] ^ 1]) + good[901:])
     assert build.cached("sm_90") is None
     again = build.library("sm_90")
-    assert cache.sha256(again) in again.name and build.read(again) and len(compiled) == 2 and len(entries(folder)) == 1
+    assert sha256(again) in again.name and build.read(again) and len(compiled) == 2 and len(entries(folder)) == 1
 
 
 def test_whole_by_its_sum_and_no_archive(folder, tmp_path):

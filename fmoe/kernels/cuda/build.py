@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fmoe.errors import BuildError, UserError
+from fmoe.files import sha256
 from fmoe.kernels import cache
 from fmoe.kernels.cuda import nvrtc
 from fmoe.kernels.cuda.instances import KERNELS
@@ -132,7 +133,7 @@ def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):
         if path.is_file():
-            digest.update(f"{path.name}\0{cache.sha256(path)}\0".encode())
+            digest.update(f"{path.name}\0{sha256(path)}\0".encode())
     digest.update(json.dumps(sorted((name, list(kernels)) for name, kernels in sources.kernels.items())).encode())
     version = "" if isinstance(found, BuildError) else found.version.replace(".", "_")
     return f"cuda-{arch}-{digest.hexdigest()[:16]}-{version}"

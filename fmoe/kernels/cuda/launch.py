@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fmoe.errors import BuildError
+from fmoe.errors import BuildError, one_line
 from fmoe.kernels.cuda.nvrtc import Unusable
 
 Argument = Tensor | int | bool | float | None
@@ -145,8 +145,7 @@ class DeviceLauncher:
         except (AttributeError, KeyError, TypeError) as error:  # another interface
             raise Unusable(error) from error
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise BuildError(f"the driver refuses the kernels: {reason}") from error
+            raise BuildError(f"the driver refuses the kernels: {one_line(error)}") from error
 
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
         config = self._configs.get(geometry)

@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fmoe.errors import BuildError
+from fmoe.files import write_atomically
 
 logger = logging.getLogger("fmoe")
 
@@ -118,9 +118,7 @@ class TuningCache:
         if path is None or not lasts:
             return
         with suppress(OSError, ValueError):
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({**self._read(), key: value}, indent=1), encoding="utf-8")
-            os.replace(part, path)
+            write_atomically(path, json.dumps({**self._read(), key: value}, indent=1).encode())
 
     def _values(self) -> dict[str, object]:
         if self._known is None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from fmoe.errors import BuildError
+from fmoe.files import sha256
 from fmoe.kernels import cache
 from fmoe.kernels.native import compiler
 from fmoe.kernels.native.compiler import Compiler
@@ -126,7 +127,7 @@ def _recipe(sources: Sources | None, sanitize: Sequence[str]) -> _Recipe:
     except BuildError as error:
         found = error
     parts = [
-        [(path.name, cache.sha256(path)) for path in sorted(sources.folder.iterdir()) if path.is_file()],
+        [(path.name, sha256(path)) for path in sorted(sources.folder.iterdir()) if path.is_file()],
         [sources.once, sources.by_isa, sources.libraries],
         [compiler.isas(), compiler.compile_flags(sanitize), compiler.link_flags(sanitize)],
         [torch.__version__, torch.version.git_version, platform.machine(), os.confstr("CS_GNU_LIBC_VERSION")],

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError, one_line, require
 from pretrain.data.files import replacing
 from pretrain.data.tokenizers.base import SPECIAL_NAMES, Declared, Tokenizer, named_sentinels, read_declared
 
@@ -123,7 +123,7 @@ def _parse(data: bytes, path: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the Rust side raises plain Exception
-        what = " ".join(str(error).split())[:200]
+        what = one_line(error, 200)
         raise UserError(f"{path} is damaged, or is not a tokenizer.json of Hugging Face tokenizers: {what}") from error
 
 

@@ -1,7 +1,6 @@
 """The family ``fmoe``: models in fmoe's own format, which transformers runs with `modeling_fmoe` and the package
 fmoe."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
@@ -13,11 +12,12 @@ import torch
 from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts import EXPERTS
+from fmoe.files import write_atomically
 from fmoe.gates import GATES
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer, is_shipped
 from pretrain.interchange.family import Demand, Family, Only, toml
-from pretrain.interchange.folder import HuggingFaceFolder, write_bytes
+from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Place, Same
 
 _CODE = "modeling_fmoe.py"
@@ -160,14 +160,10 @@ def update_code(folder: Path) -> str:
             "the family fmoe have code"
         )
     _read(config)
-    part = folder / f".{_CODE}.{os.getpid()}.tmp"
     try:
-        write_bytes(part, _code()[_CODE])
-        os.replace(part, folder / _CODE)
+        write_atomically(folder / _CODE, _code()[_CODE])
     except OSError as error:
         raise UserError(f"cannot write in {folder}: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return _CODE
 
 

@@ -15,6 +15,7 @@ from forks import DIED, values
 from small_sources import ANSWER, build_in, compiler, num_compiles, sources
 
 from fmoe.errors import BuildError, UserError
+from fmoe.files import sha256
 from fmoe.kernels import cache
 from fmoe.kernels.native import build
 from fmoe.kernels.native import compiler as compilers
@@ -136,7 +137,7 @@ def test_damaged_entries_are_built_again(tmp_path, folder, cxx, damage):
     path.write_bytes(good[:-100] if damage == "truncated" else good[:2000] + bytes([good[2000] ^ 1]) + good[2001:])
     assert build.cached(ours) is None
     again = build.library(ours)
-    assert cache.sha256(again) in again.name and answer(again) == 42
+    assert sha256(again) in again.name and answer(again) == 42
     assert num_compiles(cxx) == 2 and len(entries(folder)) == 1
 
 

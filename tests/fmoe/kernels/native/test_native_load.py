@@ -14,6 +14,7 @@ from fmoe.cli import run
 from fmoe.commands import build as cli
 from fmoe.commands import info
 from fmoe.errors import UserError
+from fmoe.files import sha256
 from fmoe.kernels import cache
 from fmoe.kernels.native import build
 from fmoe.kernels.native import loader as native
@@ -128,7 +129,7 @@ def test_what_does_not_load_is_built_again_once(cxx):
     good = build.library()
     key = good.name.rpartition("-")[0]
     good.write_bytes(b"no library")
-    bad = good.with_name(f"{key}-{cache.sha256(good)}.so")
+    bad = good.with_name(f"{key}-{sha256(good)}.so")
     good.rename(bad)
     assert build.cached() == bad
     assert native.load() and num_compiles(cxx) == 2
@@ -146,7 +147,7 @@ def test_what_never_loads(tmp_path, cxx, monkeypatch, caplog):
 def test_a_bad_library_and_no_compiler(tmp_path, monkeypatch):
     path = build.library()
     path.write_bytes(b"no library")
-    path.rename(path.with_name(f"{path.name.rpartition('-')[0]}-{cache.sha256(path)}.so"))
+    path.rename(path.with_name(f"{path.name.rpartition('-')[0]}-{sha256(path)}.so"))
     monkeypatch.setenv("CXX", "no-such-program")
     assert not native.load()
     assert "does not load" in native.why() and "no-such-program" in native.why()
