@@ -136,5 +136,5 @@ NAV = {
         /data/docs/README /data/bytes/README""",
     "Speed": "performance native cuda kernels",
     "API": "api/index api/layer api/gates api/experts api/parallel api/convert api/fastmoe api/pretrain api/data",
-    "Project": "/README /CONTRIBUTING architecture /CODE_OF_CONDUCT /SECURITY /CHANGELOG",
+    "Project": "/README sources /CONTRIBUTING architecture /CODE_OF_CONDUCT /SECURITY /CHANGELOG",
 }
