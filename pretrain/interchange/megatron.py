@@ -24,7 +24,7 @@ from pretrain.checkpoint import Piece
 from pretrain.checkpoint.geometry import Shape
 from pretrain.config import ModelConfig
 from pretrain.config.model import GPT_SCALES
-from pretrain.interchange.dcp import DAMAGE, METADATA, DcpFolder, chunks_of, pickle_in
+from pretrain.interchange.dcp import METADATA, DcpFolder, chunks_of, pickle_in, reading
 from pretrain.interchange.family import toml
 from pretrain.interchange.pickled import Made
 
@@ -187,11 +187,8 @@ def _arguments_in(folder: DcpFolder) -> tuple[str, Mapping[str, Any]]:
     path = folder.path / COMMON
     if path.is_file():
         where = str(path)
-        try:
-            with zipfile.ZipFile(path) as archive:
-                common = pickle_in(archive)
-        except DAMAGE as error:
-            raise UserError(f"{path} is damaged or cannot be read: {error}") from error
+        with reading(path), zipfile.ZipFile(path) as archive:
+            common = pickle_in(archive)
     elif _COMMON_OBJECT in folder.objects:
         where = f"{folder.path}: {_COMMON_OBJECT}"
         stored = folder.read_object(_COMMON_OBJECT)

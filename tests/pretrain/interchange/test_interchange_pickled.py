@@ -1,4 +1,4 @@
-"""Pickles are parsed and never run: `pretrain.interchange.pickled`."""
+"""Pickles are read without importing or calling what they name: `pretrain.interchange.pickled`."""
 
 import collections
 import pickle
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-from pretrain.interchange.pickled import Made, Name, parse
+from pretrain.interchange.pickled import Made, parse
 
 DATA = {
     "numbers": [0, 1, -1, 255, 65535, 2**31, -(2**40), 2**100, 1.5, float("inf")],
@@ -59,7 +59,7 @@ def test_objects_are_names_arguments_and_states():
     assert made.name == f"{__name__}.Plain" and made.state == {"a": 3, "b": "x"} and made.args == ()
     size = parse(pickle.dumps(torch.Size([2, 3])))
     assert isinstance(size, Made) and (size.name, size.args) == ("torch.Size", ((2, 3),))
-    assert parse(pickle.dumps(torch.bfloat16)) == Name("torch.bfloat16")
+    assert parse(pickle.dumps(torch.bfloat16)).name == "torch.bfloat16"
     assert parse(pickle.dumps(collections.OrderedDict(a=1))).state == {"a": 1}
 
 
@@ -85,18 +85,27 @@ def test_damage_is_a_value_error():
 
 
 HOSTILE = {
-    "a key of a deep tuple": b"\x80\x02})" + b"\x85" * 2_000_000 + b"K\x01s.",
+    "a key of a deep tuple": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
     "a key of doubled tuples": b"\x80\x02})" + b"q\x00h\x00\x86" * 45 + b"K\x01s.",
-    "doubled tuples of one element": b"\x80\x02K\x01\x85" + b"q\x00h\x00\x86" * 26 + b".",
     "a key of nested tuples": b"\x80\x02})\x85\x85K\x01s.",
     "an element of a set": b"\x80\x04\x8f())\x85\x85\x90.",
+    "a frozenset": b"\x80\x04(\x91.",
+    "a bytearray of a TiB": b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".",
+    "a registered extension": b"\x80\x02\x82\x01.",
+    "the state of a class": b"cos\nsystem\n}b.",
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_tuples_that_cannot_be_hashed_or_printed_are_refused(case):
-    with pytest.raises(ValueError, match=r"pickle .*(tuple|depth)"):
+def test_values_that_crash_or_hang_python_are_refused(case):
+    with pytest.raises(ValueError, match="pickle"):
         parse(HOSTILE[case])
+
+
+@pytest.mark.parametrize("data", [b"cos\nsystem\n(S'x'\ntR.", b"(S'x'\nios\nsystem\n.", b"(cos\nsystem\nS'x'\no."])
+def test_every_call_is_recorded(data):
+    made = parse(data)
+    assert (made.name, made.args) == ("os.system", ("x",))
 
 
 def test_messages_name_the_type_of_a_value_not_the_value():
@@ -106,10 +115,5 @@ def test_messages_name_the_type_of_a_value_not_the_value():
     doubled = []
     for _ in range(45):
         doubled = [doubled, doubled]
-    with pytest.raises(ValueError, match=r"stride \(a list\) must have integers"):
+    with pytest.raises(ValueError, match=r"offset \(a list\) must have integers"):
         _size(doubled)
-
-
-def test_an_instruction_that_torch_does_not_need_is_refused():
-    with pytest.raises(ValueError, match="INST"):
-        parse(b"(ios\nsystem\n.")
