@@ -1,15 +1,17 @@
-"""T5, BERT and GPT with a document mask on made up tokens, of which samples predict different numbers. Not a test."""
+"""T5, BERT and GPT, also with a document mask, on made-up tokens. Not a test."""
 
 from dataclasses import replace
 
 import numpy as np
+from engines import LENGTH, VOCAB, Samples, engine_of
 
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
 from pretrain.data.spans import SpanCorruption
 
-STEPS, LENGTH, VOCAB, END = 4, 16, 64, 3
+STEPS, END = 4, 3
+DROPOUT_STEPS = 3
 SENTINELS, TEXT = tuple(range(7, 12)), np.arange(12, VOCAB)
 RECIPE = Recipe(
     model=ModelConfig(
@@ -32,7 +34,7 @@ RECIPE = Recipe(
     optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5, eps=1e-3),
     train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
 )
-KINDS = {
+KINDS = {  # options of [model] and [data]
     "t5": ({"kind": "t5", "num_decoder_layers": 1}, {"noise_density": 0.35, "mean_span": 2.0}),
     "t5, relative positions": (
         {"kind": "t5", "num_decoder_layers": 1, "position": "relative", "dropout": 0.1}
@@ -74,8 +76,29 @@ def samples_of(recipe):
     if recipe.model.kind == "bert":
         return Masking(Blocks(), LENGTH, 0.3, cls=4, sep=5, mask=6, end=END, text=TEXT, seed=1)
 
+    if not recipe.data.document_mask:
+        return Samples()
+
     class Cut(Blocks):
         def __getitem__(self, n):
             return super().__getitem__(n)[: LENGTH + 1]
 
     return DocumentMask(Cut(), END)
+
+
+def with_dropout(kind, micro_batch=8, precision="fp32", model=None, **parallel):
+    """Recipe of a kind, or of a plain GPT, with dropout."""
+    recipe = recipe_of("documents" if kind == "gpt" else kind, micro_batch, **parallel)
+    shape = {"dropout": 0.2, "num_heads": 4, "num_layers": 4, **(model or {})}
+    if kind == "gpt":
+        shape["num_query_groups"] = 2
+        recipe = replace(recipe, data=DataConfig())
+    train = replace(recipe.train, steps=DROPOUT_STEPS, precision=precision)
+    return replace(recipe, model=replace(recipe.model, **shape), train=train)
+
+
+def losses(recipe, steps=range(DROPOUT_STEPS)):
+    """Loss and gradient norm of each step."""
+    engine, samples = engine_of(recipe), samples_of(recipe)
+    results = [engine.train_step(step, samples) for step in steps]
+    return [(result.loss, result.grad_norm) for result in results]

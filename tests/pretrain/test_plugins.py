@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import RECIPE, engine_of, figures
 from forks import only, values
-from test_run_split_engine import RECIPE, engine_of, train
-from test_run_training import steps
+from runs import steps
 
 from fmoe.errors import UserError, add_name
 from fmoe.gates import NaiveRouter
@@ -141,11 +141,11 @@ def registered_kind_and_exchange(recipe):
     fmoe.register_exchange("mine", Mine)
     register_model("own_gpt", gpt)
     check_parts(recipe)
-    return train(recipe)
+    return figures(recipe)
 
 
 def test_a_registered_kind_and_exchange_train(forks):
-    alone = only(forks.run(1, train, RECIPE))
+    alone = only(forks.run(1, figures, RECIPE))
     recipe = replace(
         RECIPE,
         model=replace(RECIPE.model, kind="own_gpt"),
@@ -436,7 +436,7 @@ def test_granularity_equals_more_and_narrower_experts(forks):
     fine = replace(RECIPE, model=replace(RECIPE.model, granularity=2))
     same = replace(RECIPE, model=replace(RECIPE.model, num_experts=8, top_k=4, ffn_hidden_size=12))
     assert fine.num_params() == same.num_params() and fine.num_active_params() == same.num_active_params()
-    found, expected = only(forks.run(1, train, fine)), only(forks.run(1, train, same))
+    found, expected = only(forks.run(1, figures, fine)), only(forks.run(1, figures, same))
     for name, value in expected.items():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
@@ -453,8 +453,8 @@ def test_balance_over_data_parallel_ranks_equals_one_process(forks, expert):
         parallel=replace(RECIPE.parallel, **split),
         train=replace(RECIPE.train, micro_batch=4),
     )
-    expected = only(forks.run(1, train, alone))
-    for rank in values(forks.run(2, train, both)):
+    expected = only(forks.run(1, figures, alone))
+    for rank in values(forks.run(2, figures, both)):
         for name in expected:
             if name.startswith(("loss", "balance", "gradient norm", "validation")):
                 assert rank[name] == pytest.approx(expected[name], rel=1e-5), name

@@ -1,32 +1,13 @@
 """Runs of `python -m pretrain`: stopped, killed, resumed, at another split, and always the same losses."""
 
-import os
 import shutil
 import signal
 
 import pytest
 from forks import Ended
+from runs import KillAtStep, checkpoints, steps, train
 
 from pretrain.tracking import read_metrics
-
-# What says how fast it was, not what was computed.
-TIMED = {"tokens_per_second", "step_seconds", "data_wait_seconds", "mfu", "memory_mb"}
-
-
-def train(forks, *argv, size=1, **options):
-    """Runs a command that is to succeed; its output."""
-    ends = forks.command("pretrain", *argv, size=size, **options)
-    for end in ends:
-        assert end.code == 0, end.err
-    return ends[0].out
-
-
-def steps(folder):
-    """Rows of metrics.jsonl by step, without the timings; no step is there twice."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    assert len({row["step"] for row in rows}) == len(rows)
-    return {row.pop("step"): {key: value for key, value in row.items() if key not in TIMED} for row in rows}
-
 
 # Of a case: half of the run's steps, and sections of the recipe.
 BF16 = {"train": {"precision": "bf16"}}
@@ -83,25 +64,6 @@ def test_resume_at_another_split(forks, recipe_file, tmp_path):
                 assert found[step][key] == pytest.approx(expected[step][key], rel=1e-4), f"{name}, {step}, {key}"
 
 
-class KillAtStep:
-    """Ends the process as `kill -9` does when it begins step ``step`` (counted from 0)."""
-
-    def __init__(self, step, rank=None):
-        self.step, self.rank = step, rank
-
-    def __call__(self):
-        from pretrain.trainer import Trainer
-
-        make_step = Trainer._step
-
-        def step(trainer, *args):
-            if trainer.step == self.step and self.rank in (None, trainer.processes.rank):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return make_step(trainer, *args)
-
-        Trainer._step = step
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path):
     recipe = recipe_file(
@@ -114,11 +76,11 @@ def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path
     for step in (1, 7):
         ends = forks.command(*command, size=2, before=KillAtStep(step))
         assert [end.code for end in ends] == [-signal.SIGKILL] * 2
-    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert checkpoints(killed) == ["step-00000004", "step-00000006"]
     assert max(row["step"] for row in read_metrics(killed / "metrics.jsonl")) == 7
     train(forks, *command[1:], size=2)
     assert steps(killed) == steps(whole)
-    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+    assert checkpoints(killed) == ["step-00000008", "step-00000010"]
 
 
 def test_one_rank_dies_and_the_other_does_not_wait_for_ever(forks, recipe_file, tmp_path):
@@ -147,7 +109,7 @@ def test_a_finished_run_is_not_begun_again_and_a_longer_one_goes_on(forks, finis
     assert steps(folder) == steps(run)
     train(forks, recipe, "--run.folder", folder, "--resume", "--train.steps", "6")
     assert list(steps(folder)) == list(range(7))
-    assert sorted(path.name[-1] for path in (folder / "checkpoints").iterdir()) == ["4", "6"]
+    assert [name[-1] for name in checkpoints(folder)] == ["4", "6"]
 
 
 def test_a_finished_run_leaves_nothing_for_another_folder(forks, finished, tmp_path):

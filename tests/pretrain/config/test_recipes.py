@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from forks import only
-from test_run_training import steps, train
+from runs import steps, train
 
 from fmoe.random import key
 from pretrain.config import load_recipe

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from engines import RECIPE, Samples, Split, engine_of
 from forks import only, values
-from test_run_resharded import Counted, Split
-from test_run_split_engine import RECIPE, engine_of
 
 from fmoe import UserError
 from pretrain.config import Recipe, TrainConfig
@@ -63,7 +62,7 @@ def taken(folder, split, first, last):
     from pretrain.engine import state
 
     recipe = split.recipe(replace(RECIPE, train=replace(RECIPE.train, **RAMP)))
-    engine, samples = engine_of(recipe), Counted()
+    engine, samples = engine_of(recipe), Samples()
     if first:
         state.load(engine, open_checkpoint(folder / f"step-{first:08d}"))
     losses = [engine.train_step(step, samples).loss for step in range(first, last)]

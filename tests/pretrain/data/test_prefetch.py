@@ -5,9 +5,9 @@ import time
 
 import pytest
 import torch
+from engines import Samples
 from forks import only, values
-from test_run_resharded import Counted
-from test_run_training import steps, train
+from runs import steps, train
 
 from fmoe import UserError
 from pretrain.data.indexed import IndexedCorpus
@@ -104,10 +104,10 @@ def losses(prefetch, first, last, sections=None):
     """Losses and samples of steps, by way of a thread or (None) of an engine that takes samples itself."""
     from dataclasses import replace
 
-    from test_run_split_engine import RECIPE, engine_of
+    from engines import RECIPE, engine_of
 
     recipe = replace(RECIPE, **(sections or {}))
-    engine, samples = engine_of(recipe), Counted()
+    engine, samples = engine_of(recipe), Samples()
     if prefetch is None:
         found = [engine.train_step(step, samples).loss for step in range(first, last)]
     else:

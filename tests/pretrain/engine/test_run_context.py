@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import test_run_dropout as dropout
-import test_run_split_engine as engine_split
 import torch
 import torch.distributed as dist
 from compare import assert_close
+from engines import RECIPE, Samples, assert_figures, engine_of, figures, load, save
 from forks import only, values
-from model_kinds import recipe_of, samples_of
+from model_kinds import losses, recipe_of, samples_of, with_dropout
 
 from fmoe.errors import UserError
 from pretrain.config import ParallelConfig
@@ -25,30 +24,16 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def alone(forks):
-    return only(forks.run(1, engine_split.train, engine_split.RECIPE))
+    return only(forks.run(1, figures, RECIPE))
 
 
 @pytest.mark.by_default("expert")
 @pytest.mark.parametrize("split", SPLITS)
 def test_losses_routing_and_weights_are_those_of_one_process(forks, alone, split):
     parallel = ParallelConfig(**SPLITS[split])
-    optimizer = replace(engine_split.RECIPE.optimizer, distributed=split != "alone")
-    ranks = values(
-        forks.run(
-            parallel.world_size,
-            engine_split.train,
-            replace(engine_split.RECIPE, parallel=parallel, optimizer=optimizer),
-        )
-    )
-    for name, expected in alone.items():
-        found = [rank[name] for rank in ranks]
-        if parallel.expert > 1 and ".experts." in name:
-            found = [torch.cat(found[: parallel.expert])]
-        for rank, actual in enumerate(found):
-            if torch.is_tensor(expected):
-                assert_close(actual, expected, 1e-5, f"{name} on rank {rank}")
-            else:
-                assert actual == pytest.approx(expected, rel=1e-5), f"{name} on rank {rank}"
+    optimizer = replace(RECIPE.optimizer, distributed=split != "alone")
+    recipe = replace(RECIPE, parallel=parallel, optimizer=optimizer)
+    assert_figures(values(forks.run(parallel.world_size, figures, recipe)), alone, parallel.expert)
 
 
 NOISY = {  # kind, model, split
@@ -66,53 +51,48 @@ NOISY = {  # kind, model, split
 @pytest.mark.parametrize("case", NOISY)
 def test_dropout_masks_of_documents_and_positions_are_those_of_one_process(forks, case):
     kind, model, options = NOISY[case]
-    recipe = dropout.recipe_with_dropout(kind, model=model, **options)
-    expected = only(forks.run(1, dropout.train, dropout.recipe_with_dropout(kind, model=model)))
-    for found in values(forks.run(recipe.parallel.world_size, dropout.train, recipe)):
+    recipe = with_dropout(kind, model=model, **options)
+    expected = only(forks.run(1, losses, with_dropout(kind, model=model)))
+    for found in values(forks.run(recipe.parallel.world_size, losses, recipe)):
         for got, step in zip(found, expected, strict=True):
             assert got == pytest.approx(step, rel=1e-5), "loss and gradient norm"
 
 
 def go_on(recipe, folder, first, steps, save_at=None):
     """Losses and weights after steps ``first ... steps - 1``, from the checkpoint of ``first`` unless that is 0."""
-    from pretrain.checkpoint import open_checkpoint, save
-    from pretrain.engine import state
-
-    engine = dropout.engine_of(recipe)
+    engine = engine_of(recipe)
     if first:
-        state.load(engine, open_checkpoint(folder))
-    losses = []
+        load(engine, folder)
+    trained = []
     for step in range(first, steps):
         if step == save_at:
-            run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
-            save(folder, step, state.pieces(engine), run_state, state.rank_state())
+            save(engine, folder, step)
             dist.barrier()
-        losses.append(engine.train_step(step, dropout.Counting()).loss)
-    return losses, {name: parameter.detach() for name, parameter in engine.gpt.named_parameters()}
+        trained.append(engine.train_step(step, Samples()).loss)
+    return trained, {name: parameter.detach() for name, parameter in engine.gpt.named_parameters()}
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(forks, tmp_path):
-    recipe = dropout.recipe_with_dropout("gpt", 2, context=2, expert=2)
+    recipe = with_dropout("gpt", 2, context=2, expert=2)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=True))
     whole = values(forks.run(2, go_on, recipe, tmp_path / "saved", 0, 4, 2))
     resumed = values(forks.run(2, go_on, recipe, tmp_path / "saved", 2, 4))
-    for (losses, weights), (later, again) in zip(whole, resumed, strict=True):
-        assert later == losses[2:]
+    for (whole_losses, weights), (later, again) in zip(whole, resumed, strict=True):
+        assert later == whole_losses[2:]
         assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def count_ratios(recipe):
     from megatron_patch.trust import trust_ratios
 
-    engine = engine_split.engine_of(recipe)
-    engine.train_step(0, engine_split.Samples())
+    engine = engine_of(recipe)
+    engine.train_step(0, Samples())
     return [ratios.sort().values for ratios in trust_ratios(engine.optimizer)]
 
 
 def test_trust_ratios_are_counted_once(forks):
-    recipe = engine_split.RECIPE
-    recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="lamb", warmup_steps=0))
+    recipe = replace(RECIPE, optimizer=replace(RECIPE.optimizer, name="lamb", warmup_steps=0))
     expected = only(forks.run(1, count_ratios, recipe))
     for found in values(forks.run(2, count_ratios, replace(recipe, parallel=ParallelConfig(context=2)))):
         for got, ratios in zip(found, expected, strict=True):

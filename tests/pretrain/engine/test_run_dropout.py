@@ -3,54 +3,11 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from engines import engine_of
 from forks import only, values
-from model_kinds import LENGTH, VOCAB, recipe_of, samples_of
-
-STEPS = 3
-
-
-class Counting:
-    """Sample n of a GPT: tokens that count up by 1, 2 or 3."""
-
-    def __getitem__(self, n):
-        return (np.arange(LENGTH + 1) * (1 + n % 3) + 5 * n) % VOCAB
-
-
-def recipe_with_dropout(kind, micro_batch=8, precision="fp32", model=None, **parallel):
-    recipe = recipe_of("documents" if kind == "gpt" else kind, micro_batch, **parallel)
-    shape = {"dropout": 0.2, "num_heads": 4, "num_layers": 4, **(model or {})}
-    if kind == "gpt":
-        shape["num_query_groups"] = 2
-        recipe = replace(recipe, data=type(recipe.data)())
-    return replace(
-        recipe, model=replace(recipe.model, **shape), train=replace(recipe.train, steps=STEPS, precision=precision)
-    )
-
-
-def engine_of(recipe):
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    cpu.install()
-    recipe.check()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    recipe.check_world_size(processes.world_size)
-    init_parallel(recipe, processes)
-    return Engine(recipe, processes)
-
-
-def train(recipe, steps=range(STEPS)):
-    """Loss and gradient norm of each step."""
-    engine = engine_of(recipe)
-    is_gpt = recipe.model.kind == "gpt" and not recipe.data.document_mask
-    samples = Counting() if is_gpt else samples_of(recipe)
-    results = [engine.train_step(step, samples) for step in steps]
-    return [(result.loss, result.grad_norm) for result in results]
+from model_kinds import LENGTH, losses, samples_of, with_dropout
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +17,7 @@ def alone(forks):
 
     def run(kind):
         if kind not in found:
-            found[kind] = only(forks.run(1, train, recipe_with_dropout(kind)))
+            found[kind] = only(forks.run(1, losses, with_dropout(kind)))
         return found[kind]
 
     return run
@@ -86,7 +43,7 @@ PIPELINES = {
 
 def check(forks, alone, kind, options):
     size = math.prod(options.get(name, 1) for name in ("tensor", "expert", "data", "pipeline"))
-    for found in values(forks.run(size, train, recipe_with_dropout(kind, **options))):
+    for found in values(forks.run(size, losses, with_dropout(kind, **options))):
         for step, (got, expected) in enumerate(zip(found, alone(kind), strict=True)):
             assert got == pytest.approx(expected, rel=1e-5), f"loss and gradient norm of step {step}"
 
@@ -130,7 +87,7 @@ def masks(recipe, steps):
 
 
 def test_every_place_layer_and_step_drops_other_elements_at_the_rate(forks):
-    found = only(forks.run(1, masks, recipe_with_dropout("t5"), (0, 1)))
+    found = only(forks.run(1, masks, with_dropout("t5"), (0, 1)))
     assert len(found) == 2 * (1 + 4 * 3 + 1 * 5)  # embedding; 4 layers of the encoder; one of the decoder
     for name, value in found.items():
         kept = value != 0
@@ -149,7 +106,7 @@ def test_a_t5s_decoder_drops_other_elements_of_the_embedding(forks):
 
 
 def embeddings_of_a_t5():
-    engine = engine_of(recipe_with_dropout("t5"))
+    engine = engine_of(with_dropout("t5"))
     seen = []
     dropout = engine.gpt.embedding.embedding_dropout
     dropout.register_forward_hook(lambda module, inputs, out: seen.append(out == 0))
@@ -159,16 +116,16 @@ def embeddings_of_a_t5():
 
 def test_a_resumed_run_drops_what_it_would_have(forks):
     """Nothing is drawn from a generator: step 2 alone has the noise that it has after steps 0 and 1."""
-    recipe = recipe_with_dropout("gpt")
+    recipe = with_dropout("gpt")
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=1e-30, min_lr=0.0))
-    whole = only(forks.run(1, train, recipe))
-    assert only(forks.run(1, train, recipe, (2,)))[0] == whole[2]
+    whole = only(forks.run(1, losses, recipe))
+    assert only(forks.run(1, losses, recipe, (2,)))[0] == whole[2]
     assert whole[0][0] != whole[2][0]
 
 
 def test_bf16_drops_the_same(forks, alone):
     for micro_batch in (8, 2):
-        found = only(forks.run(1, train, recipe_with_dropout("gpt", micro_batch, precision="bf16")))
+        found = only(forks.run(1, losses, with_dropout("gpt", micro_batch, precision="bf16")))
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in alone("gpt")], rel=5e-3)
 
 
@@ -176,7 +133,7 @@ def keyed_modules(kind):
     """Names of modules with a dropout that is not torch's or megatron-core's own, at dropout=0."""
     from megatron_patch.dropout import TokenDropout, _BiasDropoutAdd
 
-    engine = engine_of(recipe_with_dropout(kind, model={"dropout": 0.0}))
+    engine = engine_of(with_dropout(kind, model={"dropout": 0.0}))
     keyed = TokenDropout | _BiasDropoutAdd
     return [
         name

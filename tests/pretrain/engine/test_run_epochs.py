@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from test_run_training import train
+from runs import train
 
 from pretrain.config import load_recipe
 from pretrain.data.indexed import IndexedCorpus, corpus_paths

@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import relative_error
+from engines import ONE_D, OPTIMIZERS, RECIPE, SHARDED, Samples, Split, engine_of, trainer_of, values_of, with_optimizer
 from forks import only, values
-from test_run_guards import trainer_of, values_of
-from test_run_optim import OPTIMIZERS, SHARDED, recipe_of
-from test_run_resharded import ONE_D, Split
-from test_run_split_engine import RECIPE, Samples, engine_of
 
 from fmoe import UserError
 from pretrain.callbacks import StepGuard
@@ -184,7 +181,7 @@ DISTRIBUTED = [
 def test_every_optimizer_goes_on_bit_for_bit(forks, tmp_path, name, distributed):
     if name == "adamw8bit":
         pytest.importorskip("torchao")
-    base = RECIPE if name == "adamw" else recipe_of(name)
+    base = RECIPE if name == "adamw" else with_optimizer(name)
     if name == "adamw8bit":
         base = replace(base, model=replace(base.model, ffn_hidden_size=64))
     recipe = fp16(Split(distributed=distributed), base, initial_loss_scale=2.0**19, loss_scale_window=2)

@@ -1,7 +1,7 @@
 """Whole runs in fp16: what they say of overflows, and what they learn."""
 
 import pytest
-from test_run_training import steps
+from runs import steps
 
 from pretrain.start.process import EXIT_DIVERGED
 

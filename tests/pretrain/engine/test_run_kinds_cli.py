@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from test_run_checkpoints import tensor_hash
-from test_run_training import KillAtStep, steps, train
+from runs import KillAtStep, steps, tensor_hash, train
 
 from pretrain.checkpoint import open_checkpoint
 

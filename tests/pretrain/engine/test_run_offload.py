@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import assert_close
+from engines import RECIPE, Samples, Split, engine_of
 from forks import values
-from test_run_resharded import Split
-from test_run_split_engine import RECIPE, Samples, engine_of
 
 from fmoe import UserError
 from pretrain.config import OptimizerConfig, Recipe, TrainConfig

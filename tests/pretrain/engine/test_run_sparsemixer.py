@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_run_optim import assert_split_equals_one
-from test_run_split_engine import STEADY
+from engines import STEADY, assert_split_equals_one
 
 from pretrain.config import ParallelConfig
 

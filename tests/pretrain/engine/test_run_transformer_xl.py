@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from compare import assert_close
+from engines import STEADY, Samples, assert_split_equals_one, engine_of
 from forks import values
-from test_run_optim import assert_split_equals_one
-from test_run_split_engine import STEADY, Samples, engine_of
-from test_run_training import steps, train
+from runs import steps, train
 
 from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from test_run_training import steps, train
+from runs import steps, train
 
 from fmoe import UserError
 from fmoe.cli import run as cli_run

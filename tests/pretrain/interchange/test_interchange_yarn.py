@@ -142,7 +142,7 @@ def test_llama_cpp_is_refused(tmp_path):
 def longer(path, factor):
     """Logits of 64 tokens by a model that is imported for 32, and the losses of 8 steps on sequences of as many; for a
     process of `forks`."""
-    from test_run_split_engine import engine_of
+    from engines import engine_of
 
     from pretrain.checkpoint import open_checkpoint
     from pretrain.engine import state

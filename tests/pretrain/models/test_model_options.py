@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import assert_close
-from test_run_optim import assert_split_equals_one
-from test_run_split_engine import STEADY
+from engines import STEADY, assert_split_equals_one
 
 from pretrain.config import ParallelConfig
 

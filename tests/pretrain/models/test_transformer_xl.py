@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import assert_close
+from engines import engine_of
 from forks import only
-from test_run_split_engine import engine_of
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -4,14 +4,13 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import latent_reference as latent
+import mtp_reference as mtp
 import pytest
-import test_latent_attention as latent
-import test_run_mtp as mtp
 import torch
 from compare import assert_close
+from engines import STEADY, assert_split_equals_one
 from forks import only
-from test_run_optim import assert_split_equals_one
-from test_run_split_engine import STEADY
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, ParallelConfig, Recipe
@@ -132,7 +131,7 @@ MTP = replace(mtp.PLAIN, model=replace(mtp.PLAIN.model, **YARN))
 
 
 def rotate(x):
-    """As `test_run_mtp.rotate`, by YaRN."""
+    """As `mtp_reference.rotate`, by YaRN."""
     half, size = x.shape[-1] // 2, factor(MTP.model, 2.0) / factor(MTP.model, 0.7)
     turns = torch.tensor([frequency(MTP.model, pair) for pair in range(half)], dtype=x.dtype)
     angles = torch.arange(x.shape[-2], dtype=x.dtype).unsqueeze(1) * turns
@@ -143,9 +142,8 @@ def rotate(x):
 
 def test_standard_attention_and_further_tokens_are_those_of_the_papers(forks, monkeypatch):
     """Losses and gradients of a GPT with multi-token prediction."""
-    monkeypatch.setattr(mtp, "PLAIN", MTP)
     monkeypatch.setattr(mtp, "rotate", rotate)
-    mtp.test_losses_and_gradients_are_those_of_the_equations(forks)
+    mtp.assert_losses_and_gradients(forks, MTP)
 
 
 STANDARD = replace(STEADY, model=replace(STEADY.model, norm="rms", rotary_fraction=0.5, dropout=0.1, **YARN))

@@ -306,7 +306,7 @@ def wait_for_steps(folder, count, process, output):
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["batch shell", "tasks", "all processes"])
 def test_a_preempted_job_saves_is_queued_again_and_goes_on(slurm, tiny_corpus, tmp_path, whom):
-    from test_run_signals import descendants
+    from runs import descendants
 
     folder = tmp_path / "run"
     endless = tiny(tiny_corpus, train={"steps": 100_000, "validation-every": 50_000}, checkpoint={"every": 50_000})

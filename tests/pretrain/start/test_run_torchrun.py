@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_run_training import steps, train
+from runs import steps, train
 
 # Dies on rank 1 at steps 3 and 7 in the first two lives.
 WORKER = """

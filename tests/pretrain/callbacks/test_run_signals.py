@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_run_training import steps, train
+from runs import BeforeStep, checkpoints, descendants, steps, train
 
 from pretrain.start.process import EXIT_HANG, EXIT_REQUEUE
 from pretrain.tracking import read_metrics
@@ -17,24 +17,16 @@ from pretrain.tracking import read_metrics
 TIMEOUT = 200  # half a minute on two idle cores
 
 
-class SlowSteps:
+class SlowSteps(BeforeStep):
     """So slow that a signal comes in the midst of them; rank 1 is sent one when it begins a step."""
 
     def __init__(self, seconds, signals=None, step=None):
         self.seconds, self.signals, self.step = seconds, signals, step
 
-    def __call__(self):
-        from pretrain.trainer import Trainer
-
-        make_step = Trainer._step
-
-        def slow(trainer, *args):
-            time.sleep(self.seconds)
-            if trainer.step == self.step and trainer.processes.rank == 1:
-                os.kill(os.getpid(), self.signals)
-            return make_step(trainer, *args)
-
-        Trainer._step = slow
+    def act(self, trainer):
+        time.sleep(self.seconds)
+        if trainer.step == self.step and trainer.processes.rank == 1:
+            os.kill(os.getpid(), self.signals)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +53,7 @@ def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(forks, undisturbed, t
     ends = forks.command(*command, size=2, before=SlowSteps(0, getattr(signal, name), 2))
     assert [end.code for end in ends] == [EXIT_REQUEUE] * 2, ends[0].err + ends[1].err
     assert "stopped at step 3 by a signal" in ends[0].out and "finished" not in ends[0].out
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    assert checkpoints(folder) == ["step-00000003"]
     train(forks, *command[1:], "--resume", "auto", size=2)
     assert steps(folder) == rows
 
@@ -73,12 +65,6 @@ def test_a_signal_in_the_last_step_is_a_finished_run(forks, undisturbed, tmp_pat
     )
     assert [end.code for end in ends] == [0, 0] and "finished at step 6" in ends[0].out
     assert steps(tmp_path / "run") == rows
-
-
-def descendants(pid):
-    """Living processes below a process."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [below for child in children for below in descendants(child)]
 
 
 def is_alive(pid):

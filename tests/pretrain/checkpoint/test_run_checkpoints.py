@@ -1,7 +1,6 @@
 """Commands: what is written in the background, damaged, started warm, kept, killed."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_run_training import KillAtStep, steps, train
+from runs import BeforeStep, KillAtStep, checkpoints, steps, tensor_hash, train
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
@@ -24,19 +23,6 @@ from pretrain.config import DataConfig, Recipe, RunConfig, TrainConfig
 from pretrain.start.resume import agree_on_intact, check_data, find_checkpoint
 from pretrain.start.run import summarize
 from pretrain.tracking import JsonlTracker, read_metrics
-
-
-def names(folder):
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def tensor_hash(folder, prefix=""):
-    """Return a digest of the newest checkpoint's tensors that does not depend on the split."""
-    checkpoint, digest = open_checkpoint(folder), hashlib.sha256()
-    for name in checkpoint.names():
-        if name.startswith(prefix):
-            digest.update(name.encode() + checkpoint.read(name).numpy().tobytes())
-    return digest.hexdigest()
 
 
 class SlowDisk:
@@ -68,8 +54,8 @@ def test_what_is_written_in_the_background_is_what_a_stop_would_have_written(for
         option = "--checkpoint.asynchronous" if name == "background" else "--checkpoint.no-asynchronous"
         before = SlowDisk(0.3) if name == "background" else None
         train(forks, recipe, "--run.folder", folders[name], option, size=size, before=before)
-    assert names(folders["background"]) == names(folders["foreground"]) != []
-    for step in names(folders["background"]):
+    assert checkpoints(folders["background"]) == checkpoints(folders["foreground"]) != []
+    for step in checkpoints(folders["background"]):
         written = [
             {path.name: path.read_bytes() for path in (folder / "checkpoints" / step).iterdir()}
             for folder in folders.values()
@@ -94,7 +80,7 @@ def test_an_error_in_the_background_ends_the_run_on_every_rank(forks, recipe_fil
         assert f"step-{failing:08d}.tmp" in end.err and "No space left on device" in end.err
         assert "needs" in end.err and "are free" in end.err
         assert "finished" not in end.out
-    assert names(folder) == [f"step-{step:08d}" for step in (2, 4) if step < failing]
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (2, 4) if step < failing]
     train(forks, recipe, "--run.folder", folder, "--resume", "auto", size=2)
     assert list(steps(folder)) == list(range(7))
 
@@ -138,7 +124,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_pa
     ends = forks.command("pretrain", recipe, *options, "--resume", "auto", "--fallback", size=size)
     assert [end.code for end in ends] == [0] * size, ends
     assert any(name in end.err and "trying the previous checkpoint" in end.err for end in ends), ends
-    assert "step-00000006.damaged" in names(folder)
+    assert "step-00000006.damaged" in checkpoints(folder)
     open_checkpoint(folder / "checkpoints" / "step-00000006").verify()  # saved again
     assert list(steps(folder)) == list(range(8))
     if size == 1:
@@ -185,7 +171,7 @@ def test_a_hundred_random_damages(finished, tmp_path):
         assert "\n" not in str(caught.value)
         assert newest.name in str(caught.value) and any(name in str(caught.value) for name in told), (kind, told)
         assert agree_on_intact(folder, "run", fallback=True).step == 4
-        assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
+        assert checkpoints(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
         shutil.rmtree(folder)
     assert kinds == {"bit", "cut", "missing", "swapped"}
 
@@ -262,7 +248,7 @@ def test_weights_from_nowhere_are_refused(forks, finished, tmp_path):
 def test_some_are_kept_for_good(forks, recipe_file, tmp_path):
     recipe = recipe_file(checkpoint={"every": 1, "keep": 2, "keep_every": 3}, train={"steps": 8})
     train(forks, recipe, "--run.folder", tmp_path)
-    assert names(tmp_path) == [f"step-{step:08d}" for step in (3, 6, 7, 8)]
+    assert checkpoints(tmp_path) == [f"step-{step:08d}" for step in (3, 6, 7, 8)]
 
 
 def test_leftovers_of_the_dead_are_removed(forks, finished, tmp_path):
@@ -271,26 +257,18 @@ def test_leftovers_of_the_dead_are_removed(forks, finished, tmp_path):
     for name in ("step-00000005.tmp", "step-00000001.trash"):
         (folder / "checkpoints" / name).mkdir()
     train(forks, recipe, "--run.folder", folder, "--resume", "--train.steps", "7")
-    assert names(folder) == [f"step-{step:08d}" for step in (2, 4, 6, 7)]
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (2, 4, 6, 7)]
 
 
-class KillLater:
+class KillLater(BeforeStep):
     """Ends the process as `kill -9` does ``delay`` seconds after it began step ``step``."""
 
     def __init__(self, step, delay):
         self.step, self.delay = step, delay
 
-    def __call__(self):
-        from pretrain.trainer import Trainer
-
-        make_step = Trainer._step
-
-        def step(trainer, *args):
-            if trainer.step == self.step:
-                threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            return make_step(trainer, *args)
-
-        Trainer._step = step
+    def act(self, trainer):
+        if trainer.step == self.step:
+            threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 @pytest.mark.parametrize(

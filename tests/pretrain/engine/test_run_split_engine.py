@@ -2,76 +2,19 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_close
+from engines import RECIPE, STEADY, STEPS, Samples, assert_figures, engine_of, figures, in_one_micro_batch
 from forks import only, values
 
-from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
-
-STEPS, LENGTH, VOCAB = 5, 16, 64
-RECIPE = Recipe(
-    model=ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_heads=2,
-        ffn_hidden_size=24,
-        sequence_length=LENGTH,
-        vocab_size=VOCAB,
-        num_experts=4,
-        top_k=2,
-        gate="switch",
-        capacity_factor=1.0,
-        jitter=0.3,
-        init_std=0.3,
-        balance_loss=0.1,
-    ),
-    optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5),
-    train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
-)
-# A large eps: where a gradient is rounding alone, the size of the step is not.
-STEADY = replace(RECIPE, optimizer=replace(RECIPE.optimizer, eps=1e-3))
-
-
-class Samples:
-    """Stand-in for `GPTSamples`: sample n has tokens that count up by 1, 2 or 3."""
-
-    def __getitem__(self, n):
-        return (np.arange(LENGTH + 1) * (1 + n % 3) + 5 * n) % VOCAB
-
-
-def engine_of(recipe):
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    cpu.install()
-    recipe.check()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    recipe.check_world_size(processes.world_size)
-    init_parallel(recipe, processes)
-    return Engine(recipe, processes)
-
-
-def train(recipe):
-    engine = engine_of(recipe)
-    seen = {"validation before": engine.evaluate(Samples(), 16)}
-    for step in range(STEPS):
-        result = engine.train_step(step, Samples())
-        seen |= {f"loss {step}": result.loss, f"gradient norm {step}": result.grad_norm, f"lr {step}": result.lr}
-        for number, report in engine.routing().items():
-            seen |= {f"load {step} {number}": torch.tensor(report.load), f"drops {step} {number}": report.drop_rate}
-            seen |= {f"{name} {step} {number}": value for name, value in report.losses.items()}
-    seen["validation"] = engine.evaluate(Samples(), 16)
-    return seen | {name: p.detach() for name, p in engine.gpt.named_parameters()}
+from pretrain.config import ParallelConfig
 
 
 @pytest.fixture(scope="module")
 def alone(forks):
     """In one process, and in one micro batch instead of four: noise and routing groups depend on neither."""
-    return only(forks.run(1, train, replace(STEADY, train=replace(STEADY.train, micro_batch=8))))
+    return only(forks.run(1, figures, in_one_micro_batch(STEADY)))
 
 
 SPLITS = {
@@ -89,16 +32,7 @@ SPLITS = {
 def test_two_processes_equal_one(forks, alone, split, distributed):
     parallel = ParallelConfig(**SPLITS[split])
     recipe = replace(STEADY, parallel=parallel, optimizer=replace(STEADY.optimizer, distributed=distributed))
-    ranks = values(forks.run(2, train, recipe))
-    for name, expected in alone.items():
-        found = [rank[name] for rank in ranks]
-        if parallel.expert == 2 and ".experts." in name:
-            found = [torch.cat(found)]
-        for rank, actual in enumerate(found):
-            if torch.is_tensor(expected):
-                assert_close(actual, expected, 1e-5, f"{name} on rank {rank}")
-            else:
-                assert actual == pytest.approx(expected, rel=1e-5), f"{name} on rank {rank}"
+    assert_figures(values(forks.run(2, figures, recipe)), alone, parallel.expert)
 
 
 def test_the_case_means_something(alone):

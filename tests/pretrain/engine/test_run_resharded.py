@@ -4,57 +4,13 @@ A chain is a list of splits that a run goes through; other splits join by adding
 """
 
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from engines import ONE, ONE_D, RECIPE, STAGE, Samples, Split, engine_of, load, save, stage
 from forks import values
-from test_run_split_engine import RECIPE, Samples, engine_of
 
-from pretrain.config import ParallelConfig
-
-STEPS = 2  # between two checkpoints
-
-
-@dataclass(frozen=True)
-class Split:
-    """One split of a chain."""
-
-    expert: int = 1
-    data: int = 1
-    distributed: bool = False
-    precision: str = "fp32"
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    virtual: int | None = None
-    expert_tensor: int = 1
-    overlap: bool = False
-
-    @property
-    def parallel(self):
-        return ParallelConfig(
-            expert=self.expert,
-            data=self.data,
-            tensor=self.tensor,
-            context=self.context,
-            pipeline=self.pipeline,
-            virtual_pipeline=self.virtual,
-            expert_tensor=self.expert_tensor,
-            overlap_gradients=self.overlap,
-            overlap_parameters=self.overlap,
-        )
-
-    def recipe(self, base):
-        return replace(
-            base,
-            parallel=self.parallel,
-            optimizer=replace(base.optimizer, distributed=self.distributed),
-            train=replace(base.train, steps=20, precision=self.precision),
-        )
-
-
-ONE, ONE_D = Split(), Split(distributed=True)
 CHAINS = {
     "EP 2-1-4": [Split(expert=2), ONE, Split(expert=4)],
     "EP 2-1-4 distributed": [Split(expert=2, distributed=True), ONE_D, Split(expert=4, distributed=True)],
@@ -127,41 +83,6 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 GATES = {"switch": {}, "sigmoid": {"gate": "sigmoid", "capacity_factor": None}}
 
 
-class Counted(Samples):
-    """Return the samples that this rank took."""
-
-    def __init__(self):
-        self.taken = []
-
-    def __getitem__(self, n):
-        self.taken.append(n)
-        return super().__getitem__(n)
-
-
-def stage(folder, split, base, step):
-    """Goes on from ``step``, saves after `STEPS`, makes one step more. (losses of those steps, samples, bias sum)"""
-    import torch.distributed as dist
-
-    from pretrain.checkpoint import open_checkpoint, save
-    from pretrain.engine import state
-
-    recipe, samples = split.recipe(base), Counted()
-    engine = engine_of(recipe)
-    if step:
-        state.load(engine, open_checkpoint(folder / f"step-{step:08d}"))
-    losses = [engine.train_step(step + i, samples).loss for i in range(STEPS)]
-    taken = list(samples.taken)
-    run_state = {
-        "optimizer": state.optimizer_state(engine),
-        "schedule": state.schedule_state(engine),
-        "recipe": asdict(recipe),
-    }
-    save(folder, step + STEPS, state.pieces(engine), run_state, state.rank_state())
-    losses.append(engine.train_step(step + STEPS, samples).loss)
-    dist.barrier()
-    return losses, taken
-
-
 # A gate's buffer is replicated alike at every split: two chains do for it.
 CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain in CHAINS if chain.startswith("EP")]
 
@@ -172,7 +93,7 @@ def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate
     base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate], **MODELS.get(chain, {})))
     expected, taken = None, []
     for number, split in enumerate(CHAINS[chain]):
-        results = values(forks.run(split.parallel.world_size, stage, tmp_path, split, base, number * STEPS))
+        results = values(forks.run(split.parallel.world_size, stage, tmp_path, split, base, number * STAGE))
         losses = results[0][0]
         if expected is not None:
             assert losses[0] == pytest.approx(expected, rel=TOLERANCE[split.precision]), f"{split}"
@@ -182,25 +103,23 @@ def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate
         samples = sorted(n for _, taken_here in results for n in taken_here)
         assert samples[::copies] == samples[copies - 1 :: copies]
         taken += samples[::copies]
-    steps = len(CHAINS[chain]) * STEPS
+    steps = len(CHAINS[chain]) * STAGE
     assert sorted(taken) == list(range(steps * base.train.global_batch)), "a sample was taken twice or not at all"
 
 
 def saved_and_loaded(folder, base):
     """Crc of everything that is loaded against what was saved, into an engine with other weights."""
-    from pretrain.checkpoint import open_checkpoint, save
     from pretrain.engine import state
 
-    engine = engine_of(Split().recipe(base))
+    engine = engine_of(ONE.recipe(base))
     for step in range(3):
         engine.train_step(step, Samples())
-    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
-    save(folder, 3, state.pieces(engine), run_state, state.rank_state())
+    save(engine, folder, 3)
     before = crcs(state.pieces(engine))
     for step in range(3, 5):
         engine.train_step(step, Samples())
     assert crcs(state.pieces(engine)) != before
-    state.load(engine, open_checkpoint(folder))
+    load(engine, folder)
     return before, crcs(state.pieces(engine)), engine.scheduler.num_steps
 
 
@@ -240,7 +159,7 @@ def draws():
     from pretrain.checkpoint import codec
     from pretrain.engine import rng
 
-    engine_of(Split().recipe(RECIPE))
+    engine_of(ONE.recipe(RECIPE))
 
     def draw():
         with get_cuda_rng_tracker().fork():

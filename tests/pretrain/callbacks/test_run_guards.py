@@ -5,38 +5,19 @@ import logging
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from engines import RECIPE, Samples, engine_of, trainer_of, values_of
 from forks import values
-from test_run_split_engine import RECIPE, Samples, engine_of
-from test_run_training import steps, train
+from runs import steps, train
 
 from pretrain.callbacks import CollapseWarning, StepGuard
 from pretrain.config import GuardConfig, ParallelConfig, load_recipe
 from pretrain.start.process import EXIT_DIVERGED, Diverged
 
-
-def trainer_of(engine=None, step=0):
-    """Stand-in for a trainer, with what a guard needs."""
-    processes = SimpleNamespace(is_main=True, rank=0, world_size=1)
-    return SimpleNamespace(engine=engine, step=step, processes=processes, inputs=SimpleNamespace(train=Samples()))
-
-
 # A step that is not finite
-
-
-def values_of(engine):
-    """Everything that a skipped step must leave as it is."""
-    found = {name: value.detach().clone() for name, value in engine.gpt.state_dict().items() if torch.is_tensor(value)}
-    for number, part in enumerate(engine.optimizer.chained_optimizers):
-        for group in part.optimizer.param_groups:
-            for place, main in enumerate(group["params"]):
-                found |= {f"{number} {place} {key}": value.clone() for key, value in part.optimizer.state[main].items()}
-                found[f"{number} {place} main"] = main.detach().clone()
-    return found
 
 
 def poison(engine, what):
