@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from fmoe import random
 from fmoe.errors import UserError
 from fmoe.gates import Choice, Scores
-from pretrain.compare.table import markdown
 from pretrain.config import Recipe
 from pretrain.data.samples import Samples
+from pretrain.formats import markdown
 from pretrain.inference.evaluation import evaluate
 from pretrain.models import kind_of
 from pretrain.models.batch import collate, loss_function

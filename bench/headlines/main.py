@@ -23,8 +23,8 @@ from fmoe.errors import UserError, known_names
 from pretrain.compare import figure
 from pretrain.compare.groups import Group, group_runs, reach
 from pretrain.compare.runs import Run, read_run
-from pretrain.compare.table import markdown
 from pretrain.config import Recipe, load_recipe
+from pretrain.formats import markdown
 from pretrain.tracking import read_metrics
 
 HERE = Path(__file__).parent

@@ -26,8 +26,8 @@ class BackgroundWriter:
     def __init__(self) -> None:
         # Two groups: one for the thread, one to agree on whether the threads have ended.
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group, votes = (None if is_alone else dist.new_group(backend="gloo") for _ in range(2))
-        self._votes = Ranks(votes)
+        self._group = None if is_alone else dist.new_group(backend="gloo")
+        self._votes = Ranks(None if is_alone else dist.new_group(backend="gloo"))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -60,14 +60,15 @@ class BackgroundWriter:
 
     def abandon(self) -> None:
         """Wait for this rank's thread and log its error, if any. Not collective: call it on a rank that fails."""
-        if self._thread is not None and (error := self._join()) is not None:
+        if (error := self._join()) is not None:
             logger.warning("the thread that writes checkpoints has failed: %s", error)
 
     def _join(self) -> BaseException | None:
-        assert self._thread is not None
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         return error
 
     def _run(self, work: Work) -> None:

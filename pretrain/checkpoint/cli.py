@@ -14,6 +14,7 @@ from pretrain.checkpoint.folders import step_folders
 from pretrain.checkpoint.load import Checkpoint, open_checkpoint
 from pretrain.checkpoint.manifest import StoredTensor
 from pretrain.checkpoint.shard import name_of
+from pretrain.formats import aligned, size_text
 
 
 def main(argv: list[str]) -> int:
@@ -28,29 +29,26 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(prog="fmoe checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    newest = "of a step folder, or of a run's newest checkpoint"
     for function, metavar, text in [
         (_ls, "RUN", "list the checkpoints of a run"),
-        (_verify, "PATH", "compare every file of a step folder, or of a run's newest checkpoint, with its manifest"),
-        (_show, "PATH", "print the state and tensors of a step folder, or of a run's newest checkpoint"),
+        (_verify, "PATH", f"compare every file {newest}, with its manifest"),
+        (_show, "PATH", f"print the state and tensors {newest}"),
+        (_export, "PATH", "write a checkpoint as torch.distributed.checkpoint or safetensors, with the same names"),
+        (_import, "FOLDER", "convert a folder that export wrote, or a checkpoint of Megatron-core, to a run"),
     ]:
         command = commands.add_parser(function.__name__[1:], help=text, description=text)
         command.add_argument("path", type=Path, metavar=metavar)
-        command.set_defaults(function=lambda arguments, function=function: function(arguments.path))
-    text = "write a checkpoint as a folder of torch.distributed.checkpoint or safetensors, with the same tensor names"
-    command = commands.add_parser("export", help=text, description=text)
-    command.add_argument("path", type=Path, metavar="PATH", help="a run (its newest checkpoint) or a step folder")
-    command.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
-    command.add_argument("--format", default="dcp", metavar="NAME", help="dcp (default) or safetensors")
-    command.add_argument(
-        "--optimizer", action="store_true", help="also write the optimizer's tensors and all else that resuming needs"
-    )
-    command.set_defaults(function=_export)
-    text = "convert a folder that export wrote, or a checkpoint of Megatron-core, to a run"
-    command = commands.add_parser("import", help=text, description=text)
-    command.add_argument("path", type=Path, metavar="FOLDER")
-    command.add_argument("out", type=Path, metavar="OUT_RUN", help="a new or empty folder")
-    command.add_argument("--recipe", metavar="RECIPE", help="recipe of the model, instead of FOLDER/recipe.toml")
-    command.set_defaults(function=_import)
+        command.set_defaults(function=function)
+        if function in (_export, _import):
+            command.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+        if function is _export:
+            command.add_argument("--format", default="dcp", metavar="NAME", help="dcp (default) or safetensors")
+            text = "also write the optimizer's tensors and all else that resuming needs"
+            command.add_argument("--optimizer", action="store_true", help=text)
+        if function is _import:
+            text = "recipe of the model, instead of FOLDER/recipe.toml"
+            command.add_argument("--recipe", metavar="RECIPE", help=text)
     arguments = parser.parse_args(argv)
     return arguments.function(arguments)
 
@@ -59,7 +57,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from pretrain.interchange.transfer import export_tensors  # imports torch.distributed.checkpoint
 
     done = export_tensors(arguments.path, arguments.out, arguments.format, optimizer=arguments.optimizer)
-    print(f"{printable(str(arguments.out))}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
+    print(f"{printable(str(arguments.out))}: {done.num_tensors} tensors, {size_text(done.nbytes)}")
     return 0
 
 
@@ -69,7 +67,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
     done = import_tensors(arguments.path, arguments.out, recipe=arguments.recipe)
     out = printable(str(arguments.out))
-    print(f"{out}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
+    print(f"{out}: {done.num_tensors} tensors, {size_text(done.nbytes)}")
     if not done.is_checked:
         print("  no arguments of Megatron-LM: routing, positions and norms come from the recipe and were not checked")
     if done.is_resumable:
@@ -79,72 +77,56 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ls(run: Path) -> int:
-    found = (step_folders(run) or step_folders(run / "checkpoints"))[::-1]
-    if not found:
+def _ls(arguments: argparse.Namespace) -> int:
+    run = arguments.path
+    folders = step_folders(run) or step_folders(run / "checkpoints")
+    if not folders:
         raise UserError(f"{run} has no checkpoints: neither it nor its checkpoints folder has a step-* folder")
     exit_code = 0
-    for path in found:
+    for path in reversed(folders):
         try:
-            checkpoint = Checkpoint(path)
+            text = _summary(Checkpoint(path))
         except UserError as error:
-            print(f"{path.name}  damaged: {printable(str(error))}")
+            text = f"damaged: {printable(str(error))}"
             exit_code = 1
-        else:
-            print(f"{path.name}  {_summary(checkpoint)}")
+        print(f"{path.name}  {text}")
     return exit_code
 
 
-def _verify(path: Path) -> int:
-    checkpoint = open_checkpoint(path)
+def _verify(arguments: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(arguments.path)
     checkpoint.verify()
     print(f"{printable(str(checkpoint.path))}: intact  {_summary(checkpoint)}")
     return 0
 
 
-def _show(path: Path) -> int:
-    checkpoint = open_checkpoint(path)
+def _show(arguments: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(arguments.path)
     print(f"{printable(str(checkpoint.path))}  {_summary(checkpoint)}")
     print("state", json.dumps(checkpoint.state, indent=2, default=_brief))
-    tensors = checkpoint.manifest.tensors
-    rows = [
-        (
-            printable(name),
-            name_of(tensors[name].dtype),
-            str(list(tensors[name].shape)),
-            _bytes(tensors[name].nbytes),
-            _split(tensors[name]),
-        )
-        for name in checkpoint.names()
-    ]
-    rows.insert(0, ("tensor", "dtype", "shape", "bytes", "split"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    rows = [["tensor", "dtype", "shape", "bytes", "split"]]
+    for name in checkpoint.names():
+        tensor = checkpoint.manifest.tensors[name]
+        shape = str(list(tensor.shape))
+        rows.append([printable(name), name_of(tensor.dtype), shape, size_text(tensor.nbytes), _split(tensor)])
+    print("\n".join(aligned(rows)))
     return 0
 
 
 def _summary(checkpoint: Checkpoint) -> str:
-    files, tensors = checkpoint.manifest.files, checkpoint.manifest.tensors
-    size = _bytes(sum(record.size for record in files.values()))
-    return f"{len(tensors)} tensors, {len(files)} files, {size}, written by {checkpoint.num_ranks} ranks"
+    files = checkpoint.manifest.files
+    size = size_text(sum(record.size for record in files.values()))
+    num_tensors = len(checkpoint.manifest.tensors)
+    return f"{num_tensors} tensors, {len(files)} files, {size}, written by {checkpoint.num_ranks} ranks"
 
 
 def _split(tensor: StoredTensor) -> str:
     """Return how a tensor is split: ``2x1`` (blocks along each axis) or ``2x1, 3 flat ranges``."""
     regions = [piece.region for piece in tensor.pieces]
-    blocks = "x".join(str(len({region.offset[axis] for region in regions})) for axis in range(len(tensor.shape)))
+    offsets = zip(*(region.offset for region in regions), strict=True)  # of each axis
+    blocks = "x".join(str(len(set(axis))) for axis in offsets) or "1"
     num_ranges = sum(not region.is_whole for region in regions)
-    return (blocks or "1") + (f", {num_ranges} flat ranges" if num_ranges else "")
-
-
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{blocks}, {num_ranges} flat ranges" if num_ranges else blocks
 
 
 def _brief(value: Any) -> str:

@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,31 +43,24 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
     Raises:
         OSError: writing failed. The error always names the file, unlike the errors of ``write`` and ``fsync``.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     chunks = list(_chunks(buffers))
-    # SHA-256 takes longer than writing on many machines: a second thread hashes large files (hashlib releases the GIL).
-    hasher = ThreadPoolExecutor(1, "fmoe-sha256") if sum(map(len, chunks)) > CHUNK else None
+    # SHA-256 takes longer than writing on many machines, so a second thread computes it (hashlib releases the GIL).
+    hasher = ThreadPoolExecutor(1, "fmoe-sha256")
+    for chunk in chunks:
+        hasher.submit(digest.update, chunk)
     try:
-        hashed: list[Future] = []
-        if hasher is not None:
-            hashed = [hasher.submit(digest.update, chunk) for chunk in chunks]
         with open(path, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                if hasher is None:
-                    digest.update(chunk)
-                size += len(chunk)
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
-        for each in hashed:
-            each.result()
+        hasher.shutdown()
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
     finally:
-        if hasher is not None:
-            hasher.shutdown(cancel_futures=True)
-    return FileRecord(size, digest.hexdigest())
+        hasher.shutdown(cancel_futures=True)
+    return FileRecord(sum(map(len, chunks)), digest.hexdigest())
 
 
 def free_bytes(folder: Path) -> int:
@@ -102,7 +95,8 @@ def content_problem(path: Path, record: FileRecord) -> str | None:
 
     Return None if it is a regular file of the recorded size and SHA-256.
     """
-    if problem := size_problem(path, record):
+    problem = size_problem(path, record)
+    if problem is not None:
         return problem
     try:
         digest = sha256(path)

@@ -48,11 +48,7 @@ def rank_name(rank: int) -> str:
 
 def steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, ascending; none if the folder does not exist."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    found = ((step_of(path.name), path) for path in folder.iterdir())
-    return sorted(step for step, path in found if step is not None and (path / MANIFEST).is_file())
+    return [step for step, path in _paths_of_steps(folder) if (path / MANIFEST).is_file()]
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -60,17 +56,21 @@ def step_folders(folder: Path) -> list[Path]:
 
     Folders without a manifest, which are damaged checkpoints, are included. So are links, even broken ones.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
+    return [path for _, path in reversed(_paths_of_steps(folder)) if path.is_symlink() or path.is_dir()]
+
+
+def _paths_of_steps(folder: Path) -> list[tuple[int, Path]]:
+    """Return the entries of a folder with the name of a step, with their steps, ascending."""
+    if not Path(folder).is_dir():
         return []
-    found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_symlink() or path.is_dir()]
-    return [path for step, path in sorted(((s, p) for s, p in found if s is not None), reverse=True)]
+    numbered = [(step_of(path.name), path) for path in Path(folder).iterdir()]
+    return sorted((step, path) for step, path in numbered if step is not None)
 
 
 def latest(folder: Path) -> Path | None:
     """Return the complete checkpoint with the highest step, or None."""
-    found = steps(folder)
-    return Path(folder) / step_name(found[-1]) if found else None
+    complete = steps(folder)
+    return Path(folder) / step_name(complete[-1]) if complete else None
 
 
 def remove(path: Path) -> None:
@@ -88,9 +88,9 @@ def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> 
     Call it on one rank, while no rank saves.
     """
     for suffix in suffixes:
-        for left in Path(folder).glob(f"step-*{suffix}"):
-            if step_of(left.name.removesuffix(suffix)) is not None:
-                _discard(left)
+        for leftover in Path(folder).glob(f"step-*{suffix}"):
+            if step_of(leftover.name.removesuffix(suffix)) is not None:
+                _discard(leftover)
 
 
 def _discard(path: Path) -> None:
@@ -104,8 +104,10 @@ def _discard(path: Path) -> None:
 def set_aside(path: Path) -> Path:
     """Rename a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), and return the new path."""
     number = 1
-    while os.path.lexists(target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))):
+    target = path.with_name(path.name + DAMAGED)
+    while os.path.lexists(target):
         number += 1
+        target = path.with_name(f"{path.name}{DAMAGED}.{number}")
     path.rename(target)
     sync(path.parent)
     return target

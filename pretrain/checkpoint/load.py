@@ -37,10 +37,10 @@ def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
         raise UserError(f"{path} is not a complete checkpoint: its writing or removal has not finished")
     if (path / MANIFEST).is_file() or (step_of(path.name) is not None and path.is_dir()):
         return Checkpoint(path, verify=verify)
-    found = step_folders(path) or step_folders(path / "checkpoints")
-    if not found:
+    folders = step_folders(path) or step_folders(path / "checkpoints")
+    if not folders:
         raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}, step-* folder or checkpoints/step-* folder")
-    return Checkpoint(found[0], verify=verify)
+    return Checkpoint(folders[0], verify=verify)
 
 
 class Checkpoint:
@@ -58,7 +58,8 @@ class Checkpoint:
         """Open a step folder; see `open_checkpoint`."""
         self.path = path
         self.manifest = read_manifest(path)
-        self.step, self.num_ranks = self.manifest.step, self.manifest.num_ranks
+        self.step = self.manifest.step
+        self.num_ranks = self.manifest.num_ranks
         self._verify = verify
         self._verified: set[str] = set()
         self._covered: set[str] = set()
@@ -66,7 +67,7 @@ class Checkpoint:
         if step_of(path.name) not in (None, self.step):
             raise UserError(f"{path / MANIFEST} is of step {self.step}, unlike the name of its folder")
         for name, record in self.manifest.files.items():
-            if problem := size_problem(path / name, record):
+            if (problem := size_problem(path / name, record)) is not None:
                 raise UserError(f"{path / name} {problem}")
         self.state: dict[str, Any] = self._json(STATE)
 
@@ -125,7 +126,7 @@ class Checkpoint:
         if block is None:
             block = tuple(s - o for s, o in zip(tensor.shape, offset, strict=False))
         wanted = Region.of(offset, block, start, stop)
-        if misfit := wanted.misfit(tensor.shape):
+        if (misfit := wanted.misfit(tensor.shape)) is not None:
             raise UserError(f"{self.path}: tensor {name}: {misfit}")
         if out is None:
             is_block = start == 0 and stop is None
@@ -136,12 +137,12 @@ class Checkpoint:
                 f"but the requested region has {wanted.size} of {name_of(tensor.dtype)}"
             )
         self._check_coverage(name, tensor)
-        places = _places(out.detach(), wanted)
+        views = _views(out.detach(), wanted)
         for piece in tensor.pieces:
             for source in piece.region.boxes:
-                for box, place in places:
-                    if common := source.common(box):
-                        place[common.slices_in(box.offset)].copy_(self._load(tensor, piece, source, common))
+                for box, view in views:
+                    if (common := source.common(box)) is not None:
+                        view[common.slices_in(box.offset)].copy_(self._load(tensor, piece, source, common))
         return out
 
     def fill(self, piece: Piece) -> None:
@@ -167,13 +168,12 @@ class Checkpoint:
         Raises:
             UserError: a checked file is bad (the message names all such files), or a tensor is incomplete.
         """
-        records = self.manifest.files.items()
-        mine = [item for number, item in enumerate(sorted(records, key=lambda item: item[0])) if number % of == share]
-        problems = {name: content_problem(self.path / name, record) for name, record in mine}
-        bad = [f"{name} {problem}" for name, problem in problems.items() if problem]
+        files = self.manifest.files
+        problems = {name: content_problem(self.path / name, files[name]) for name in sorted(files)[share::of]}
+        bad = [f"{name} {problem}" for name, problem in problems.items() if problem is not None]
         if bad:
             raise UserError(f"{self.path}: {'; '.join(bad)}")
-        self._verified |= self.manifest.files.keys()
+        self._verified |= files.keys()
         for name, tensor in self.manifest.tensors.items():
             self._check_coverage(name, tensor)
 
@@ -194,7 +194,8 @@ class Checkpoint:
     def _verified_path(self, name: str) -> Path:
         path = self.path / name
         if self._verify and name not in self._verified:
-            if problem := content_problem(path, self.manifest.files[name]):
+            problem = content_problem(path, self.manifest.files[name])
+            if problem is not None:
                 raise UserError(f"{path} {problem}")
             self._verified.add(name)
         return path
@@ -238,7 +239,7 @@ class Checkpoint:
         return stored[first : last + 1].as_strided(common.shape, strides)
 
 
-def _places(out: Tensor, wanted: Region) -> list[tuple[Box, Tensor]]:
+def _views(out: Tensor, wanted: Region) -> list[tuple[Box, Tensor]]:
     """Return each box of the region ``wanted``, and the view of ``out`` that holds the box's elements."""
     if wanted.is_whole:
         return [(box, out if out.shape == box.shape else out.view(box.shape)) for box in wanted.boxes]

@@ -43,7 +43,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: Shape
-    pieces: tuple[StoredPiece, ...]
+    pieces: list[StoredPiece]
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +73,8 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     if missing == 0 and first_overlap(boxes) is None:
         return
     # Slower, but names the holders.
-    boxes = [(piece.file, box) for piece in tensor.pieces for box in piece.region.boxes]
-    if overlap := first_overlap(boxes):
+    overlap = first_overlap((piece.file, box) for piece in tensor.pieces for box in piece.region.boxes)
+    if overlap is not None:
         first, second, offset = overlap
         raise UserError(f"tensor {name}: {first} and {second} both hold the element at {offset}")
     raise UserError(f"tensor {name}: {missing} of its {size} elements are missing")
@@ -86,7 +86,7 @@ def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         name: {
             "dtype": name_of(tensor.dtype),
             "shape": tensor.shape,
-            "pieces": [_piece_to_json(piece) for piece in tensor.pieces],
+            "pieces": list(map(_piece_to_json, tensor.pieces)),
         }
         for name, tensor in tensors.items()
     }
@@ -103,9 +103,9 @@ def tensors_from_json(fields: Mapping[str, Any]) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in fields.items():
         shape = _counts(entry["shape"])
-        pieces = tuple(_piece_from_json(piece) for piece in entry["pieces"])
+        pieces = list(map(_piece_from_json, entry["pieces"]))
         for piece in pieces:
-            if misfit := piece.region.misfit(shape):
+            if (misfit := piece.region.misfit(shape)) is not None:
                 raise ValueError(f"tensor {name}: {misfit}")
         tensors[name] = StoredTensor(dtype_named(entry["dtype"]), shape, pieces)
     return tensors
@@ -177,15 +177,15 @@ def read_manifest(folder: Path) -> Manifest:
     if digest != hashlib.sha256(_canonical(document)).hexdigest():
         raise UserError(f"{path} is damaged: its content does not match its SHA-256")
     try:
-        manifest = _manifest_from_json(document)
+        return _manifest_from_json(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is malformed ({type(error).__name__}: {error}): use another checkpoint") from error
-    return manifest
 
 
 def _manifest_from_json(document: Mapping[str, Any]) -> Manifest:
     step, num_ranks = _counts([document["step"], document["num_ranks"]])
-    files, tensors = files_from_json(document["files"]), tensors_from_json(document["tensors"])
+    files = files_from_json(document["files"])
+    tensors = tensors_from_json(document["tensors"])
     for name in files:
         if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(

@@ -49,7 +49,7 @@ class Ranks:
             failure.__cause__ = error
         except Exception as error:
             failure = error
-        failing = self._lowest(self.rank if failure is not None else self.size)
+        failing = self._lowest(self.size if failure is None else self.rank)
         if failing == self.size:
             return
         theirs = self._broadcast(failure, failing)
@@ -94,24 +94,19 @@ class Ranks:
 
 
 def _to_wire(failure: Exception) -> bytes:
-    if isinstance(failure, SaveError):
-        kind = "save"
-    elif isinstance(failure, UserError):
-        kind = "user"
-    else:
-        kind = type(failure).__name__
     message = one_line(failure, _MESSAGE_CHARS)
-    fields = {"kind": kind, "message": message, "errno": getattr(failure, "errno", None)}
+    if isinstance(failure, SaveError):
+        fields = ["save", message, failure.errno]
+    elif isinstance(failure, UserError):
+        fields = ["user", message, None]
+    else:
+        fields = ["other", f"{type(failure).__name__}: {message}", None]
     return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
 
 
 def _from_wire(data: bytes, rank: int) -> Exception:
-    fields = json.loads(data)
-    message = f"rank {rank}: {fields['message']}"
-    match fields["kind"]:
-        case "save":
-            return SaveError(message, fields["errno"])
-        case "user":
-            return UserError(message)
-        case kind:
-            return RuntimeError(f"rank {rank}: {kind}: {fields['message']}")
+    kind, message, errno = json.loads(data)
+    message = f"rank {rank}: {message}"
+    if kind == "save":
+        return SaveError(message, errno)
+    return UserError(message) if kind == "user" else RuntimeError(message)

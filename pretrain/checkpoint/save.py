@@ -81,18 +81,17 @@ class Piece:
         Raises:
             UserError: a check failed; the message names the tensor and the problem.
         """
-        region, problem = self.region, None
+        region = self.region
+        problem = region.misfit(self.shape)
         if not self.name or self.name == RESERVED_KEY:
             problem = "the name is empty or reserved"
-        elif misfit := region.misfit(self.shape):
-            problem = misfit
-        elif self.data.numel() != region.size:
+        elif problem is None and self.data.numel() != region.size:
             problem = f"the data has {self.data.numel()} elements, but its region has {region.size}"
-        elif self.start == 0 and self.stop is None and self.data.shape != tuple(self.block):
+        elif problem is None and self.start == 0 and self.stop is None and self.data.shape != tuple(self.block):
             problem = f"the data has shape {tuple(self.data.shape)}, but its block has {tuple(self.block)}"
-        elif self.data.dtype not in CODES:
+        elif problem is None and self.data.dtype not in CODES:
             problem = f"dtype {self.data.dtype} is not supported"
-        if problem:
+        if problem is not None:
             raise UserError(f"tensor {self.name}: {problem}")
 
 
@@ -202,35 +201,45 @@ def save_parts(
 
     Returns, raises: as for `save`.
     """
-    final = Path(folder) / step_name(step)
-    tmp = final.with_name(final.name + TMP)
-    space, encoded = _Space(final.parent, nbytes), codec.dumps(dict(state), "state")
-    of_ranks = None if rank_states is None else [codec.dumps(dict(each), "rank_state") for each in rank_states]
+    draft = _Draft(folder, step, nbytes)
+    encoded = codec.dumps(dict(state), "state")
+    encoded_ranks = None if rank_states is None else [codec.dumps(dict(each), "rank_state") for each in rank_states]
 
-    def write_part(number: int, held: Sequence[Piece]) -> None:
-        own: bytes | None = codec.dumps({}, "rank_state")
-        if of_ranks is not None:
-            own = of_ranks[number] if number < len(of_ranks) else None
-        _write_rank(tmp, number, Snapshot(tuple(held), encoded, own))
+    def write_part(number: int, part: Sequence[Piece]) -> None:
+        rank_state: bytes | None = None
+        if encoded_ranks is None:
+            rank_state = codec.dumps({}, "rank_state")
+        elif number < len(encoded_ranks):
+            rank_state = encoded_ranks[number]
+        draft.write_rank(number, Snapshot(tuple(part), encoded, rank_state))
 
-    with Ranks().together(lambda: shutil.rmtree(tmp, ignore_errors=True)):
-        _prepare(step, final, tmp, space)
-        with space.disk_full_as_save_error():
-            parts, size = 0, 0
-            held: list[Any] = []
-            for piece in pieces:
-                piece.check()
-                if held and size + piece.data.nbytes > part_bytes:
-                    write_part(parts, held)
-                    parts, held, size = parts + 1, [], 0
-                held.append(replace(piece, data=piece.data.detach().cpu().contiguous()))
-                size += piece.data.nbytes
-            num_ranks = parts + 1 if of_ranks is None else len(of_ranks)
-            for number in range(parts, max(parts + 1, num_ranks)):
-                write_part(number, held)
-                held = []
-            _commit(final, tmp, step, num_ranks, encoded, max(parts + 1, num_ranks))
-    return final
+    with Ranks().together(draft.discard):
+        draft.create()
+        with draft.disk_full_as_save_error():
+            num_parts = 0
+            for part in _parts(pieces, part_bytes):
+                write_part(num_parts, part)
+                num_parts += 1
+            num_ranks = num_parts if encoded_ranks is None else len(encoded_ranks)
+            for number in range(num_parts, num_ranks):
+                write_part(number, [])
+            draft.commit(num_ranks, encoded, max(num_parts, num_ranks))
+    return draft.final
+
+
+def _parts(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
+    """Copy pieces to the host, and yield them in parts of at most ``part_bytes`` or of one piece; at least one part."""
+    part: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        piece.check()
+        if part and size + piece.data.nbytes > part_bytes:
+            yield part
+            part = []
+            size = 0
+        part.append(replace(piece, data=piece.data.detach().cpu().contiguous()))
+        size += piece.data.nbytes
+    yield part
 
 
 def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGroup | None = None) -> Path:
@@ -240,39 +249,54 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
     time.
     """
     ranks = Ranks(group)
-    final = Path(folder) / step_name(step)
-    tmp = final.with_name(final.name + TMP)
-
-    def undo() -> None:
-        shutil.rmtree(tmp, ignore_errors=True)
-
-    space = _Space(final.parent, ranks.total(snapshot.nbytes))
-    with ranks.together(undo):
+    draft = _Draft(folder, step, ranks.total(snapshot.nbytes))
+    with ranks.together(draft.discard):
         if ranks.rank == 0:
-            _prepare(step, final, tmp, space)
-    with ranks.together(undo):
-        if not tmp.is_dir():
-            raise UserError(f"{tmp} is missing on this rank: checkpoints need a filesystem that all ranks share")
-        with space.disk_full_as_save_error():
-            _write_rank(tmp, ranks.rank, snapshot)
-    with ranks.together(undo):
+            draft.create()
+    with ranks.together(draft.discard):
+        if not draft.tmp.is_dir():
+            raise UserError(f"{draft.tmp} is missing on this rank: checkpoints need a filesystem that all ranks share")
+        with draft.disk_full_as_save_error():
+            draft.write_rank(ranks.rank, snapshot)
+    with ranks.together(draft.discard):
         if ranks.rank == 0:
-            with space.disk_full_as_save_error():
-                _commit(final, tmp, step, ranks.size, snapshot.state)
-    return final
+            with draft.disk_full_as_save_error():
+                draft.commit(ranks.size, snapshot.state, ranks.size)
+    return draft.final
 
 
-class _Space:
-    """The free bytes of a folder's filesystem, compared with the bytes that a checkpoint needs."""
+class _Draft:
+    """A checkpoint that is being written to ``step-N.tmp``, until `commit` renames it.
 
-    def __init__(self, folder: Path, needed: int):
-        self._folder, self._needed = folder, needed
+    Args:
+        needed: estimate of its bytes on disk.
+    """
 
-    def check(self) -> None:
-        free = free_bytes(self._folder)
+    def __init__(self, folder: Path, step: int, needed: int):
+        self.final = Path(folder) / step_name(step)
+        self.tmp = self.final.with_name(self.final.name + TMP)
+        self._step = step
+        self._needed = needed
+
+    def create(self) -> None:
+        """Create the folder, after checks of the step and of the free space."""
+        folder = self.final.parent
+        if self._step < 0:
+            raise UserError(f"step={self._step} must be at least 0")
+        if os.path.lexists(self.final):
+            raise UserError(f"{self.final} already exists: checkpoints are never overwritten")
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync(folder.parent)
+        remove(self.tmp)  # left by a process that died
+        free = free_bytes(folder)
         if free < self._needed:
-            message = f"{self._folder}: disk full: the checkpoint needs {self._needed} bytes, but only {free} are free"
+            message = f"{folder}: disk full: the checkpoint needs {self._needed} bytes, but only {free} are free"
             raise SaveError(message, errno.ENOSPC)
+        self.tmp.mkdir()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
     @contextmanager
     def disk_full_as_save_error(self) -> Iterator[None]:
@@ -281,88 +305,69 @@ class _Space:
         except OSError as error:
             if not is_full(error):
                 raise
+            folder = self.final.parent
             raise SaveError(
-                f"{error.filename or self._folder}: {error.strerror}: the checkpoint needs {self._needed} bytes, "
-                f"and {free_bytes(self._folder)} are free now",
+                f"{error.filename or folder}: {error.strerror}: the checkpoint needs {self._needed} bytes, "
+                f"and {free_bytes(folder)} are free now",
                 error.errno,
             ) from error
 
+    def write_rank(self, rank: int, snapshot: Snapshot) -> None:
+        """Write one rank's tensors and state, and an index of both for `commit`."""
+        shard = shard_name(rank)
+        index: dict[str, StoredTensor] = {}
+        tensors: dict[str, Tensor] = {}  # by their key in the shard
+        for piece in snapshot.pieces:
+            region = piece.region
+            pieces = _pieces_of(index, piece.name, piece.data.dtype, tuple(piece.shape))
+            if region.size == 0:
+                continue  # an empty tensor is an index entry without pieces
+            key = f"{piece.name}#{len(pieces)}" if pieces else piece.name
+            while key in tensors:  # another tensor may have this name
+                key += "#"
+            tensors[key] = piece.data.reshape(region.block if region.is_whole else -1)
+            pieces.append(StoredPiece(shard, key, region))
+        files = {}
+        if snapshot.rank_state is not None:
+            files[rank_name(rank)] = write_file(self.tmp / rank_name(rank), [snapshot.rank_state])
+        if tensors:
+            files[shard] = write_shard(self.tmp / shard, tensors)
+        entry = {"files": files_to_json(files), "tensors": tensors_to_json(index)}
+        write_file(self._index_of(rank), [json.dumps(entry).encode()])
 
-def _prepare(step: int, final: Path, tmp: Path, space: _Space) -> None:
-    if step < 0:
-        raise UserError(f"step={step} must be at least 0")
-    if os.path.lexists(final):
-        raise UserError(f"{final} already exists: checkpoints are never overwritten")
-    if not final.parent.is_dir():
-        final.parent.mkdir(parents=True)
-        sync(final.parent.parent)
-    remove(tmp)  # left by a process that died
-    space.check()
-    tmp.mkdir()
+    def commit(self, num_ranks: int, state: bytes, num_parts: int) -> None:
+        """Merge the ``num_parts`` indices into a manifest, check that no element is missing, and publish the folder."""
+        files = {STATE: write_file(self.tmp / STATE, [state])}
+        tensors: dict[str, StoredTensor] = {}
+        for number in range(num_parts):
+            path = self._index_of(number)
+            entry = json.loads(path.read_bytes())
+            path.unlink()
+            files |= files_from_json(entry["files"])
+            for name, tensor in tensors_from_json(entry["tensors"]).items():
+                _pieces_of(tensors, name, tensor.dtype, tensor.shape).extend(tensor.pieces)
+        for name, tensor in tensors.items():
+            check_coverage(name, tensor)
+        manifest = Manifest(self._step, num_ranks, files, tensors)
+        write_file(self.tmp / MANIFEST, [seal(manifest_to_json(manifest))])
+        sync(self.tmp)
+        os.rename(self.tmp, self.final)
+        try:
+            sync(self.final.parent)
+        except OSError:
+            os.rename(self.final, self.tmp)  # not known to be durable, so not published
+            raise
 
-
-def _index_name(rank: int) -> str:
-    return f"index-{rank:05d}.json"
-
-
-def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
-    """Write one rank's tensors and state, and an index of both for `_commit`."""
-    shard, data, index = shard_name(rank), {}, _Index()
-    for piece in snapshot.pieces:
-        region = piece.region
-        pieces = index.pieces_of(piece.name, piece.data.dtype, tuple(piece.shape))
-        if region.size == 0:
-            continue  # an empty tensor is an index entry without pieces
-        key = f"{piece.name}#{len(pieces)}" if pieces else piece.name
-        while key in data:  # another tensor may have this name
-            key += "#"
-        data[key] = piece.data.reshape(region.block if region.is_whole else -1)
-        pieces.append(StoredPiece(shard, key, region))
-    files = {}
-    if snapshot.rank_state is not None:
-        files[rank_name(rank)] = write_file(tmp / rank_name(rank), [snapshot.rank_state])
-    if data:
-        files[shard] = write_shard(tmp / shard, data)
-    entry = {"files": files_to_json(files), "tensors": tensors_to_json(index.tensors())}
-    write_file(tmp / _index_name(rank), [json.dumps(entry).encode()])
-
-
-def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes, num_parts: int | None = None) -> None:
-    """Merge the index files in ``tmp`` into a manifest, check that no element is missing, and rename ``tmp`` to
-    ``final``."""
-    files, index = {STATE: write_file(tmp / STATE, [state])}, _Index()
-    for rank in range(num_ranks if num_parts is None else num_parts):
-        path = tmp / _index_name(rank)
-        entry = json.loads(path.read_bytes())
-        path.unlink()
-        files |= files_from_json(entry["files"])
-        for name, tensor in tensors_from_json(entry["tensors"]).items():
-            index.pieces_of(name, tensor.dtype, tensor.shape).extend(tensor.pieces)
-    tensors = index.tensors()
-    for name, tensor in tensors.items():
-        check_coverage(name, tensor)
-    write_file(tmp / MANIFEST, [seal(manifest_to_json(Manifest(step, num_ranks, files, tensors)))])
-    sync(tmp)
-    os.rename(tmp, final)
-    try:
-        sync(final.parent)
-    except OSError:
-        os.rename(final, tmp)  # not known to be durable, so not published
-        raise
+    def _index_of(self, rank: int) -> Path:
+        return self.tmp / f"index-{rank:05d}.json"
 
 
-class _Index:
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[torch.dtype, Shape, list[StoredPiece]]] = {}
-
-    def pieces_of(self, name: str, dtype: torch.dtype, shape: Shape) -> list[StoredPiece]:
-        known_dtype, known_shape, pieces = self._known.setdefault(name, (dtype, shape, []))
-        if (known_dtype, known_shape) != (dtype, shape):
-            raise UserError(
-                f"tensor {name}: its pieces differ in dtype or shape: {name_of(known_dtype)} {known_shape} and "
-                f"{name_of(dtype)} {shape}"
-            )
-        return pieces
-
-    def tensors(self) -> dict[str, StoredTensor]:
-        return {name: StoredTensor(dtype, shape, tuple(pieces)) for name, (dtype, shape, pieces) in self._known.items()}
+def _pieces_of(index: dict[str, StoredTensor], name: str, dtype: torch.dtype, shape: Shape) -> list[StoredPiece]:
+    """Return the list of a tensor's pieces in ``index``, which the caller extends. Add an unknown tensor."""
+    tensor = index.setdefault(name, StoredTensor(dtype, shape, []))
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        raise UserError(
+            f"tensor {name}: its pieces differ in dtype or shape: {name_of(tensor.dtype)} {tensor.shape} and "
+            f"{name_of(dtype)} {shape}"
+        )
+    return tensor.pieces

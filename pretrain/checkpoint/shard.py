@@ -5,9 +5,10 @@ OSError.
 """
 
 import json
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,11 +62,25 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         OSError: see `write_file`.
     """
     # Widest elements first, after a header padded to 8 bytes: every tensor is aligned to its own element size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    header, end = {}, 0
-    for key, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    header = header_of((key, tensor.dtype, tensor.shape) for key, tensor in ordered.items())
+    return write_file(path, [header, *map(bytes_of, ordered.values())])
+
+
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the beginning of a safetensors file: the length of the header, and the header padded to 8 bytes.
+
+    Args:
+        tensors: name, dtype and shape of each tensor, in the order of the data.
+    """
+    header: dict[str, Any] = {} if metadata is None else {RESERVED_KEY: metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin = end
+        end += prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return write_file(path, chain([len(text).to_bytes(8, "little"), text], (bytes_of(t) for _, t in ordered)))
+    return len(text).to_bytes(8, "little") + text

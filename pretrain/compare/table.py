@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pretrain.compare.groups import Group, Reach, differing_keys, reach
+from pretrain.formats import markdown
 
 _CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # only their names are shown, not SHA-256
 
@@ -178,13 +179,3 @@ def _count(number: float) -> str:
         if number >= 0.9995 * limit:
             return f"{number / limit:#.3g}".rstrip(".") + f" {unit}"
     return f"{number:.0f}"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as a Markdown table; the first row is its head."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    lines = [f"| {' | '.join(row)} |" for row in padded]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)

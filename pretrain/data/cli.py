@@ -23,6 +23,7 @@ from pretrain.data.tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
+from pretrain.formats import size_text
 
 INPUTS = """\
 INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (one document per line), .json (the same, or one
@@ -306,7 +307,7 @@ def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
     for split in CORPORA[arguments.name](arguments.out).values():
         skipped = f", skipped {split.skipped} files that are not UTF-8" if split.skipped else ""
-        size = _size(split.text_bytes)
+        size = size_text(split.text_bytes)
         print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
 
 
@@ -341,7 +342,7 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
         format=arguments.format,
         skip_errors=arguments.on_error == "skip",
     )
-    size = _size(tokenizer.path.stat().st_size)
+    size = size_text(tokenizer.path.stat().st_size)
     print(f"{_shown(tokenizer.path)}: {tokenizer.vocab_size:,} pieces, {len(tokenizer.sentinels)} sentinels, {size}")
 
 
@@ -362,14 +363,14 @@ def _prepare(arguments: argparse.Namespace) -> None:
     )
     empty = f", {done.empty_documents:,} empty documents skipped" if done.empty_documents else ""
     print(
-        f"{done.documents:,} documents, {done.tokens:,} tokens, {_size(done.text_bytes)} of text "
+        f"{done.documents:,} documents, {done.tokens:,} tokens, {size_text(done.text_bytes)} of text "
         f"({done.text_bytes / done.tokens:.2f} bytes per token){empty}"
     )
     if done.skipped:
         more = f"\n  and {done.skipped - len(done.first_skipped):,} more" * (done.skipped > len(done.first_skipped))
         print(f"{done.skipped:,} documents skipped:\n  " + "\n  ".join(done.first_skipped) + more)
     for path in done.paths:
-        print(f"{_shown(path)}: {_size(path.stat().st_size)}")
+        print(f"{_shown(path)}: {size_text(path.stat().st_size)}")
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -409,11 +410,3 @@ def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> 
 
 def _shown(path: Path) -> str:
     return printable(str(path))
-
-
-def _size(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{int(size):,} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from pretrain.config.load import recipe_text
 from pretrain.dryrun.plan import Plan, RankKind
+from pretrain.formats import aligned, count_text, size_text
 
 _HEADER = ("stages", "ranks", "layers", "experts", "parameters", "weights", "gradients", "masters", "moments", "total")
 
@@ -21,12 +22,12 @@ def summary(plan: Plan) -> str:
     largest = plan.largest
     held = largest.holding
     lines = [
-        f"{short(plan.parameters)} parameters in total ({plan.parameters:,}), "
-        f"{short(plan.active_parameters)} active per token ({plan.active_parameters:,})",
-        f"{short(plan.flops_per_token)} FLOPs per token, forward and backward; "
+        f"{count_text(plan.parameters)} parameters in total ({plan.parameters:,}), "
+        f"{count_text(plan.active_parameters)} active per token ({plan.active_parameters:,})",
+        f"{count_text(plan.flops_per_token)} FLOPs per token, forward and backward; "
         f"{plan.tokens_per_step:,} tokens per step, "
-        f"{short(plan.tokens_per_step * train.steps)} in {train.steps:,} steps",
-        f"{size_of(plan.checkpoint_bytes)} per checkpoint",
+        f"{count_text(plan.tokens_per_step * train.steps)} in {train.steps:,} steps",
+        f"{size_text(plan.checkpoint_bytes)} per checkpoint",
         "",
         f"process grid: world size {grid.world_size:,}, {grid.nodes:,} {_plural(grid.nodes, 'node')} of "
         f"{grid.processes_per_node:,}",
@@ -46,14 +47,14 @@ def summary(plan: Plan) -> str:
         f"micro batch {train.micro_batch:,}",
         "",
         "per rank, without activations:",
-        *table([_HEADER, *map(_row, plan.kinds)]),
+        *(f"  {line}" for line in aligned([_HEADER, *map(_row, plan.kinds)])),
         "",
-        f"largest rank: {largest.rank:,}, {short(held.parameters)} parameters ({held.parameters:,})",
-        f"  optimizer (masters and moments) {size_of(held.masters + held.moments)}, total {size_of(held.total)} "
+        f"largest rank: {largest.rank:,}, {count_text(held.parameters)} parameters ({held.parameters:,})",
+        f"  optimizer (masters and moments) {size_text(held.masters + held.moments)}, total {size_text(held.total)} "
         f"({held.total:,} bytes)",
     ]
     if held.memories:
-        lines.append(f"  of which memory of earlier segments {size_of(held.memories)}")
+        lines.append(f"  of which memory of earlier segments {size_text(held.memories)}")
     if plan.recipe.optimizer.cpu_offload:
         lines.append(
             f"optimizer.cpu_offload={plan.recipe.optimizer.cpu_offload:g}: at least this share of the moments, with "
@@ -79,39 +80,9 @@ def _row(kind: RankKind) -> tuple[str, ...]:
         f"{kind.count:,}",
         f"{len(held.layers):,}",
         f"{held.experts:,}",
-        short(held.parameters),
-        *map(size_of, sizes),
+        count_text(held.parameters),
+        *map(size_text, sizes),
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines with aligned columns: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    out = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        out.append("  " + "  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return out
-
-
-def short(count: float) -> str:
-    """Format a number with three digits and a letter for the power of 1,000: 1.57T."""
-    for letter, unit in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= unit:
-            return f"{_three(count / unit)}{letter}"
-    return f"{count:,.0f}"
-
-
-def size_of(count: int) -> str:
-    """Format bytes in binary units: 12.3 GiB."""
-    for name, unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= unit:
-            return f"{_three(count / unit)} {name}"
-    return f"{count} B"
-
-
-def _three(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
 def _plural(count: int, name: str) -> str:

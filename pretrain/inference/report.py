@@ -9,8 +9,8 @@ from typing import Any
 
 from fmoe.errors import UserError
 from fmoe.metrics import LayerReport
-from pretrain.compare.table import markdown
 from pretrain.data.inputs import bos_of, open_validation
+from pretrain.formats import markdown
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of

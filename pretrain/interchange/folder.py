@@ -23,7 +23,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from fmoe.files import is_full, sync
 from pretrain.checkpoint.files import free_bytes
-from pretrain.checkpoint.shard import CODES, bytes_of
+from pretrain.checkpoint.shard import CODES, bytes_of, header_of
 from pretrain.data.files import read_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -196,19 +196,7 @@ def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tenso
 
 
 def _write_shard(file: BinaryIO, shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for planned in shard:
-        begin, end = end, end + planned.nbytes
-        header[planned.name] = {
-            "dtype": CODES[planned.dtype],
-            "shape": list(planned.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
+    file.write(header_of(((p.name, p.dtype, p.shape) for p in shard), {"format": "pt"}))
     for planned in shard:
         left = planned.shape[0] if planned.shape else 1
         while True:

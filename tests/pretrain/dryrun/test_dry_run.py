@@ -14,7 +14,8 @@ from patience import within
 
 from pretrain.config import ParallelConfig, load_recipe
 from pretrain.config.load import RECIPES
-from pretrain.dryrun.text import describe, short, summary
+from pretrain.dryrun.text import describe, summary
+from pretrain.formats import count_text
 
 
 def recipe_with(model=None, parallel=None, optimizer=None, train=None):
@@ -261,7 +262,7 @@ def test_the_largest_recipes_at_their_real_world_size(forks, name):
     total, size = BIG[name]
     assert recipe.parallel.world_size == plan.grid.world_size == plan.kinds[0].count == size
     assert plan.parameters == recipe.num_params()
-    assert short(plan.parameters) == total
+    assert count_text(plan.parameters) == total
     # A lower bound by hand: bf16 weights and fp32 gradients and masters of the rank's experts.
     model, held = recipe.model, plan.largest.holding
     experts = len(model.layers_with_experts) * 2 * model.hidden_size * model.ffn_hidden_size
@@ -288,4 +289,4 @@ def test_every_recipe_has_a_plan(forks, path):
     assert plan.parameters == recipe.num_params() and plan.active_parameters == recipe.num_active_params()
     text = describe(plan)
     (line,) = [line for line in text.splitlines() if "parameters in total" in line]
-    assert line.startswith(f"{short(recipe.num_params())} parameters in total ({recipe.num_params():,})")
+    assert line.startswith(f"{count_text(recipe.num_params())} parameters in total ({recipe.num_params():,})")
