@@ -24,33 +24,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 
 from fmoe import UserError
-
-
-def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
-    """Return the sinusoidal encodings of the distances ``count - 1`` down to 0: sines, then cosines.
-
-    Returns:
-        float32 [count, width].
-    """
-    distances = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
-    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    angles = distances.unsqueeze(1) * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
-def relative_shift(scores: Tensor) -> Tensor:
-    """Shift scores from columns indexed by distance to columns indexed by key (arXiv 1901.02860, appendix B).
-
-    Args:
-        scores: [..., S, K]; column c belongs to the distance K - 1 - c.
-
-    Returns:
-        [..., S, K]; column j of row i belongs to key j, at the distance i + K - S - j. Columns of later keys are
-        undefined.
-    """
-    queries, keys = scores.shape[-2:]
-    padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # read with K columns, each row shifts by one more
-    return padded[..., queries:].unflatten(-1, (queries, keys))
+from fmoe.kernels.attention import relative_shift, sinusoids
 
 
 class PositionBiases(nn.Module):

@@ -139,3 +139,30 @@ def _with_sinks(
     key = torch.cat([sink_key.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _FURTHER))], dim=2)
     # Fused kernels for CPUs need values as wide as keys.
     return query, key, F.pad(value, (0, key.shape[-1] - value.shape[-1], 1, 0))
+
+
+def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
+    """Return Transformer-XL's sinusoidal encodings of the distances ``count - 1`` down to 0: sines, then cosines.
+
+    Returns:
+        float32 [count, width].
+    """
+    distances = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
+    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angles = distances.unsqueeze(1) * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def relative_shift(scores: Tensor) -> Tensor:
+    """Shift scores from columns indexed by distance to columns indexed by key (arXiv 1901.02860, appendix B).
+
+    Args:
+        scores: [..., S, K]; column c belongs to the distance K - 1 - c.
+
+    Returns:
+        [..., S, K]; column j of row i belongs to key j, at the distance i + K - S - j. Columns of later keys are
+        undefined.
+    """
+    queries, keys = scores.shape[-2:]
+    padded = F.pad(scores, (1, 0)).flatten(-2)  # read with K columns, each row shifts by one more
+    return padded[..., queries:].unflatten(-1, (queries, keys))

@@ -36,7 +36,7 @@ from fmoe.experts import FFNExperts, truncated_normal_
 from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
 from fmoe.gates import ExpertChoiceRouter, Router
 from fmoe.kernels import glu
-from fmoe.kernels.attention import causal_attention, visible
+from fmoe.kernels.attention import causal_attention, relative_shift, sinusoids, visible
 from fmoe.random import key
 from fmoe.runtime.versions import warn_untested
 from pretrain.config import ModelConfig, build_recipe
@@ -73,7 +73,9 @@ class FMoEConfig(PretrainedConfig):
         use_cache: bool = True,
         **options: Any,
     ):
-        self.model = {**(model or {}), **({} if vocab_size is None else {"vocab_size": vocab_size})}
+        self.model = dict(model or {})
+        if vocab_size is not None:
+            self.model["vocab_size"] = vocab_size
         self.recipe_model.check()
         derived = self.derived()
         self.refuse_contradictions(options)
@@ -122,16 +124,16 @@ def _base_options() -> set[str]:
 
 
 def _norm(model: ModelConfig, width: int) -> nn.Module:
-    cls = nn.LayerNorm if model.norm == "layer" else nn.RMSNorm
-    return cls(width, eps=model.norm_eps)
+    norm = nn.LayerNorm if model.norm == "layer" else nn.RMSNorm
+    return norm(width, eps=model.norm_eps)
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
     """Return two initializers: for most matrices, and for the output matrices of attention, MLPs and experts."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
-    stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
-    return functools.partial(nn.init.normal_, std=stds[0]), functools.partial(nn.init.normal_, std=stds[1])
+    output_std = model.init_std / (2 * model.num_layers) ** 0.5
+    return functools.partial(nn.init.normal_, std=model.init_std), functools.partial(nn.init.normal_, std=output_std)
 
 
 class _Linear(nn.Linear):
@@ -147,11 +149,12 @@ class _Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__()
-        self.index, self.dropout = index, model.dropout
+        self.index = index
+        self.dropout = model.dropout
         self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
         self.scale *= score_factor(model)
-        values, bias = model.num_heads * model.value_width, model.attention_output_bias
-        self.linear_proj = _Linear(model, values, model.hidden_size, bias=bias, is_output=True)
+        width = model.num_heads * model.value_width
+        self.linear_proj = _Linear(model, width, model.hidden_size, bias=model.attention_output_bias, is_output=True)
         self.window = model.sliding_window if index + 1 in model.layers_with_window else None
         sinks = {"softmax_offset": nn.Parameter(torch.zeros(model.num_heads))} if model.attention_sinks else {}
         self.core_attention = nn.ParameterDict(sinks)  # named as in a checkpoint
@@ -167,8 +170,10 @@ class _Attention(nn.Module):
         count = cache.get_seq_length(self.index) + keys.shape[2]
         keys, values = cache.update(keys, values, self.index)
         if keys.shape[2] != count:
-            kept = f"{type(cache).__name__} kept {keys.shape[2]} of {count} tokens"
-            raise UserError(f"{kept}, but the model needs all: use DynamicCache(config=model.config)")
+            raise UserError(
+                f"{type(cache).__name__} kept {keys.shape[2]} of {count} tokens, but the model needs all: "
+                "use DynamicCache(config=model.config)"
+            )
         return query, keys, values
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
@@ -179,7 +184,9 @@ class _Attention(nn.Module):
         """
         query, keys, values = self.project_all(x_BSD, rotary, cache)
         y = causal_attention(
-            *(query, keys, values),
+            query,
+            keys,
+            values,
             scale=self.scale,
             window=self.window,
             sinks_H=self.core_attention.get("softmax_offset"),
@@ -189,7 +196,7 @@ class _Attention(nn.Module):
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
 
-class SelfAttention(_Attention):
+class GroupedQueryAttention(_Attention):
     """Grouped-query attention.
 
     The rows of ``linear_qkv`` are ordered by key/value head: the head's queries, its key, its value.
@@ -197,29 +204,31 @@ class SelfAttention(_Attention):
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
-        groups, self.width = model.query_groups, model.head_width
-        self.groups, self.queries = groups, model.num_heads // groups
-        rows = (model.num_heads + 2 * groups) * self.width
-        self.linear_qkv = _Linear(model, model.hidden_size, rows, bias=model.qkv_bias)
+        self.width = model.head_width
+        self.groups = model.query_groups
+        self.queries = model.num_heads // self.groups
+        num_rows = (model.num_heads + 2 * self.groups) * self.width
+        self.linear_qkv = _Linear(model, model.hidden_size, num_rows, bias=model.qkv_bias)
         self.norms_all = model.qk_norm_over == "all"
-        heads = (model.num_heads, groups) if self.norms_all else (1, 1)
-        self.q_layernorm, self.k_layernorm = (
-            _norm(model, number * self.width) if model.qk_norm else nn.Identity() for number in heads
-        )
+        self.q_layernorm: nn.Module = nn.Identity()
+        self.k_layernorm: nn.Module = nn.Identity()
+        if model.qk_norm:
+            self.q_layernorm = _norm(model, self.width * (model.num_heads if self.norms_all else 1))
+            self.k_layernorm = _norm(model, self.width * (self.groups if self.norms_all else 1))
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.linear_qkv(x_BSD).unflatten(-1, (self.groups, self.queries + 2, self.width))
-        query, keys, values = rows.split([self.queries, 1, 1], dim=3)
-        query, keys = query.flatten(2, 3), keys.flatten(2, 3)
+        query, keys, values = (part.flatten(2, 3) for part in rows.split([self.queries, 1, 1], dim=3))
         if self.norms_all:
             query = self.q_layernorm(query.flatten(2)).unflatten(-1, (-1, self.width))
             keys = self.k_layernorm(keys.flatten(2)).unflatten(-1, (-1, self.width))
         else:
-            query, keys = self.q_layernorm(query), self.k_layernorm(keys)
-        return _rotated(query, rotary), _rotated(keys, rotary), values.flatten(2, 3)
+            query = self.q_layernorm(query)
+            keys = self.k_layernorm(keys)
+        return _rotated(query, rotary), _rotated(keys, rotary), values
 
 
-class LatentAttention(_Attention):
+class MultiLatentAttention(_Attention):
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1).
 
     The cache holds each head's keys and values, not the compressed ones.
@@ -228,18 +237,20 @@ class LatentAttention(_Attention):
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
         assert model.kv_lora_rank is not None and model.qk_rope_head_dim is not None and model.qk_head_dim is not None
-        heads, width, self.has_query_rank = model.num_heads, model.hidden_size, model.q_lora_rank is not None
-        self.heads, self.rank = heads, model.kv_lora_rank
+        self.heads = model.num_heads
+        self.rank = model.kv_lora_rank
         self.widths = model.qk_head_dim, model.qk_rope_head_dim, model.value_width
+        self.has_query_rank = model.q_lora_rank is not None
+        width = model.hidden_size
         if model.q_lora_rank is None:
-            self.linear_q_proj = _Linear(model, width, heads * model.head_width)
+            self.linear_q_proj = _Linear(model, width, self.heads * model.head_width)
         else:
             self.linear_q_down_proj = _Linear(model, width, model.q_lora_rank)
             self.q_layernorm = _norm(model, model.q_lora_rank)
-            self.linear_q_up_proj = _Linear(model, model.q_lora_rank, heads * model.head_width)
-        self.linear_kv_down_proj = _Linear(model, width, model.kv_lora_rank + model.qk_rope_head_dim)
-        self.kv_layernorm = _norm(model, model.kv_lora_rank)
-        self.linear_kv_up_proj = _Linear(model, self.rank, heads * (model.qk_head_dim + model.value_width))
+            self.linear_q_up_proj = _Linear(model, model.q_lora_rank, self.heads * model.head_width)
+        self.linear_kv_down_proj = _Linear(model, width, self.rank + model.qk_rope_head_dim)
+        self.kv_layernorm = _norm(model, self.rank)
+        self.linear_kv_up_proj = _Linear(model, self.rank, self.heads * (model.qk_head_dim + model.value_width))
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         plain, rope, value = self.widths
@@ -251,17 +262,18 @@ class LatentAttention(_Attention):
         latent, k_rope = self.linear_kv_down_proj(x_BSD).split([self.rank, rope], dim=-1)
         both = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.heads, plain + value))
         k_plain, values = both.split([plain, value], dim=-1)
-        q_rope, k_rope = (_rotated(_pairs_apart(x), rotary) for x in (q_rope, k_rope.unsqueeze(2)))
-        keys = torch.cat([k_plain, k_rope.expand(-1, -1, self.heads, -1)], dim=-1)
-        return torch.cat([q_plain, q_rope], dim=-1), keys, values
+        q_rope = _rotated(_pairs_apart(q_rope), rotary)
+        k_rope = _rotated(_pairs_apart(k_rope.unsqueeze(2)), rotary).expand(-1, -1, self.heads, -1)
+        return torch.cat([q_plain, q_rope], dim=-1), torch.cat([k_plain, k_rope], dim=-1), values
 
 
-class PositionBiases(nn.Module):
+class QueryBiases(nn.Module):
     """Transformer-XL's biases of queries: u (``content``) and v (``position``), [H * d] each."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.std, self.shape = model.init_std, (model.num_heads, 1, model.head_width)
+        self.std = model.init_std
+        self.shape = model.num_heads, 1, model.head_width
         self.content = nn.Parameter(torch.empty(model.num_heads * model.head_width))
         self.position = nn.Parameter(torch.empty(model.num_heads * model.head_width))
 
@@ -275,7 +287,7 @@ class PositionBiases(nn.Module):
         return query_BHSd + content, query_BHSd + position
 
 
-class RelativeAttention(SelfAttention):
+class TransformerXLAttention(GroupedQueryAttention):
     """Attention with Transformer-XL's scores (arXiv 1901.02860 section 3.3).
 
     The input is one segment. With ``memory_length``, queries see their segment and the last ``memory_length`` cached
@@ -289,7 +301,7 @@ class RelativeAttention(SelfAttention):
         super().__init__(model, index)
         self.memory_length = model.memory_length
         self.linear_position = _Linear(model, model.hidden_size, model.num_heads * model.head_width)
-        self.biases = PositionBiases(model)
+        self.biases = QueryBiases(model)
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
         query, keys, values = self.project_all(x_BSD, rotary, cache)
@@ -299,11 +311,13 @@ class RelativeAttention(SelfAttention):
         count = keys.shape[2]
         seen = visible(length, count, None, x_BSD.device) if mask is None else mask[..., -count:]
         for_contents, for_distances = self.biases(query)
-        encodings_KD = _sinusoids(count, x_BSD.shape[2], x_BSD.device).to(x_BSD.dtype)
+        encodings_KD = sinusoids(count, x_BSD.shape[2], x_BSD.device).to(x_BSD.dtype)
         distances_HdK = self.linear_position(encodings_KD).unflatten(1, (-1, self.width)).permute(1, 2, 0)
-        scores = _relative_shift(for_distances @ distances_HdK) * self.scale
+        scores = relative_shift(for_distances @ distances_HdK) * self.scale
         y = F.scaled_dot_product_attention(
-            *(for_contents, keys, values),
+            for_contents,
+            keys,
+            values,
             attn_mask=scores.masked_fill(~seen, -torch.inf),
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scale,
@@ -312,32 +326,15 @@ class RelativeAttention(SelfAttention):
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
 
-def _sinusoids(count: int, width: int, device: torch.device) -> Tensor:
-    """Return sinusoidal encodings [count, width] of the distances ``count - 1`` down to 0: sines, then cosines."""
-    distances = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
-    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    angles = distances.unsqueeze(1) * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
-def _relative_shift(scores: Tensor) -> Tensor:
-    """Reorder scores [..., S, K] of S queries so that the columns are keys.
-
-    In ``scores``, the columns are distances from query to key: K - 1 down to 0.
-    """
-    length, count = scores.shape[-2:]
-    padded = F.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
-    return padded[..., length:].unflatten(-1, (length, count))
-
-
 def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
     """Apply rotary positions to the first r elements of each head, in pairs (i, i + r / 2)."""
     if rotary is None:
         return x_BSHd
     cos, sin = (part.to(x_BSHd.dtype) for part in rotary)
-    x, rest = x_BSHd[..., : cos.shape[-1]], x_BSHd[..., cos.shape[-1] :]
+    width = cos.shape[-1]
+    x = x_BSHd[..., :width]
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([x * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+    return torch.cat([x * cos + torch.cat([-second, first], dim=-1) * sin, x_BSHd[..., width:]], dim=-1)
 
 
 def _pairs_apart(x: Tensor) -> Tensor:
@@ -350,7 +347,8 @@ class DenseMLP(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.activation, self.gated = (ACTIVATIONS | GATED_ACTIVATIONS)[model.activation], model.gated
+        self.activation = (ACTIVATIONS | GATED_ACTIVATIONS)[model.activation]
+        self.gated = model.gated
         self.linear_fc1 = _Linear(model, model.hidden_size, model.dense_width * (1 + model.gated))
         self.linear_fc2 = _Linear(model, model.dense_width, model.hidden_size, is_output=True)
 
@@ -364,9 +362,13 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int):
         super().__init__()
-        attention: type[_Attention] = SelfAttention if model.kv_lora_rank is None else LatentAttention
-        attention = RelativeAttention if model.position == "transformer_xl" else attention
-        self.dropout, self.scale = nn.Dropout(model.dropout), model.residual_scale
+        attention: type[_Attention] = GroupedQueryAttention
+        if model.kv_lora_rank is not None:
+            attention = MultiLatentAttention
+        elif model.position == "transformer_xl":
+            attention = TransformerXLAttention
+        self.dropout = nn.Dropout(model.dropout)
+        self.scale = model.residual_scale
         self.input_layernorm = _norm(model, model.hidden_size)
         self.self_attention = attention(model, number - 1)
         self.pre_mlp_layernorm = _norm(model, model.hidden_size)
@@ -412,8 +414,8 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
     def __init__(self, config: FMoEConfig):
         config.refuse_contradictions(vars(config))  # such as an argument of from_pretrained
         super().__init__(config)
-        self.recipe_model = model = config.recipe_model
-        self.embedding_scale, self.logit_divisor = model.embedding_scale, model.logit_divisor
+        model = config.recipe_model
+        self.recipe_model = model
         self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
         if model.position == "learned_absolute":
             self.embedding["position_embeddings"] = nn.Embedding(model.sequence_length, model.hidden_size)
@@ -429,7 +431,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, Router | FFNExperts | PositionBiases):
+        if isinstance(module, Router | FFNExperts | QueryBiases):
             module.reset_parameters()
         elif isinstance(module, _Linear):
             module.init_method(module.weight)
@@ -485,45 +487,29 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         cache = _one_cache(cache, past_key_values)
         past = self._check_inputs(input_ids, inputs_embeds, cache, output_attentions)
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
-        x_BSD = x_BSD * self.embedding_scale
-        (batch, length), device = x_BSD.shape[:2], x_BSD.device
-        wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if (reason := self.looks_ahead()) and (cache is not None or use_cache):
-            raise UserError(
-                f"a cache is not supported with {reason}: pass use_cache=False and {CACHE}=None; generate() ignores "
-                "eval_capacity_factor"
-            )
-        if past and self.recipe_model.memory_length and self.training and torch.is_grad_enabled():
-            # The memory has no gradient, but the weights of its keys and values have.
-            raise UserError(f"training with a cache is not supported with {self._memory}: use {CACHE}=None")
-        if wants_cache and cache is None and not reason:
-            cache = DynamicCache(config=self.config)
+        batch, length = x_BSD.shape[:2]
+        cache = self._cache_to_use(cache, past, use_cache)
         if attention_mask is not None and attention_mask.shape != (batch, past + length):
             shape = tuple(attention_mask.shape)
             raise UserError(f"attention_mask has shape {shape}; it must be [B, K]={(batch, past + length)}")
         seen_BK = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
-        if seen_BK is not None and self.recipe_model.position == "transformer_xl" and _has_gap(seen_BK):
-            raise UserError(
-                "attention_mask has padding between tokens, which is not supported with "
-                "model.position=transformer_xl: pad on the left"
-            )
-        valid_BS = None if seen_BK is None else seen_BK[:, past:]
-        position_ids = self._positions(position_ids, seen_BK, past, length, device)
+        position_BS = self._positions(position_ids, seen_BK, past, length, x_BSD.device)
+
+        x_BSD = x_BSD * self.recipe_model.embedding_scale
         if "position_embeddings" in self.embedding:
-            limit = self.config.max_position_embeddings
-            if past + length > limit and (last := int(position_ids.max())) >= limit:
-                raise UserError(
-                    f"position {last} exceeds the model's last learned position, {limit - 1}: use fewer tokens"
-                )
-            x_BSD = x_BSD + self.embedding["position_embeddings"](position_ids)
-        rotary = _angles(position_ids, self.recipe_model) if self.recipe_model.position == "rope" else None
-        mask = None if seen_BK is None and (past == 0 or length == 1) else _mask(seen_BK, past, length, device)
-        x_BSD, states = self.dropout(x_BSD), []
+            x_BSD = x_BSD + self.embedding["position_embeddings"](position_BS)
+        x_BSD = self.dropout(x_BSD)
+        rotary = _angles(position_BS, self.recipe_model) if self.recipe_model.position == "rope" else None
+        needs_mask = seen_BK is not None or (past > 0 and length > 1)
+        mask = _mask(seen_BK, past, length, x_BSD.device) if needs_mask else None
+        valid_BS = None if seen_BK is None else seen_BK[:, past:]
+        states = []
         for layer in self.decoder["layers"]:
             states.append(x_BSD)
             x_BSD = layer(x_BSD, rotary, mask, cache, valid_BS)
-        x_BSD = self.decoder["final_layernorm"](x_BSD) / self.logit_divisor
+        x_BSD = self.decoder["final_layernorm"](x_BSD) / self.recipe_model.logit_divisor
         logits = self.output_layer(x_BSD[:, -logits_to_keep:] if logits_to_keep else x_BSD)
+
         aux_loss = collect_losses(self) if self.training else None
         loss = None if labels is None else _loss(logits, labels)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -553,22 +539,54 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             raise UserError(f"{type(cache).__name__} is not supported: use transformers' DynamicCache")
         return int(cache.get_seq_length())
 
+    def _cache_to_use(self, cache: Cache | None, past: int, use_cache: bool | None) -> Cache | None:
+        """Return the given cache or a new one; None to use none."""
+        reason = self.looks_ahead()
+        if reason and (cache is not None or use_cache):
+            raise UserError(
+                f"a cache is not supported with {reason}: pass use_cache=False and {CACHE}=None; generate() ignores "
+                "eval_capacity_factor"
+            )
+        if past and self.recipe_model.memory_length and self.training and torch.is_grad_enabled():
+            # The memory has no gradient, but the weights of its keys and values have.
+            raise UserError(f"training with a cache is not supported with {self._memory}: use {CACHE}=None")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return DynamicCache(config=self.config) if cache is None and use_cache and not reason else cache
+
     def _positions(
-        self, given: Tensor | None, seen_BK: Tensor | None, past: int, length: int, device: torch.device
+        self, position_BS: Tensor | None, seen_BK: Tensor | None, past: int, length: int, device: torch.device
     ) -> Tensor:
-        """Return the positions [B or 1, S]: ``given`` if it is not None, after a check."""
+        """Return the positions of tokens [B or 1, S]: ``position_BS`` if it is not None, after a check.
+
+        On a GPU, each check waits for the result, so there is at most one per argument.
+        """
+        is_relative = self.recipe_model.position == "transformer_xl"
         if seen_BK is None:
-            positions = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
+            counted_BS = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
         else:
-            positions = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
-        if given is None:
-            return positions
-        valid_BS = torch.ones_like(given, dtype=torch.bool) if seen_BK is None else seen_BK[:, past:]
-        if self.recipe_model.position == "transformer_xl" and ((given != positions) & valid_BS).any():
-            raise UserError("position_ids have no effect with model.position=transformer_xl: omit them")
-        if length > 1 and ((given.diff(dim=1) <= 0) & valid_BS[:, 1:] & valid_BS[:, :-1]).any():
-            raise UserError("position_ids must increase: several documents in one row are not supported")
-        return given
+            counted_BS = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+            if is_relative and _has_gap(seen_BK):
+                raise UserError(
+                    "attention_mask has padding between tokens, which is not supported with "
+                    "model.position=transformer_xl: pad on the left"
+                )
+        if position_BS is not None:
+            valid_BS = torch.ones_like(position_BS, dtype=torch.bool) if seen_BK is None else seen_BK[:, past:]
+            if is_relative:
+                if ((position_BS != counted_BS) & valid_BS).any():
+                    raise UserError("position_ids have no effect with model.position=transformer_xl: omit them")
+            elif length > 1 and ((position_BS.diff(dim=1) <= 0) & valid_BS[:, 1:] & valid_BS[:, :-1]).any():
+                raise UserError("position_ids must increase: several documents in one row are not supported")
+        else:
+            position_BS = counted_BS
+        if "position_embeddings" in self.embedding:
+            limit = self.config.max_position_embeddings
+            if past + length > limit and (last := int(position_BS.max())) >= limit:
+                raise UserError(
+                    f"position {last} exceeds the model's last learned position, {limit - 1}: use fewer tokens"
+                )
+        return position_BS
 
     def generate(
         self, *args: Any, cache: Cache | None = None, past_key_values: Cache | None = None, **options: Any
@@ -583,10 +601,12 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 ``memory_length``, generation is assisted or reads the prompt in chunks; both names of the cache are
                 given.
         """
-        if (cache := _one_cache(cache, past_key_values)) is not None:
+        cache = _one_cache(cache, past_key_values)
+        if cache is not None:
             options[CACHE] = cache
         with self._without_limits():
-            if reason := self.looks_ahead():
+            reason = self.looks_ahead()
+            if reason:
                 raise UserError(f"token-by-token generation is not supported with {reason}")
             return super().generate(*args, **options)
 
@@ -660,8 +680,8 @@ def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | No
 
 def _angles(position_BS: Tensor, model: ModelConfig) -> Rotary:
     angles = position_BS.float().unsqueeze(-1) * rotary_frequencies(model, position_BS.device)
-    angles, factor = torch.cat([angles, angles], dim=-1).unsqueeze(2), rotary_factor(model)
-    return angles.cos() * factor, angles.sin() * factor
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
+    return angles.cos() * rotary_factor(model), angles.sin() * rotary_factor(model)
 
 
 def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from megatron_patch.transformer_xl import relative_shift, sinusoids
+from fmoe.kernels.attention import relative_shift, sinusoids
 from pretrain.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
 
 HEADS, GROUPS, WIDTH, HIDDEN, LENGTH, VOCAB, BATCH = 4, 2, 6, 16, 5, 32, 3
