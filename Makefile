@@ -20,7 +20,7 @@ VERSION := $(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; pri
 CONSTRAINTS ?= $(if $(NEWEST),,$(wildcard .ci/lock/$(VERSION).txt))
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(NEWEST),--upgrade --upgrade-strategy eager)
 
-.PHONY: help train compare headlines test coverage mutants conformance gpu lint bench docs corpus lock clean
+.PHONY: help train compare headlines test coverage mutants conformance gpu lint bench docs corpus lock release clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make docs    set up, build the documentation as a site: build/site/index.html"
 	@echo "make lock    set up, write the newest versions of all packages to .ci/lock, one file per Python"
+	@echo "make release set up, build and test the wheel and the sdist of this version, tag the commit"
 	@echo "make clean   remove .venv and the prepared corpora; runs/ stays"
 
 train: $(VENV)/.train corpus
@@ -104,7 +105,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell .
 	$(BIN)/python -m mypy
-	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch bench/*.sh .ci/run .ci/python
+	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch bench/*.sh .ci/run .ci/python .ci/release
 
 bench: $(VENV)/.test
 	$(BIN)/python -m bench step $(ARGS)
@@ -120,6 +121,9 @@ lock: $(VENV)/.test
 		{ echo "# Versions for Python $$version, without torch and the packages whose versions it chooses: \`make lock\`."; \
 			grep -vP '^(torch|triton|cuda-toolkit|nvidia-(?!cuda-nvrtc).*)==' $(VENV)/lock; } >.ci/lock/$$version.txt; \
 	done
+
+release: $(VENV)/.test
+	.ci/release $(BIN)
 
 clean:
 	rm -rf $(VENV) data/*/out
