@@ -125,11 +125,13 @@ def share_gloo_device() -> None:
 
     init, devices = Gloo.__init__, []
 
-    def with_device(self, store, rank, size, timeout):
+    def with_device(self, store, rank, size, timeout, **later):
         if not devices:
             devices.append(Gloo.create_default_device())
         options = Gloo._Options()
         options._devices, options._timeout = devices, timeout
+        for name, value in later.items():  # enable_reconfigure, since torch 2.14
+            setattr(options, name, value)
         init(self, store, rank, size, options)
 
     Gloo.__init__ = with_device
