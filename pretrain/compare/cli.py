@@ -33,9 +33,10 @@ def main(argv: list[str]) -> int:
         figure.check_path(arguments.out)
     seen: set[str] = set()
     for folder in arguments.runs:
-        if (place := os.path.realpath(folder)) in seen:
+        path = os.path.realpath(folder)
+        if path in seen:
             raise UserError(f"{folder} is given twice")
-        seen.add(place)
+        seen.add(path)
     runs = [read_run(folder) for folder in arguments.runs]
     check_comparable(runs)
     groups = group_runs(runs)

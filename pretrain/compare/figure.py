@@ -43,15 +43,16 @@ def draw(groups: Sequence[Group], path: Path) -> None:
         for axes in (left, right):
             (line,) = axes.plot(tokens, [point.mean for point in points], marker=".", label=label)
             if len(group.runs) > 1:
-                lows, highs = [point.low for point in points], [point.high for point in points]
+                lows = [point.low for point in points]
+                highs = [point.high for point in points]
                 axes.fill_between(tokens, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
     left.set_ylabel("validation loss, nats per token")
     if any(point.tokens > 0 and 0 < point.mean < math.inf for group in groups for point in group.curve):
         left.set(xscale="log", yscale="log")
         left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         left.xaxis.set_minor_formatter(NullFormatter())
-        left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        left.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        for set_formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:g}")
     _second_half(right, groups, longest)
     for axes in (left, right):
         axes.set_xlabel("tokens")
@@ -66,15 +67,9 @@ def draw(groups: Sequence[Group], path: Path) -> None:
 
 
 def _second_half(axes, groups: Sequence[Group], longest: int) -> None:
-    seen = [
-        bound
-        for group in groups
-        for point in group.curve
-        if point.tokens > 0 and 2 * point.tokens >= longest
-        for bound in (point.low, point.high)
-        if math.isfinite(bound)
-    ]
+    points = [point for group in groups for point in group.curve if point.tokens > 0 and 2 * point.tokens >= longest]
+    bounds = [bound for point in points for bound in (point.low, point.high) if math.isfinite(bound)]
     axes.set_xlim(longest / 2 or None, 1.02 * longest or None)
-    if seen:
-        margin = 0.05 * (max(seen) - min(seen)) or 0.01
-        axes.set_ylim(min(seen) - margin, max(seen) + margin)
+    if bounds:
+        margin = 0.05 * (max(bounds) - min(bounds)) or 0.01
+        axes.set_ylim(min(bounds) - margin, max(bounds) + margin)

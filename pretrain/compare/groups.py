@@ -1,14 +1,16 @@
 """Runs of one recipe with different seeds as one curve, and the step at which a curve reaches a loss."""
 
 import math
+import os
 import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from fmoe.errors import UserError
-from pretrain.compare.runs import Run
+from pretrain.compare.runs import Run, ValidationLoss
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,14 @@ class Group:
     @cached_property
     def curve(self) -> tuple[Point, ...]:
         """Losses at the steps at which all runs have validated."""
-        of_run = [{validation.step: validation for validation in run.validations} for run in self.runs]
-        common = sorted(set.intersection(*map(set, of_run)))
+        of_step: dict[int, list[ValidationLoss]] = {}
+        for run in self.runs:
+            for validation in run.validations:
+                of_step.setdefault(validation.step, []).append(validation)
         return tuple(
-            Point(step, of_run[0][step].tokens, tuple(validations[step].loss for validations in of_run))
-            for step in common
+            Point(step, validations[0].tokens, tuple(validation.loss for validation in validations))
+            for step, validations in sorted(of_step.items())
+            if len(validations) == len(self.runs)
         )
 
     @property
@@ -96,26 +101,16 @@ class Group:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that have equal `Run.keys` and different seeds, in the order of their first runs.
 
-    A run with the keys and the seed of an earlier run begins another group. In one group, two runs with the same seed
-    would understate the spread over seeds.
-
     Raises:
         UserError: the runs of a group have no validated step in common.
     """
-    members: list[tuple[dict, list[Run]]] = []
-    for run in runs:
-        keys, seed = run.keys(), run.recipe.train.seed
-        for there, group in members:
-            if keys == there and all(seed != other.recipe.train.seed for other in group):
-                group.append(run)
-                break
-        else:
-            members.append((keys, [run]))
-    names = [common_name([run.folder.resolve().name for run in group]) for _, group in members]
+    indices = group_by_seed([(run.keys(), run.recipe.train.seed) for run in runs])
+    members = [[runs[index] for index in group] for group in indices]
+    names = group_names([[run.folder.resolve().name for run in group] for group in members])
     groups = []
-    for (_, group), name in zip(members, names, strict=True):
-        name = name if name and names.count(name) == 1 else str(group[0].folder)
-        groups.append(Group(name, tuple(sorted(group, key=lambda run: run.recipe.train.seed))))
+    for name, group in zip(names, members, strict=True):
+        by_seed = sorted(group, key=lambda run: run.recipe.train.seed)
+        groups.append(Group(name or str(group[0].folder), tuple(by_seed)))
     for joined in groups:
         if not joined.curve:
             folders = ", ".join(str(run.folder) for run in joined.runs)
@@ -124,6 +119,42 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
                 "compare them separately"
             )
     return groups
+
+
+def group_by_seed(experiments: Sequence[tuple[Any, int | None]]) -> list[list[int]]:
+    """Return the indices of the experiments, given as keys and seed, with equal keys and different seeds.
+
+    An experiment with the keys and the seed of an earlier one begins another group: in one group, they would understate
+    the spread over seeds. So does an experiment without a seed.
+    """
+    groups: list[list[int]] = []
+    for index, (keys, seed) in enumerate(experiments):
+        for group in groups:
+            seeds = [experiments[member][1] for member in group]
+            if seed is not None and seed not in seeds and keys == experiments[group[0]][0]:
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
+def group_names(members: Sequence[Sequence[str]]) -> list[str]:
+    """Return the beginning that all names of each group share, without a ``seed`` or separator at its end.
+
+    The name of a group of one is unchanged. A name that is not unique becomes empty.
+    """
+    names = [_common_name(names) for names in members]
+    return [name if names.count(name) == 1 else "" for name in names]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    common = os.path.commonprefix(names)  # noqa: RUF071 - names, not paths
+    if any(name[len(common) : len(common) + 1].isdigit() for name in names):
+        common = common.rstrip("0123456789")  # the 1 that 11 and 12 share is not part of the name
+    return re.sub(r"((^|[-_.= /])(seed|s))?[-_.= /]*$", "", common)
 
 
 def reach(curve: Sequence[Point], loss: float) -> Reach | None:
@@ -148,19 +179,3 @@ def differing_keys(groups: Sequence[Group]) -> list[str]:
     """Return the recipe keys whose values, as returned by `Run.keys`, differ between groups."""
     keys = [group.runs[0].keys() for group in groups]
     return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
-
-
-def common_name(folders: Sequence[str]) -> str:
-    """Return the beginning that all folder names share, without a ``seed`` or separator at its end.
-
-    A single name is returned unchanged.
-    """
-    if len(folders) == 1:
-        return folders[0]
-    common = folders[0]
-    for name in folders[1:]:
-        size = next((i for i, (a, b) in enumerate(zip(common, name, strict=False)) if a != b), len(name))
-        common = common[:size]
-    if any(name[len(common) : len(common) + 1].isdigit() for name in folders):
-        common = common.rstrip("0123456789")  # the 1 that 11 and 12 share is not part of the name
-    return re.sub(r"((^|[-_.= /])(seed|s))?[-_.= /]*$", "", common)

@@ -27,7 +27,7 @@ _BY = "compared by SHA-256, or by path if one is unknown"
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationLoss:
     """A validation: the steps and training tokens before it, and its loss in nats per token.
 
     The loss may be NaN or infinite.
@@ -70,7 +70,7 @@ class Run:
     folder: Path
     recipe: Recipe
     step: int
-    validations: tuple[Validation, ...]
+    validations: tuple[ValidationLoss, ...]
     params: int
     active_params: int
     flops_per_token: float
@@ -114,7 +114,7 @@ def read_run(folder: Path) -> Run:
         recipe = load_recipe(str(folder / CONFIG))
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
-    rows = _rows(folder / METRICS)
+    rows = read_metrics(folder / METRICS)
     validations = tuple(_validations(recipe, rows))
     if not validations:
         why = "its data.validation is empty" if not recipe.data.validation else f"{METRICS} has none yet"
@@ -139,22 +139,18 @@ def check_comparable(runs: Sequence[Run]) -> None:
     """Raise UserError if a run's validation loss is not comparable with the first run's."""
     first = runs[0]
     for run in runs[1:]:
-        values, others = flatten(first.recipe), flatten(run.recipe)
+        values = flatten(first.recipe)
+        others = flatten(run.recipe)
         for key in _meaning(first.recipe):
             if values[key] != others[key]:
-                raise _incomparable(
-                    first,
-                    run,
-                    f"{key} is {str(values[key]).lower()} in the first and {str(others[key]).lower()} in the second",
-                )
+                raise _incomparable(first, run, key, str(values[key]).lower(), str(others[key]).lower())
         if not first.tokenizer.is_same(run.tokenizer):
-            paths = f"{first.tokenizer.path} in the first and {run.tokenizer.path} in the second"
-            raise _incomparable(first, run, f"their tokenizers differ ({_BY}): data.tokenizer is {paths}")
-        pairs = list(zip(first.validation, run.validation, strict=False))
+            key = f"their tokenizers differ ({_BY}): data.tokenizer"
+            raise _incomparable(first, run, key, first.tokenizer.path, run.tokenizer.path)
+        pairs = zip(first.validation, run.validation, strict=False)
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
-            ours, theirs = list(first.recipe.data.validation), list(run.recipe.data.validation)
-            paths = f"{ours} in the first and {theirs} in the second"
-            raise _incomparable(first, run, f"their validation texts differ ({_BY}): data.validation is {paths}")
+            key = f"their validation texts differ ({_BY}): data.validation"
+            raise _incomparable(first, run, key, list(first.recipe.data.validation), list(run.recipe.data.validation))
 
 
 def _meaning(recipe: Recipe) -> list[str]:
@@ -163,38 +159,33 @@ def _meaning(recipe: Recipe) -> list[str]:
     return ["model.kind", *keys.get(recipe.model.objective, ["data.noise_density", "data.mean_span"])]
 
 
-def _incomparable(first: Run, run: Run, why: str) -> UserError:
-    return UserError(f"losses of {first.folder} and {run.folder} are not comparable: {why}")
+def _incomparable(first: Run, run: Run, key: str, value: Any, other: Any) -> UserError:
+    return UserError(
+        f"losses of {first.folder} and {run.folder} are not comparable: {key} is {value} in the first and {other} in "
+        "the second"
+    )
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl``. Rows of a resumed run replace earlier rows of the same or later steps."""
-    rows: list[dict[str, Any]] = []
-    for row in read_metrics(path):
-        if rows and row["step"] < rows[-1]["step"]:
-            rows = [kept for kept in rows if kept["step"] < row["step"]]
-        rows.append(row)
-    return rows
-
-
-def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Validation]:
-    found: dict[int, Validation] = {}
+def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[ValidationLoss]:
+    validations: dict[int, ValidationLoss] = {}
     for row in rows:
         if "val/loss" not in row:
             continue
-        step, loss = row["step"], row["val/loss"]
+        step = row["step"]
+        loss = row["val/loss"]
         if not isinstance(loss, int | float):  # JSON has no NaN (`JsonlTracker`)
             loss = {"inf": math.inf, "-inf": -math.inf}.get(str(row.get("val/loss_nonfinite")), math.nan)
         tokens = row.get("tokens")
         if type(tokens) is not int:
             tokens = recipe.batches.first(step) * recipe.tokens_per_sequence
-        found[step] = Validation(step, tokens, float(loss))
-    return list(found.values())
+        validations[step] = ValidationLoss(step, tokens, float(loss))
+    return list(validations.values())
 
 
 def _run_info(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's ``run.json``; empty if there is no such file."""
-    info, path = read_run_info(folder), folder / RUN_INFO
+    info = read_run_info(folder)
+    path = folder / RUN_INFO
     for key in ("params", "active_params", "flops_per_token"):
         value = info.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

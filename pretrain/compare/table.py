@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pretrain.compare.groups import Group, Reach, differing_keys, reach
-from pretrain.formats import markdown
+from pretrain.compare.groups import Group, Point, differing_keys, reach
+from pretrain.compare.runs import Run
+from pretrain.formats import finite, markdown
 
 _CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # only their names are shown, not SHA-256
 
@@ -20,23 +21,12 @@ def text(groups: Sequence[Group]) -> str:
         ["run", "seeds", "step", "tokens", "parameters", "active", "FLOPs/token", "FLOPs", "val loss", "std", "min-max"]
     ]
     for group in groups:
+        first = group.runs[0]
         last = group.last
-        step = f"{last.step} of {_steps(group)}" if group.unfinished else str(last.step)
-        rows.append(
-            [
-                group.name,
-                str(len(group.runs)),
-                step,
-                _count(last.tokens),
-                _count(group.runs[0].params),
-                _count(group.runs[0].active_params),
-                _count(group.flops_per_token),
-                _count(group.flops),
-                f"{last.mean:.4f}",
-                "-" if last.std is None else f"{last.std:.4f}",
-                "-" if last.std is None else f"{last.low:.4f}-{last.high:.4f}",
-            ]
-        )
+        step = f"{last.step} of {first.recipe.train.steps}" if group.unfinished else str(last.step)
+        counts = (last.tokens, first.params, first.active_params, group.flops_per_token, group.flops)
+        spread = ["-", "-"] if last.std is None else [f"{last.std:.4f}", f"{last.low:.4f}-{last.high:.4f}"]
+        rows.append([group.name, str(len(group.runs)), step, *map(_count, counts), f"{last.mean:.4f}", *spread])
     parts = [markdown(rows)]
     if len(groups) > 1:
         head = [f"{group.name}: {group.last.mean:.4f}" for group in groups]
@@ -44,8 +34,9 @@ def text(groups: Sequence[Group]) -> str:
         rows += [[group.name, *(_reaches(group, other) for other in groups)] for group in groups]
         parts.append(markdown(rows))
         parts.append("\n".join(_differences(groups)))
-    if said := notes(groups):
-        parts.append("\n".join(f"note: {line}" for line in said))
+    lines = notes(groups)
+    if lines:
+        parts.append("\n".join(f"note: {line}" for line in lines))
     return "\n\n".join(parts)
 
 
@@ -65,27 +56,26 @@ def values(groups: Sequence[Group]) -> dict[str, Any]:
 
 def notes(groups: Sequence[Group]) -> list[str]:
     """Return notes on what limits the comparison, such as unfinished runs, one line each."""
-    said = []
+    lines = []
     for group in groups:
         for run in group.unfinished:
-            said.append(f"{run.folder} is not finished: step {run.step} of {run.recipe.train.steps}")
+            lines.append(f"{run.folder} is not finished: step {run.step} of {run.recipe.train.steps}")
         for run in group.runs:
-            if (path := run.recipe.train.init_from) is not None:
-                said.append(f"{run.folder} started from the weights of {path}, whose training is not counted")
+            path = run.recipe.train.init_from
+            if path is not None:
+                lines.append(f"{run.folder} started from the weights of {path}, whose training is not counted")
         if not math.isfinite(group.last.mean):
-            said.append(f"the last validation loss of {group.name} is not finite")
+            lines.append(f"the last validation loss of {group.name} is not finite")
     sizes: dict[str, list[str]] = {}
     for group in groups:
         for run in group.runs:
-            train, model = run.recipe.train, run.recipe.model
-            size = f"{train.validation_sequences} sequences of {model.sequence_length} tokens"
+            num_sequences = run.recipe.train.validation_sequences
+            size = f"{num_sequences} sequences of {run.recipe.model.sequence_length} tokens"
             sizes.setdefault(size, []).append(str(run.folder))
     if len(sizes) > 1:
-        said.append(
-            "validated on different amounts of the same text: "
-            + "; ".join(f"{size} in {', '.join(folders)}" for size, folders in sizes.items())
-        )
-    return said
+        amounts = "; ".join(f"{size} in {', '.join(folders)}" for size, folders in sizes.items())
+        lines.append(f"validated on different amounts of the same text: {amounts}")
+    return lines
 
 
 def _differences(groups: Sequence[Group]) -> list[str]:
@@ -99,52 +89,57 @@ def _differences(groups: Sequence[Group]) -> list[str]:
 
 
 def _group_values(group: Group, keys: Sequence[str]) -> dict[str, Any]:
-    last, recipe = group.last, group.runs[0].keys()
+    first = group.runs[0]
+    last = group.last
+    recipe = first.keys()
     return {
         "name": group.name,
         "seeds": [run.recipe.train.seed for run in group.runs],
         "is_finished": not group.unfinished,
         "step": last.step,
         "tokens": last.tokens,
-        "params": group.runs[0].params,
-        "active_params": group.runs[0].active_params,
+        "params": first.params,
+        "active_params": first.active_params,
         "flops_per_token": group.flops_per_token,
         "flops": group.flops,
-        "loss": _finite({"mean": last.mean, "std": last.std, "min": last.low, "max": last.high}),
+        "loss": _losses(last),
         "recipe": {key: recipe[key] for key in keys},
         "curve": [
-            {"step": point.step, "tokens": point.tokens, "flops": group.flops_per_token * point.tokens}
-            | _finite({"mean": point.mean, "std": point.std, "min": point.low, "max": point.high})
+            {"step": point.step, "tokens": point.tokens, "flops": group.flops_per_token * point.tokens} | _losses(point)
             for point in group.curve
         ],
-        "runs": [
-            {
-                "folder": str(run.folder),
-                "seed": run.recipe.train.seed,
-                "step": run.step,
-                "steps": run.recipe.train.steps,
-                "is_finished": run.is_finished,
-                "validations": [
-                    {"step": v.step, "tokens": v.tokens} | _finite({"loss": v.loss}) for v in run.validations
-                ],
-            }
-            for run in group.runs
-        ],
+        "runs": list(map(_run_values, group.runs)),
+    }
+
+
+def _losses(point: Point) -> dict[str, float | None]:
+    losses = {"mean": point.mean, "std": point.std, "min": point.low, "max": point.high}
+    return {name: finite(loss) for name, loss in losses.items()}
+
+
+def _run_values(run: Run) -> dict[str, Any]:
+    return {
+        "folder": str(run.folder),
+        "seed": run.recipe.train.seed,
+        "step": run.step,
+        "steps": run.recipe.train.steps,
+        "is_finished": run.is_finished,
+        "validations": [{"step": v.step, "tokens": v.tokens, "loss": finite(v.loss)} for v in run.validations],
     }
 
 
 def _reach_values(group: Group, of: Group) -> dict[str, Any]:
-    found = reach(group.curve, of.last.mean)
-    row: dict[str, Any] = {"group": group.name, "of": of.name} | _finite({"loss": of.last.mean})
-    if found is None:
+    row: dict[str, Any] = {"group": group.name, "of": of.name, "loss": finite(of.last.mean)}
+    reached = reach(group.curve, of.last.mean)
+    if reached is None:
         return row | dict.fromkeys(("step", "tokens", "flops", "steps_ratio", "tokens_ratio", "flops_ratio"))
-    flops = found.tokens * group.flops_per_token
+    flops = reached.tokens * group.flops_per_token
     return row | {
-        "step": found.step,
-        "tokens": found.tokens,
+        "step": reached.step,
+        "tokens": reached.tokens,
         "flops": flops,
-        "steps_ratio": _ratio(found.step, of.last.step),
-        "tokens_ratio": _ratio(found.tokens, of.last.tokens),
+        "steps_ratio": _ratio(reached.step, of.last.step),
+        "tokens_ratio": _ratio(reached.tokens, of.last.tokens),
         "flops_ratio": _ratio(flops, of.flops),
     }
 
@@ -152,24 +147,16 @@ def _reach_values(group: Group, of: Group) -> dict[str, Any]:
 def _reaches(group: Group, of: Group) -> str:
     if group is of:
         return "-"
-    found: Reach | None = reach(group.curve, of.last.mean)
-    if found is None:
+    reached = reach(group.curve, of.last.mean)
+    if reached is None:
         return "not reached"
-    ratio = _ratio(found.step, of.last.step)
+    ratio = _ratio(reached.step, of.last.step)
     share = "" if ratio is None else f", x{ratio:.3f}"
-    return f"{found.step:.1f} ({_count(found.tokens)} tokens{share})"
+    return f"{reached.step:.1f} ({_count(reached.tokens)} tokens{share})"
 
 
 def _ratio(value: float, of: float) -> float | None:
     return value / of if of else None
-
-
-def _finite(numbers: dict[str, float | None]) -> dict[str, float | None]:
-    return {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
-
-
-def _steps(group: Group) -> int:
-    return group.runs[0].recipe.train.steps
 
 
 def _count(number: float) -> str:

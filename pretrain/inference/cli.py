@@ -22,6 +22,7 @@ from pretrain.inference.evaluation import evaluate as evaluate_model
 from pretrain.inference.load import Trained, load_model, open_run, single_process
 from pretrain.inference.sampling import Sampling
 from pretrain.inference.text import TextStream, encode_spans, fill, spans_of
+from pretrain.start.process import Processes
 
 _RUN = "folder of a run or of one of its checkpoints"
 
@@ -116,9 +117,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
     arguments = parser.parse_args(argv)
-    for name in ("max_sequences", "stride", "memory_length"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    _require_positive(arguments, "max_sequences", "stride", "memory_length")
     if arguments.stride is not None and arguments.data is None:
         raise UserError(
             f"--stride {arguments.stride} needs --data: a stride does not apply to the run's own validation data"
@@ -137,46 +136,33 @@ def _add_common(parser: argparse.ArgumentParser, json_help: str) -> None:
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
-def _generate(arguments: argparse.Namespace) -> int:
-    for name in ("max_tokens", "num_samples"):
-        if (value := getattr(arguments, name)) < 1:
+def _require_positive(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    _require_positive(arguments, "max_tokens", "num_samples")
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except UserError as error:
-        name, rest = str(error).split("=", 1)
-        raise UserError(f"--{name.replace('_', '-')} {rest}") from None
+        name, reason = str(error).split("=", 1)
+        raise UserError(f"--{name.replace('_', '-')} {reason}") from None
     prompt = _prompt(arguments.prompt)
     trained = open_run(arguments.run, arguments.step, arguments.tokenizer, arguments.imports)
-    recipe, tokenizer = trained.recipe, trained.tokenizer
-    is_t5 = recipe.model.kind == "t5"
     ids = _prompt_ids(prompt, trained)
+    is_t5 = trained.recipe.model.kind == "t5"
     with single_process(arguments.seed) as processes:
-        model = load_model(trained, processes, drops=False)
-        decoder: decoding.Decoder
-        if is_t5:
-            decoder = decoding.T5Decoder(
-                model, torch.tensor(ids, device=processes.device, dtype=torch.int64), arguments.num_samples
-            )
-            begin = [tokenizer.role("pad")]
-            # Learned positions, if the model has any, end there.
-            max_tokens = min(arguments.max_tokens, max(recipe.model.sequence_length, recipe.decoder_length))
-        elif recipe.model.memory_length:
-            if arguments.no_cache:
-                raise UserError(f"--no-cache is not supported with model.memory_length={recipe.model.memory_length}")
-            decoder = decoding.MemoryDecoder(model, recipe.model.memory_length)
-            begin, max_tokens = ids, arguments.max_tokens
-        else:
-            keeps = not arguments.no_cache and recipe.model.position != "transformer_xl"
-            decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=keeps)
-            begin, max_tokens = ids, arguments.max_tokens
+        decoder, begin, max_tokens = _decoder(arguments, trained, ids, processes)
         steps = decoding.generate(
             decoder,
             begin,
             sampling,
             max_tokens=max_tokens,
-            end=tokenizer.end_of_document,
-            vocab_size=tokenizer.vocab_size,
+            end=trained.tokenizer.end_of_document,
+            vocab_size=trained.tokenizer.vocab_size,
             num_samples=arguments.num_samples,
             device=processes.device,
         )
@@ -184,9 +170,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         printer = _Printer(prompt, trained, ids, arguments.num_samples) if streams else None
         samples: list[list[int]] = [[] for _ in range(arguments.num_samples)]
         for drawn in steps:
-            for number, token in enumerate(drawn):
+            for sample, token in zip(samples, drawn, strict=True):
                 if token is not None:
-                    samples[number].append(token)
+                    sample.append(token)
             if printer is not None:
                 printer.add(drawn)
     if printer is not None:
@@ -196,8 +182,27 @@ def _generate(arguments: argparse.Namespace) -> int:
     else:
         for number, tokens in enumerate(samples):
             _print_head(number, len(samples))
-            print(fill(prompt, spans_of(tokens, tokenizer)))
+            print(fill(prompt, spans_of(tokens, trained.tokenizer)))
     return 0
+
+
+def _decoder(
+    arguments: argparse.Namespace, trained: Trained, ids: list[int], processes: Processes
+) -> tuple[decoding.Decoder, list[int], int]:
+    """Load the model. Return its decoder, the tokens that it begins with, and the maximum number of new ones."""
+    model = trained.recipe.model
+    if model.memory_length and arguments.no_cache:
+        raise UserError(f"--no-cache is not supported with model.memory_length={model.memory_length}")
+    module = load_model(trained, processes, drops=False)
+    if model.kind == "t5":
+        inputs = torch.tensor(ids, device=processes.device, dtype=torch.int64)
+        # Learned positions, if the model has any, end there.
+        max_tokens = min(arguments.max_tokens, max(model.sequence_length, trained.recipe.decoder_length))
+        return decoding.T5Decoder(module, inputs, arguments.num_samples), [trained.tokenizer.role("pad")], max_tokens
+    if model.memory_length:
+        return decoding.MemoryDecoder(module, model.memory_length), ids, arguments.max_tokens
+    keeps = not arguments.no_cache and model.position != "transformer_xl"
+    return decoding.GPTDecoder(module, model.sequence_length, keeps=keeps), ids, arguments.max_tokens
 
 
 def _prompt(text: str | None) -> str:
@@ -220,14 +225,15 @@ def _prompt(text: str | None) -> str:
 
 
 def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
-    recipe, tokenizer = trained.recipe, trained.tokenizer
-    kind, length = recipe.model.kind, recipe.model.sequence_length
+    tokenizer = trained.tokenizer
+    kind = trained.recipe.model.kind
+    length = trained.recipe.model.sequence_length
     if kind == "bert":
         raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a run of a gpt or t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if not ids:
         raise UserError(f"the prompt has no tokens with the tokenizer {tokenizer.path}: use another prompt")
-    bos = bos_of(recipe, tokenizer)
+    bos = bos_of(trained.recipe, tokenizer)
     ids = ids if bos is None else [bos, *ids]
     if len(ids) > length:
         raise UserError(f"the prompt takes {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
@@ -238,48 +244,49 @@ class _Printer:
     """Printer of samples, one after the other; the first unfinished sample is printed token by token."""
 
     def __init__(self, prompt: str, trained: Trained, ids: list[int], count: int):
-        self._prompt, self._count = prompt, count
-        self._streams = [TextStream(trained.tokenizer, ids) for _ in range(count)]
-        self._waiting = [""] * count
-        self._is_over = [False] * count
+        self._prompt = prompt
         self._end = trained.tokenizer.end_of_document
+        self._streams = [TextStream(trained.tokenizer, ids) for _ in range(count)]
+        self._texts = [""] * count  # not printed yet
+        self._is_over = [False] * count
         self._current = 0
-        self._begin(0)
+        self._begin()
 
     def add(self, drawn: list[int | None]) -> None:
         for number, token in enumerate(drawn):
             if token is not None:
-                self._waiting[number] += self._streams[number].add(token)
+                self._texts[number] += self._streams[number].add(token)
                 if token == self._end:
-                    self._waiting[number] += self._streams[number].close()
-                    self._is_over[number] = True
-        self._flush()
-        while self._is_over[self._current] and self._current + 1 < self._count:
-            self._next()
+                    self._finish(number)
+        self._print()
 
     def close(self) -> None:
-        while True:
-            if not self._is_over[self._current]:
-                self._waiting[self._current] += self._streams[self._current].close()
-            self._flush()
-            if self._current + 1 == self._count:
-                break
-            self._next()
+        for number, is_over in enumerate(self._is_over):
+            if not is_over:
+                self._finish(number)
+        self._print()
         print(flush=True)
 
-    def _next(self) -> None:
-        print()
-        self._current += 1
-        self._begin(self._current)
-        self._flush()
+    def _finish(self, number: int) -> None:
+        self._texts[number] += self._streams[number].close()
+        self._is_over[number] = True
 
-    def _begin(self, number: int) -> None:
-        _print_head(number, self._count)
+    def _print(self) -> None:
+        """Print what is new of the current sample. While it has ended, begin the next one."""
+        self._flush()
+        while self._is_over[self._current] and self._current + 1 < len(self._streams):
+            print()
+            self._current += 1
+            self._begin()
+            self._flush()
+
+    def _begin(self) -> None:
+        _print_head(self._current, len(self._streams))
         print(self._prompt, end="", flush=True)
 
     def _flush(self) -> None:
-        print(self._waiting[self._current], end="", flush=True)
-        self._waiting[self._current] = ""
+        print(self._texts[self._current], end="", flush=True)
+        self._texts[self._current] = ""
 
 
 def _print_head(number: int, count: int) -> None:
@@ -291,17 +298,17 @@ def _generated(
     arguments: argparse.Namespace, trained: Trained, prompt: str, ids: list[int], samples: list[list[int]]
 ) -> dict:
     tokenizer = trained.tokenizer
-    end = tokenizer.end_of_document
-    found = []
+    values = []
     for tokens in samples:
-        sample: dict[str, Any] = {"finish": "end" if tokens[-1] == end else "length", "tokens": tokens}
+        is_over = tokens[-1] == tokenizer.end_of_document
+        sample: dict[str, Any] = {"finish": "end" if is_over else "length", "tokens": tokens}
         if trained.recipe.model.kind == "t5":
             spans = spans_of(tokens, tokenizer)
             sample |= {"spans": {str(number): text for number, text in spans.items()}, "text": fill(prompt, spans)}
         else:
             stream = TextStream(tokenizer, ids)
             sample["text"] = "".join(map(stream.add, tokens)) + stream.close()
-        found.append(sample)
+        values.append(sample)
     return {
         "run": trained.name,
         "checkpoint": str(trained.checkpoint.path),
@@ -312,7 +319,7 @@ def _generated(
         "top_k": arguments.top_k,
         "top_p": arguments.top_p,
         "seed": arguments.seed,
-        "samples": found,
+        "samples": values,
     }
 
 
@@ -320,37 +327,32 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     runs = [open_run(path, arguments.step, arguments.tokenizer, arguments.imports) for path in arguments.runs]
     seen: set[Path] = set()
     for trained in runs:
-        if (place := trained.checkpoint.path.resolve()) in seen:
+        path = trained.checkpoint.path.resolve()
+        if path in seen:
             raise UserError(f"{trained.checkpoint.path} is given twice")
-        seen.add(place)
+        seen.add(path)
         if arguments.memory_length is not None and not trained.recipe.model.memory_length:
             raise UserError(
                 f"--memory-length {arguments.memory_length} needs a model with memory; {trained.name} has "
                 "model.memory_length=0"
             )
-    sources = [
-        report.open_source(
-            trained, arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format
-        )
-        for trained in runs
-    ]
+    options = (arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format)
+    data_of_runs = [report.open_data(trained, *options) for trained in runs]
     results = []
     with single_process() as processes:
-        for trained, source in zip(runs, sources, strict=True):
-            model = load_model(trained, processes, drops=True)
-            with _progress(trained.name, source.count) as on_progress:
-                result = evaluate_model(
-                    model,
+        for trained, data in zip(runs, data_of_runs, strict=True):
+            with _progress(trained.name, data.count) as on_progress:
+                evaluation = evaluate_model(
+                    load_model(trained, processes, drops=True),
                     trained.recipe,
-                    source.samples,
-                    streams=source.streams,
+                    data.samples,
+                    streams=data.streams,
                     memory_length=arguments.memory_length,
                     byte_lengths=_byte_lengths(trained),
                     device=processes.device,
                     on_progress=on_progress,
                 )
-            del model
-            results.append(report.Result(trained, source, result))
+            results.append(report.RunEvaluation(trained, data, evaluation))
     if arguments.json:
         print(json.dumps(report.values(results), indent=1, allow_nan=False))
     else:

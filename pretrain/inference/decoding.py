@@ -39,7 +39,9 @@ class GPTDecoder:
 
     def __init__(self, model: nn.Module, length: int, *, keeps: bool = True):
         refuse_expert_choice(model)
-        self._model, self._length, self._keeps = model, length, keeps
+        self._model = model
+        self._length = length
+        self._keeps = keeps
         self._context: Any = None  # Megatron-core's cache of keys and values
         self._begin = self._end = 0  # the cached tokens
 
@@ -62,12 +64,9 @@ class GPTDecoder:
         return logits_NV
 
     def _run(self, tokens_NS: Tensor, first: int) -> Tensor:
-        positions = torch.arange(
-            first, first + tokens_NS.shape[1], device=tokens_NS.device, dtype=torch.int64
-        ).expand_as(tokens_NS)
         # Causal attention makes its own mask.
         options = {"inference_context": self._context, "runtime_gather_output": True} if self._keeps else {}
-        return self._model(tokens_NS, positions, None, **options)[:, -1].float()
+        return self._model(tokens_NS, _positions(tokens_NS, first), None, **options)[:, -1].float()
 
 
 class MemoryDecoder:
@@ -83,17 +82,22 @@ class MemoryDecoder:
 
     def __init__(self, model: nn.Module, length: int):
         refuse_expert_choice(model)
-        self._model, self._memory = model, StreamMemory(model, length, streams=1)
+        self._model = model
+        self._memory = StreamMemory(model, length, streams=1)
         self._end = 0  # tokens so far
 
     def __call__(self, tokens_NS: Tensor) -> Tensor:
         new_NS = tokens_NS[:, self._end :]
         self._end = tokens_NS.shape[1]
         self._memory.enter(0)
-        positions = torch.arange(new_NS.shape[1], device=new_NS.device, dtype=torch.int64).expand_as(new_NS)
-        logits_NSV = self._model(new_NS, positions, None)
+        logits_NSV = self._model(new_NS, _positions(new_NS), None)
         self._memory.leave()
         return logits_NSV[:, -1].float()
+
+
+def _positions(tokens_NS: Tensor, first: int = 0) -> Tensor:
+    stop = first + tokens_NS.shape[1]
+    return torch.arange(first, stop, device=tokens_NS.device, dtype=torch.int64).expand_as(tokens_NS)
 
 
 def window(count: int, length: int) -> int:

@@ -92,19 +92,16 @@ def evaluate(
                 memory.enter(result.sequences, is_start, len(batch["tokens"]))
             labels, mask = batch.pop("labels"), batch.pop("loss_mask", None)
             logits_BSV = forward(model, to_device(batch, device))
-            for logits_SV, labels_S, mask_S in zip(
-                logits_BSV, labels, [None] * len(labels) if mask is None else mask, strict=True
-            ):
+            masks = [None] * len(labels) if mask is None else mask
+            for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):
                 _add(result, logits_SV, labels_S, mask_S, byte_lengths)
             result.sequences += len(labels)
             on_progress(result.sequences)
         if memory is not None:
             memory.leave()
-        layers = {module: name for name, module in model.named_modules()}
-        reports = metrics(model)
-        numbered = {module.layer_number: reports[name] for module, name in layers.items() if name in reports}
+        reports = {model.get_submodule(name).layer_number: report for name, report in metrics(model).items()}
         unused = recipe.model.mtp_numbers
-        result.layers = {number: numbered[number] for number in sorted(numbered) if number not in unused}
+        result.layers = {number: reports[number] for number in sorted(reports) if number not in unused}
     return result
 
 
@@ -114,14 +111,14 @@ def batches(samples: Iterable[Sample | np.ndarray], size: int, vocab_size: int |
     Raises:
         UserError: see `collate`.
     """
-    held: list[Sample | np.ndarray] = []
+    batch: list[Sample | np.ndarray] = []
     for sample in samples:
-        if held and (len(held) == size or _shape(sample) != _shape(held[0])):
-            yield collate(held, vocab_size)
-            held = []
-        held.append(sample)
-    if held:
-        yield collate(held, vocab_size)
+        if batch and (len(batch) == size or _shape(sample) != _shape(batch[0])):
+            yield collate(batch, vocab_size)
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield collate(batch, vocab_size)
 
 
 def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
@@ -131,7 +128,8 @@ def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
 def _add(
     result: Evaluation, logits_SV: Tensor, labels_S: Tensor, mask_S: Tensor | None, byte_lengths: np.ndarray | None
 ) -> None:
-    logits_SV, on_device_S = logits_SV.float(), labels_S.to(logits_SV.device)
+    logits_SV = logits_SV.float()
+    on_device_S = labels_S.to(logits_SV.device)
     nats_S = F.cross_entropy(logits_SV, on_device_S, reduction="none").cpu()
     is_correct_S = (logits_SV.argmax(-1) == on_device_S).cpu()
     counted_S = torch.ones_like(is_correct_S) if mask_S is None else mask_S.bool()

@@ -84,31 +84,33 @@ def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> 
 def _open(path: Path, step: int | None) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist: pass the folder of a run or of a checkpoint")
-    folder = next((place for place in (path, path / CHECKPOINTS) if step_folders(place)), None)
+    folder = next((folder for folder in (path, path / CHECKPOINTS) if step_folders(folder)), None)
     if folder is None:
-        if step is not None and (found := open_checkpoint(path)).step != step:
-            raise UserError(f"--step {step}: {path} is the checkpoint of step {found.step}")
         try:
-            return open_checkpoint(path)
+            checkpoint = open_checkpoint(path)
         except UserError as error:
-            is_run = (path / CONFIG).is_file()
-            raise UserError(f"the run {path} has no checkpoint yet") if is_run else error from error
-    there = steps(folder)
+            if (path / CONFIG).is_file():
+                raise UserError(f"the run {path} has no checkpoint yet") from error
+            raise
+        if step not in (None, checkpoint.step):
+            raise UserError(f"--step {step}: {path} is the checkpoint of step {checkpoint.step}")
+        return checkpoint
+    complete = steps(folder)
     if step is None:
         # If no checkpoint is complete, report the damage of the newest.
-        return open_checkpoint(folder / step_name(there[-1]) if there else folder)
-    if step not in there:
-        complete = ", ".join(map(str, there)) or "none"
-        raise UserError(f"--step {step} has no complete checkpoint in {folder}: the complete steps are {complete}")
+        return open_checkpoint(folder / step_name(complete[-1]) if complete else folder)
+    if step not in complete:
+        names = ", ".join(map(str, complete)) or "none"
+        raise UserError(f"--step {step} has no complete checkpoint in {folder}: the complete steps are {names}")
     return open_checkpoint(folder / step_name(step))
 
 
 def _run_data(checkpoint: Path) -> dict[str, Any]:
     """Return the ``data`` record of a checkpoint's run from its ``run.json``; empty without the file."""
     run = checkpoint.parent.parent
-    if checkpoint.parent.name != CHECKPOINTS or not (info := read_run_info(run)):
-        return {}
-    if not isinstance(data := info.get("data"), dict):
+    info = read_run_info(run) if checkpoint.parent.name == CHECKPOINTS else {}
+    data = info.get("data") if info else {}
+    if not isinstance(data, dict):
         raise UserError(f"{run / RUN_INFO} is invalid: its key data has no JSON object")
     return data
 

@@ -24,7 +24,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(before[-_CONTEXT:])
-        self._begin, self._shown = 0, len(self._ids)
+        self._begin = 0
+        self._shown = len(self._ids)
 
     def add(self, token: int) -> str:
         """Add a token. Return the text that is now complete; empty while a character is incomplete."""
@@ -41,7 +42,8 @@ class TextStream:
         if len(text) <= len(shown) or (text.endswith(_UNFINISHED) and not is_last):
             return ""
         # The last decoded tokens are the context of the next.
-        self._begin, self._shown = max(self._shown - _CONTEXT, 0), len(self._ids)
+        self._begin = max(self._shown - _CONTEXT, 0)
+        self._shown = len(self._ids)
         return text[len(shown) :]
 
 
@@ -53,22 +55,24 @@ def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
     Raises:
         UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer has.
     """
-    kept, numbers = _cut(text)
+    parts = _SENTINEL.split(text)  # texts and numbers of sentinels alternate
+    texts = parts[::2]
+    numbers = [int(number) for number in parts[1::2]]
     if not numbers:
         raise UserError(f"the prompt has no {sentinel(0)}: a T5 fills in spans marked by {sentinel(0)}, ...")
     if numbers != list(range(len(numbers))):
-        found = ", ".join(map(sentinel, numbers))
-        raise UserError(f"the prompt has {found}: sentinels must be numbered from 0 in order")
+        names = ", ".join(map(sentinel, numbers))
+        raise UserError(f"the prompt has {names}: sentinels must be numbered from 0 in order")
     if len(numbers) > len(tokenizer.sentinels):
         raise UserError(
             f"the prompt has {len(numbers)} sentinels, but the tokenizer {tokenizer.path} has only "
             f"{len(tokenizer.sentinels)}"
         )
-    ids = tokenizer.encode(kept[0]) if kept[0] else []
-    for number, part in zip(numbers, kept[1:], strict=True):
-        ids.append(tokenizer.sentinels[number])
+    ids = []
+    for number, part in zip([*numbers, None], texts, strict=True):  # the text before each sentinel, and the last
         ids += tokenizer.encode(part) if part else []
-    return [*ids, tokenizer.end_of_document]
+        ids.append(tokenizer.end_of_document if number is None else tokenizer.sentinels[number])
+    return ids
 
 
 def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
@@ -88,10 +92,4 @@ def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
 
 def fill(text: str, spans: Mapping[int, str]) -> str:
     """Replace the sentinels of a text by their spans; sentinels without a span stay."""
-    return _SENTINEL.sub(lambda found: spans.get(int(found[1]), found[0]), text)
-
-
-def _cut(text: str) -> tuple[list[str], list[int]]:
-    """Return the text between the sentinels, and their numbers."""
-    parts = _SENTINEL.split(text)
-    return parts[::2], [int(number) for number in parts[1::2]]
+    return _SENTINEL.sub(lambda match: spans.get(int(match[1]), match[0]), text)

@@ -54,14 +54,16 @@ class Text:
         bos: int | None = None,
     ):
         self.bos = bos
-        self._tokenizer, self._vocab_size, self._key, self._format = tokenizer, vocab_size, text_key, format
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._key = text_key
+        self._format = format
         with naming("--data"):
             if format == "bytes":
                 _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
             self._parts = [self._open(path) for path in paths]
-        counts = [None if isinstance(part, list) else part.num_tokens for part in self._parts]
-        known = [count for count in counts if count is not None]
-        self.num_tokens = None if len(known) < len(counts) else sum(known)
+        has_text = any(isinstance(part, list) for part in self._parts)
+        self.num_tokens = None if has_text else sum(part.num_tokens for part in self._parts)
 
     def _open(self, path: Path):
         if path.name not in ("", "..") and all(file.is_file() for file in corpus_paths(path)[::2]):
@@ -119,7 +121,8 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
 
 
 def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | None) -> Iterator[Sample]:
-    length, end = recipe.model.sequence_length, tokenizer.end_of_document
+    length = recipe.model.sequence_length
+    end = tokenizer.end_of_document
     before = end if text.bos is None else None  # BOS begins the stream
     for block, first in gpt_windows(text.tokens(), before, length, length if stride is None else stride):
         ones = np.ones(len(block) - 1, dtype=np.int64)
@@ -135,12 +138,13 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
     """Yield samples of a T5 (span corruption) or a BERT (masking)."""
-    model, data = recipe.model, recipe.data
-    if model.kind == "bert":
-        for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):
+    data = recipe.data
+    if recipe.model.kind == "bert":
+        for number, block in enumerate(cut(text.tokens(), recipe.model.sequence_length - 2)):
             yield build_masking(_One(block), len(block) + 2, data.noise_density, tokenizer, VALIDATION_SEED)[number]
         return
-    end, start = tokenizer.end_of_document, tokenizer.role("pad")
+    end = tokenizer.end_of_document
+    start = tokenizer.role("pad")
     for number, block in enumerate(cut(text.tokens(), recipe.spans.block)):
         if len(block) == 1:  # a last block: span corruption needs at least two tokens
             return
@@ -181,35 +185,32 @@ def gpt_windows(
             have predicted already. These tokens come first.
     """
     parts = iter(parts)
-    held = np.array([] if end is None else [end], dtype=np.int64)  # from the window's start on
-    begin, done = 0, 0  # offsets in the stream: of the window, of the last predicted token
-    is_over = False
+    tokens = np.array([] if end is None else [end], dtype=np.int64)  # from the window's start on
+    begin = 0  # offset of the window in the stream
+    done = 0  # offset of the last predicted token
     while True:
-        while len(held) < length + 1 and not is_over:
-            new = [held]
-            size = len(held)
-            while size < length + 1 and not is_over:
-                part = next(parts, None)
-                is_over = part is None
-                if part is not None:
-                    new.append(part)
-                    size += len(part)
-            held = np.concatenate(new)
-        block = held[: length + 1]
+        chunks = [tokens]
+        size = len(tokens)
+        while size <= length and (part := next(parts, None)) is not None:
+            chunks.append(part)
+            size += len(part)
+        tokens = np.concatenate(chunks)
+        block = tokens[: length + 1]
         if len(block) < 2 or begin + len(block) - 1 <= done:
             return
         yield block, done - begin
         done = begin + len(block) - 1
-        held, begin = held[stride:], begin + stride
+        tokens = tokens[stride:]
+        begin += stride
 
 
 def cut(parts: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
     """Cut a stream into blocks of ``length`` tokens; the last block has the rest."""
-    held = np.empty(0, dtype=np.int64)
+    tokens = np.empty(0, dtype=np.int64)
     for part in parts:
-        held = np.concatenate([held, part])
-        whole = len(held) // length * length
-        yield from held[:whole].reshape(-1, length)
-        held = held[whole:]
-    if len(held):
-        yield held
+        tokens = np.concatenate([tokens, part])
+        whole = len(tokens) // length * length
+        yield from tokens[:whole].reshape(-1, length)
+        tokens = tokens[whole:]
+    if len(tokens):
+        yield tokens

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 import fmoe
-from pretrain.compare.groups import common_name
+from pretrain.compare.groups import group_by_seed, group_names
 from pretrain.compare.runs import OF_NO_EFFECT
-from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
+from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads
 from pretrain.report.runs import RunFolder
 from pretrain.tracking.metrics import DECLARED, Metric
 
@@ -49,15 +49,15 @@ class Arrays:
             bits: number of mantissa bits to keep in floats. The last float of the array keeps all 23.
         """
         if array.dtype == np.uint8:
-            kind, data = "u1", array
-        elif np.issubdtype(array.dtype, np.integer):
-            kind, data = "u4", _planes(array.astype("<u4"))
+            kind = "u1"
+            data = array.tobytes()
         else:
-            kind, data = "f4", _planes(_rounded(array, bits))
-        raw = data.tobytes()
+            kind = "u4" if np.issubdtype(array.dtype, np.integer) else "f4"
+            words = array.astype("<u4") if kind == "u4" else _rounded(array, bits)
+            data = words.view(np.uint8).reshape(-1, 4).T.tobytes()
         self.layout.append((kind, array.size, self._size))
-        self._parts.append(raw)
-        self._size += len(raw)
+        self._parts.append(data)
+        self._size += len(data)
         return len(self.layout) - 1
 
     def tobytes(self) -> bytes:
@@ -81,45 +81,41 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
 
 
 def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Group runs of one recipe with different seeds; keys in `OF_NO_EFFECT` may differ too. Return each group's name
-    and the indices of its runs."""
-    found: list[tuple[dict[str, Any], set[str], list[int]]] = []
-    for number, run in enumerate(runs):
+    """Return name and indices of runs that have different seeds, but else differ only in keys in `OF_NO_EFFECT`."""
+    experiments = []
+    for run in runs:
         keys = {key: value for key, value in run.recipe.items() if not key.startswith(OF_NO_EFFECT)}
         seed = run.recipe.get("train.seed")
-        for there, seeds, members in found:
-            if keys == there and type(seed) is int and str(seed) not in seeds:
-                seeds.add(str(seed))
-                members.append(number)
-                break
-        else:
-            found.append((keys, {str(seed)}, [number]))
-    names = [common_name([runs[number].name for number in members]) for _, _, members in found]
-    return [
-        {"name": name if name and names.count(name) == 1 else runs[members[0]].name, "runs": members}
-        for name, (_, _, members) in zip(names, found, strict=True)
-    ]
+        experiments.append((keys, seed if type(seed) is int else None))
+    groups = group_by_seed(experiments)
+    names = group_names([[runs[index].name for index in group] for group in groups])
+    return [{"name": name or runs[group[0]].name, "runs": group} for name, group in zip(names, groups, strict=True)]
 
 
 def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
-    record, points, cells = run.record, CURVE_POINTS // num_runs, LOAD_CELLS // num_runs
+    record = run.record
+    points = CURVE_POINTS // num_runs
     versions = run.run_info.get("versions")
-    layers = sorted({int(name.split("/")[0]) for name in record.layers.names} | set(_sizes(record.loads)))
+    if not isinstance(versions, dict):
+        versions = {}
+    sizes = {} if record.loads is None else record.loads.sizes
+    layers = sorted({int(name.split("/")[0]) for name in record.layers.names}.union(sizes))
     return {
         "name": run.name,
         "folder": str(run.folder),
         "summary": summary(run),
-        "lost": _lost(run.record),
+        # The step of the last finite value of each series whose latest value is not finite.
+        "lost": {name: step for name, (step, _) in record.last_finite.items() if not math.isfinite(record.last[name])},
         "recipe": {
             key: value if isinstance(value, str) else json.dumps(value, default=str)
             for key, value in run.recipe.items()
         },
-        "versions": {name: str(text) for name, text in versions.items()} if isinstance(versions, dict) else {},
+        "versions": {name: str(version) for name, version in versions.items()},
         "events": run.events,
         "layers": [{"number": layer, "label": run.layer_label(layer)} for layer in layers],
         "curves": _curves(record.curves.thinned(points), arrays, _CURVE_BITS),
         "layer_curves": _curves(record.layers.thinned(points), arrays, _LAYER_BITS),
-        "loads": None if record.loads is None else _loads(record.loads, arrays, cells),
+        "loads": None if record.loads is None else _loads(record.loads, arrays, LOAD_CELLS // num_runs),
     }
 
 
@@ -129,9 +125,10 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
     A metric's figure is its last finite value. For metrics in the section ``speed`` without ``is_exact``, it is the
     mean over the steps. Figures that are unknown or not finite are left out.
     """
-    record, info = run.record, run.run_info
-    values: dict[str, Any] = {name: info.get(name) for name in ("params", "active_params", "flops_per_token")}
-    values |= {"world_size": info.get("world_size"), "step": record.step, "total_steps": run.total_steps}
+    record = run.record
+    names = ("params", "active_params", "flops_per_token", "world_size")
+    values: dict[str, Any] = {name: run.run_info.get(name) for name in names}
+    values |= {"step": record.step, "total_steps": run.total_steps}
     values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
         values |= {"best_step": record.best[0], "best_val_loss": record.best[1]}
@@ -163,33 +160,26 @@ def _is_averaged(metric: Metric) -> bool:
     return metric.section == "speed" and not metric.is_exact
 
 
-def _lost(record: Record) -> dict[str, int]:
-    """Return the step of the last finite value of each series whose latest value is not finite."""
-    found = record.last_finite.items()
-    return {name: step for name, (step, _) in found if not math.isfinite(record.last[name])}
-
-
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
     """Append the steps and values of each series to ``arrays``. Return the indices of these arrays by series."""
     # x, y: steps, as differences, and values; mx, my: the same of the means, if points span several steps.
-    found = {}
+    indices = {}
     for name in curves.names:
         steps, values = curves.points(name)
-        if not len(steps):
-            continue
-        found[name] = {"x": arrays.add(np.diff(steps, prepend=0)), "y": arrays.add(values, bits)}
+        curve = {"x": arrays.add(np.diff(steps, prepend=0)), "y": arrays.add(values, bits)}
         if curves.stride > 1:
             mean_steps, means = curves.means(name)
-            found[name] |= {"mx": arrays.add(np.diff(np.round(mean_steps).astype(np.int64), prepend=0))}
-            found[name] |= {"my": arrays.add(means, _MEAN_BITS)}
-    return found
+            curve["mx"] = arrays.add(np.diff(np.round(mean_steps).astype(np.int64), prepend=0))
+            curve["my"] = arrays.add(means, _MEAN_BITS)
+        indices[name] = curve
+    return indices
 
 
 def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
     steps, shares = loads.frames()
-    most = max(_FRAMES_AT_LEAST, cells // shares.shape[1])
-    if len(steps) > most:  # average neighbouring frames
-        starts = np.arange(0, len(steps), -(-len(steps) // most))
+    max_frames = max(_FRAMES_AT_LEAST, cells // shares.shape[1])
+    if len(steps) > max_frames:  # average neighbouring frames
+        starts = np.arange(0, len(steps), -(-len(steps) // max_frames))
         ends = np.append(starts[1:], len(steps))
         steps = np.stack([steps[starts, 0], steps[ends - 1, 1]], 1)
         shares = np.stack([shares[a:b].mean(0) for a, b in zip(starts, ends, strict=True)])
@@ -207,10 +197,6 @@ def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
     }
 
 
-def _sizes(loads: Loads | None) -> dict[int, int]:
-    return {} if loads is None else loads.sizes
-
-
 def _is_finite(value: Any) -> bool:
     try:
         return isinstance(value, int | float) and math.isfinite(value)
@@ -221,14 +207,7 @@ def _is_finite(value: Any) -> bool:
 def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         number = values.astype("<f4").view("<u4").astype(np.uint64)
-    drop = 23 - bits
-    if drop:
-        half, mask = 1 << (drop - 1), ~((1 << drop) - 1) & 0xFFFFFFFF
-        exact = ~np.isfinite(values)
-        exact[-1:] = True
-        number = np.where(exact, number, (number + half) & mask)
-    return number.astype("<u4")
-
-
-def _planes(words: np.ndarray) -> np.ndarray:
-    return words.view(np.uint8).reshape(-1, 4).T.copy()
+    unit = 1 << (23 - bits)
+    is_exact = ~np.isfinite(values)
+    is_exact[-1:] = True
+    return np.where(is_exact, number, (number + unit // 2) & (1 << 32) - unit).astype("<u4")

@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ CURVE_POINTS = 1 << 17
 LOAD_CELLS = 1 << 19
 _MOST_FRAMES = 512
 
+# Fields of a span of a series. GAP is 1 if a value of the span is not finite.
+LOW, LOW_AT, HIGH, HIGH_AT, SUM, SUM_AT, COUNT, GAP = range(8)
+_EMPTY = np.array([math.inf, 0, -math.inf, 0, 0, 0, 0, 0])
+
 
 class Curves:
     """Series of numbers by step, in bounded memory.
@@ -37,16 +42,13 @@ class Curves:
     """
 
     def __init__(self, spans: int):
-        self.stride, self.names = 1, dict[str, int]()
-        self._spans = spans
-        self._first: int | None = None
+        self.stride = 1
+        self.names: dict[str, int] = {}
+        self._num_spans = spans
+        self._first = 0  # the first step
         self._columns: dict[tuple[str, ...], np.ndarray] = {}
-        self._low, self._high = np.full((spans, 0), math.inf), np.full((spans, 0), -math.inf)
-        self._low_at, self._high_at = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), np.int64)
-        self._sum, self._sum_at = np.zeros((spans, 0)), np.zeros((spans, 0))
-        self._count, self._gap = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), bool)
-        # Rows: the last value of each series, and the last that is finite.
-        self._last, self._last_at = np.zeros((2, 0)), np.zeros((2, 0), np.int64)
+        self._spans = np.empty((8, spans, 0))  # field, span, series
+        self._ends = np.empty((2, 2, 0))  # the last value and the last finite value; value and step; series
 
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
         """Add the values of a step; call it in ascending order of steps.
@@ -54,25 +56,28 @@ class Curves:
         NaN and infinite values become a gap in the curve if they are the last of their series, or if their span has no
         finite value.
         """
-        if self._first is None:
+        if not self.names:
             self._first = step
-        while (span := (step - self._first) // self.stride) >= self._spans:
-            self._double()
-        columns, numbers = self._columns_of(names), np.asarray(values, np.float64)
+        span = self._span_of(step)
+        columns = self._columns_of(names)
+        numbers = np.asarray(values, np.float64)
         is_finite = np.isfinite(numbers)
-        self._last[0, columns], self._last_at[0, columns] = np.where(is_finite, numbers, math.nan), step
-        self._gap[span, columns[~is_finite]] = True
-        columns, numbers = columns[is_finite], numbers[is_finite]
-        self._last[1, columns], self._last_at[1, columns] = numbers, step
-        for extreme, at, is_new in (
-            (self._low, self._low_at, numbers < self._low[span, columns]),
-            (self._high, self._high_at, numbers > self._high[span, columns]),
+        self._ends[0, 0, columns] = np.where(is_finite, numbers, math.nan)
+        self._ends[0, 1, columns] = step
+        self._spans[GAP, span, columns[~is_finite]] = 1
+        columns = columns[is_finite]
+        numbers = numbers[is_finite]
+        self._ends[1, 0, columns] = numbers
+        self._ends[1, 1, columns] = step
+        for field, is_new in (
+            (LOW, numbers < self._spans[LOW, span, columns]),
+            (HIGH, numbers > self._spans[HIGH, span, columns]),
         ):
-            extreme[span, columns[is_new]] = numbers[is_new]
-            at[span, columns[is_new]] = step
-        self._sum[span, columns] += numbers
-        self._sum_at[span, columns] += step
-        self._count[span, columns] += 1
+            self._spans[field, span, columns[is_new]] = numbers[is_new]
+            self._spans[field + 1, span, columns[is_new]] = step
+        self._spans[SUM, span, columns] += numbers
+        self._spans[SUM_AT, span, columns] += step
+        self._spans[COUNT, span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and values of a series, in order of steps.
@@ -80,30 +85,28 @@ class Curves:
         The points are the extremes of every span, the last value and the last finite value. A span whose values
         are all NaN or infinite is one point, NaN.
         """
-        column = self.names[name]
-        has = self._count[:, column] > 0
-        low, high = self._low[has, column], self._high[has, column]
-        low_at, high_at = self._low_at[has, column], self._high_at[has, column]
-        gaps = np.flatnonzero(~has & self._gap[:, column])
-        rows = slice(2 if has.any() else 1)
-        last, last_at = self._last[rows, column], self._last_at[rows, column]
-        steps = np.concatenate([low_at, high_at, self._first_step + gaps * self.stride, last_at])
-        values = np.concatenate([low, high, np.full(len(gaps), math.nan), last])
-        steps, kept = np.unique(steps, return_index=True)
-        return steps, values[kept]
+        series = self._spans[:, :, self.names[name]]
+        has = series[COUNT] > 0
+        gaps = np.flatnonzero(~has & (series[GAP] > 0))
+        last, last_at = self._ends[: 2 if has.any() else 1, :, self.names[name]].T
+        steps = [series[LOW_AT, has], series[HIGH_AT, has], self._first + gaps * self.stride, last_at]
+        values = [series[LOW, has], series[HIGH, has], np.full(len(gaps), math.nan), last]
+        unique_steps, indices = np.unique(np.concatenate(steps).astype(np.int64), return_index=True)
+        return unique_steps, np.concatenate(values)[indices]
 
     def means(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean step and the mean value of each span in which the series has a finite value."""
-        column = self.names[name]
-        count = self._count[:, column]
-        has = count > 0
-        return self._sum_at[has, column] / count[has], self._sum[has, column] / count[has]
+        series = self._spans[:, :, self.names[name]]
+        series = series[:, series[COUNT] > 0]
+        return series[SUM_AT] / series[COUNT], series[SUM] / series[COUNT]
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a series' finite values; None without any."""
-        if name not in self.names or not (count := self._count[:, self.names[name]].sum()):
+        if name not in self.names:
             return None
-        return float(self._sum[:, self.names[name]].sum() / count)
+        series = self._spans[:, :, self.names[name]]
+        count = series[COUNT].sum()
+        return float(series[SUM].sum() / count) if count else None
 
     def thinned(self, points: int) -> "Curves":
         """Return the curves with at most ``points`` points in all series together.
@@ -112,62 +115,43 @@ class Curves:
         thinned further, even if they have more points.
         """
         curves = self
-        while 2 * curves._used * len(curves.names) > points and curves._used > 16:
+        while 2 * curves._num_used * len(curves.names) > points and curves._num_used > 16:
             curves = copy.deepcopy(curves) if curves is self else curves
             curves._double()
         return curves
 
     @property
-    def _used(self) -> int:
+    def _num_used(self) -> int:
         """Number of spans up to the last one with a finite value."""
-        return int(np.flatnonzero((self._count > 0).any(1)).max(initial=-1)) + 1
+        return int(np.flatnonzero((self._spans[COUNT] > 0).any(1)).max(initial=-1)) + 1
 
-    @property
-    def _first_step(self) -> int:
-        return self._first or 0
+    def _span_of(self, step: int) -> int:
+        while step - self._first >= self._num_spans * self.stride:
+            self._double()
+        return (step - self._first) // self.stride
 
     def _columns_of(self, names: tuple[str, ...]) -> np.ndarray:
         if names not in self._columns:
             for name in names:
                 self.names.setdefault(name, len(self.names))
-            if (lacking := len(self.names) - self._low.shape[1]) > 0:
-                for attribute, fill in _EMPTY.items():
-                    array = getattr(self, attribute)
-                    more = np.full((self._spans, lacking), fill, array.dtype)
-                    setattr(self, attribute, np.concatenate([array, more], 1))
-                self._last = np.concatenate([self._last, np.full((2, lacking), math.nan)], 1)
-                self._last_at = np.concatenate([self._last_at, np.zeros((2, lacking), np.int64)], 1)
+            num_new = len(self.names) - self._spans.shape[2]
+            empty = np.broadcast_to(_EMPTY[:, None, None], (8, self._num_spans, num_new))
+            self._spans = np.concatenate([self._spans, empty], 2)
+            self._ends = np.concatenate([self._ends, np.zeros((2, 2, num_new))], 2)
             self._columns[names] = np.array([self.names[name] for name in names], np.int64)
         return self._columns[names]
 
     def _double(self) -> None:
-        def pairs(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return array[::2], array[1::2]
-
-        (low, next_low), (high, next_high) = pairs(self._low), pairs(self._high)
-        halves = {
-            "_low_at": np.where(next_low < low, *pairs(self._low_at)[::-1]),
-            "_high_at": np.where(next_high > high, *pairs(self._high_at)[::-1]),
-            "_low": np.minimum(low, next_low),
-            "_high": np.maximum(high, next_high),
-            "_gap": np.logical_or(*pairs(self._gap)),
-        }
-        halves |= {name: np.add(*pairs(getattr(self, name))) for name in ("_sum", "_sum_at", "_count")}
-        for name, half in halves.items():
-            setattr(self, name, np.concatenate([half, np.full_like(half, _EMPTY[name])]))
+        first = self._spans[:, ::2]
+        second = self._spans[:, 1::2]
+        merged = first + second
+        merged[GAP] = np.maximum(first[GAP], second[GAP])
+        for field, is_second in ((LOW, second[LOW] < first[LOW]), (HIGH, second[HIGH] > first[HIGH])):
+            both = slice(field, field + 2)  # the extreme and its step
+            merged[both] = np.where(is_second, second[both], first[both])
+        empty = np.broadcast_to(_EMPTY[:, None, None], merged.shape)
+        self._spans = np.concatenate([merged, empty], 1)
         self.stride *= 2
-
-
-_EMPTY = {
-    "_low": math.inf,
-    "_high": -math.inf,
-    "_low_at": 0,
-    "_high_at": 0,
-    "_sum": 0.0,
-    "_sum_at": 0.0,
-    "_count": 0,
-    "_gap": False,
-}
 
 
 class Loads:
@@ -180,13 +164,14 @@ class Loads:
     """
 
     def __init__(self, sizes: Mapping[int, int], cells: int = LOAD_CELLS):
-        self.sizes, self.stride = dict(sizes), 1
+        self.sizes = dict(sizes)
+        self.stride = 1
         ends = np.cumsum([0, *self.sizes.values()])
         self._slices = {n: slice(a, b) for n, a, b in zip(self.sizes, ends[:-1], ends[1:], strict=True)}
-        self._spans = 2 * max(2, min(_MOST_FRAMES, cells // int(ends[-1])) // 2)
-        self._sum = np.zeros((self._spans, ends[-1]), np.float32)
-        self._count = np.zeros((self._spans, len(self.sizes)), np.int64)
-        self._range = np.zeros((self._spans, 2), np.int64)
+        self._num_spans = 2 * max(2, min(_MOST_FRAMES, cells // int(ends[-1])) // 2)
+        self._sum = np.zeros((self._num_spans, ends[-1]), np.float32)
+        self._count = np.zeros((self._num_spans, len(self.sizes)), np.int64)
+        self._range = np.zeros((self._num_spans, 2), np.int64)
         self._first: int | None = None
 
     def add(self, step: int, loads: Mapping[int, Sequence[float | None]]) -> None:
@@ -196,8 +181,9 @@ class Loads:
         """
         if self._first is None:
             self._first = step
-        while (span := (step - self._first) // self.stride) >= self._spans:
+        while step - self._first >= self._num_spans * self.stride:
             self._double()
+        span = (step - self._first) // self.stride
         if not self._count[span].any():
             self._range[span, 0] = step
         self._range[span, 1] = step
@@ -221,23 +207,24 @@ class Loads:
             multiplied by the layer's number of experts: 1 is an even share, NaN means not logged.
         """
         has = self._count.any(1)
-        count = np.repeat(self._count[has], list(self.sizes.values()), axis=1)
-        experts = np.repeat(list(self.sizes.values()), list(self.sizes.values()))
+        sizes = list(self.sizes.values())
+        count = np.repeat(self._count[has], sizes, axis=1)
         with np.errstate(invalid="ignore"):
-            return self._range[has], np.where(count > 0, self._sum[has] * experts / count, math.nan)
+            return self._range[has], np.where(count > 0, self._sum[has] * np.repeat(sizes, sizes) / count, math.nan)
 
     def _double(self) -> None:
-        rows, half = self._range.reshape(-1, 2, 2), self._spans // 2
-        had = self._count.any(1).reshape(-1, 2)
-        first = np.where(had[:, 0], rows[:, 0, 0], rows[:, 1, 0])
-        last = np.where(had[:, 1], rows[:, 1, 1], rows[:, 0, 1])
-        for name, pairs in (
-            ("_range", np.stack([first, last], 1)),
-            ("_sum", self._sum[::2] + self._sum[1::2]),
-            ("_count", self._count[::2] + self._count[1::2]),
-        ):
-            setattr(self, name, np.concatenate([pairs, np.zeros((half, pairs.shape[1]), pairs.dtype)]))
+        ranges = self._range.reshape(-1, 2, 2)  # pair, span of the pair, first or last step
+        has = self._count.any(1).reshape(-1, 2)
+        first = np.where(has[:, 0], ranges[:, 0, 0], ranges[:, 1, 0])
+        last = np.where(has[:, 1], ranges[:, 1, 1], ranges[:, 0, 1])
+        self._range = _with_empty_rows(np.stack([first, last], 1))
+        self._sum = _with_empty_rows(self._sum[::2] + self._sum[1::2])
+        self._count = _with_empty_rows(self._count[::2] + self._count[1::2])
         self.stride *= 2
+
+
+def _with_empty_rows(rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([rows, np.zeros_like(rows)])
 
 
 class Record:
@@ -256,14 +243,16 @@ class Record:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.curves, self.layers = Curves(CURVE_SPANS), Curves(LAYER_SPANS)
+        self.curves = Curves(CURVE_SPANS)
+        self.layers = Curves(LAYER_SPANS)
         self.loads: Loads | None = None
         self.last: dict[str, float] = {}
         self.last_finite: dict[str, tuple[int, float]] = {}
-        self._lost: set[str] = set()
         self.best: tuple[int, float] | None = None
         self.events: list[dict[str, Any]] = []
-        self._seconds = self._overflows = 0.0
+        self._lost: set[str] = set()
+        self._seconds = 0.0
+        self._overflows = 0.0
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row, in order of steps.
@@ -276,15 +265,13 @@ class Record:
         layers: dict[str, float] = {}
         loads: dict[int, Sequence[float | None]] = {}
         for key, value in row.items():
-            if (found := _series_by_key.get(key)) is None:
-                found = _series_by_key[key] = _series_of(key)
-            layer, name = found
+            layer, name = _series_of(key)
             if isinstance(value, list):
                 if layer and name.endswith("/load") and value:
                     loads[layer] = value
             elif name and (number := _number(value, row, key)) is not None:
                 (layers if layer else whole)[name] = number
-        if "step_seconds" in whole and math.isfinite(whole["step_seconds"]):
+        if math.isfinite(whole.get("step_seconds", math.nan)):
             self._seconds += whole["step_seconds"]
             whole["seconds"] = self._seconds
         for curves, values in ((self.curves, whole), (self.layers, layers)):
@@ -300,43 +287,41 @@ class Record:
             self._add_loads(step, loads)
 
     def _add_events(self, step: int, whole: Mapping[str, float]) -> None:
-        found = {}
-        overflows = whole.get("skipped_steps", 0.0)
+        texts = {}  # by kind of event
+        overflows = whole.get("skipped_steps", self._overflows)
         if whole.get("guard/skipped"):
-            found["skip"] = "the step was skipped by a guard"
+            texts["skip"] = "the step was skipped by a guard"
         elif overflows > self._overflows:
-            found["skip"] = "the step was skipped for an overflow"
-        self._overflows = overflows if "skipped_steps" in whole else self._overflows
+            texts["skip"] = "the step was skipped for an overflow"
+        self._overflows = overflows
         if whole.get("guard/collapsed_layers"):
-            found["warning"] = f"the routers of {whole['guard/collapsed_layers']:g} layers have collapsed"
+            texts["warning"] = f"the routers of {whole['guard/collapsed_layers']:g} layers have collapsed"
         losses = {key: math.isfinite(whole[key]) for key in ("loss", "val/loss") if key in whole}
         lost = [key for key, is_finite in losses.items() if not is_finite]
-        if not (found or self._lost.issuperset(lost)):
-            found["warning"] = f"{' and '.join(lost)} {'are' if lost[1:] else 'is'} not finite"
+        if not texts and not self._lost.issuperset(lost):
+            texts["warning"] = f"{' and '.join(lost)} {'are' if lost[1:] else 'is'} not finite"
         self._lost = self._lost.difference(losses).union(lost)
-        self.events += [{"step": step, "kind": kind, "text": text} for kind, text in found.items()]
+        self.events += [{"step": step, "kind": kind, "text": text} for kind, text in texts.items()]
 
     def _add_loads(self, step: int, loads: Mapping[int, Sequence[float | None]]) -> None:
         if self.loads is None:
             self.loads = Loads({layer: len(loads[layer]) for layer in sorted(loads)})
         for layer, load in loads.items():
-            if len(load) != self.loads.sizes.get(layer):
-                was = self.loads.sizes.get(layer, "none")
+            size = self.loads.sizes.get(layer, "none")
+            if len(load) != size:
                 raise UserError(
-                    f"step {step} has {len(load)} experts in layer {layer}; the first step with loads has {was}"
+                    f"step {step} has {len(load)} experts in layer {layer}; the first step with loads has {size}"
                 )
         self.loads.add(step, loads)
 
 
-# Cache over rows: metric name -> layer (0 for the whole model) and name of the series.
-_series_by_key: dict[str, tuple[int, str]] = {}
-
-
+@cache  # over rows
 def _series_of(key: str) -> tuple[int, str]:
+    """Return the layer of a metric (0 for the whole model) and the name of its series (empty for none)."""
     if key == "step" or key.endswith(_NONFINITE):
         return 0, ""
-    found = _LAYER.fullmatch(key)
-    return (0, key) if found is None else (int(found[1]), f"{int(found[1])}/{found[2]}")
+    match = _LAYER.fullmatch(key)
+    return (0, key) if match is None else (int(match[1]), f"{int(match[1])}/{match[2]}")
 
 
 def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:

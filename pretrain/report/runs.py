@@ -1,20 +1,16 @@
 """Readers of a run folder that may still be growing."""
 
-import json
 import os
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fmoe.errors import UserError
 from pretrain.report.record import Record
 from pretrain.tracking.events import EVENTS, read_events
 from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
-
-# The start of a line as `JsonlTracker` writes it.
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+from pretrain.tracking.jsonl import complete_lines, parse_row, without_replaced
 
 
 class MetricsFile:
@@ -29,79 +25,67 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path):
-        self.path, self.record = path, Record()
+        self.path = path
+        self.record = Record()
         self._inode: int | None = None
-        self._read = self._lines = 0
+        self._offset = 0  # of the first line that has not been read
+        self._num_lines = 0
 
     def refresh(self) -> bool:
         """Read the lines added since the last call; return whether there were any.
 
-        A line without its newline is left for the next call. Steps may go back, as in a file concatenated from the
-        parts of a resumed run. The later rows then replace the earlier ones.
+        A line without its newline is left for the next call. Steps may go back (see `without_replaced`).
 
         Raises:
-            UserError: the file cannot be read, or a line is not a JSON object with a step from 0 to 2^32 - 1.
+            UserError: the file cannot be read, or a line is not a row (see `parse_row`).
         """
         try:
             with self.path.open("rb") as file:
-                before, status = self._read, os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._read:
-                    # Another file: the run was resumed from an earlier step.
-                    self.record, self._read, self._lines = Record(), 0, 0
+                before = self._offset
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode = status.st_ino
-                file.seek(self._read)
-                for line in self._complete_lines(file):
-                    row = self._parse(line)
+                    self._reset()  # another file: the run was resumed from an earlier step
+                file.seek(self._offset)
+                for _, _, row in self._new_rows(file):
                     if self.record.step is not None and row["step"] < self.record.step:
-                        self._read_what_counts()
+                        self._read_again(file)
                         break
                     self._add(row)
-                return self._read != before
+                return self._offset != before
         except FileNotFoundError:
             return False
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
 
-    def _complete_lines(self, file) -> Iterator[bytes]:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            self._read += len(line)
-            self._lines += 1
-            yield line
+    def _reset(self) -> None:
+        self.record = Record()
+        self._offset = 0
+        self._num_lines = 0
 
-    def _read_what_counts(self) -> None:
+    def _new_rows(self, file: BinaryIO) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield number, offset and row of each complete line."""
+        for line in complete_lines(file):
+            offset = self._offset
+            self._offset += len(line)
+            self._num_lines += 1
+            yield self._num_lines, offset, parse_row(line, self.path, self._num_lines)
+
+    def _read_again(self, file: BinaryIO) -> None:
         """Read the whole file again, without the rows that later rows replace."""
-        self.record, self._read, self._lines = Record(), 0, 0
-        kept: list[tuple[int, int, int]] = []  # rows that no later row replaces: step, offset, line number
-        with self.path.open("rb") as file:
-            for line in self._complete_lines(file):
-                found = _STEP.match(line)
-                step = int(found[1]) if found else self._parse(line)["step"]
-                is_back = bool(kept) and kept[-1][0] > step
-                while is_back and kept and kept[-1][0] >= step:
-                    kept.pop()
-                kept.append((step, self._read - len(line), self._lines))
-            lines = self._lines
-            for _, offset, self._lines in kept:  # for errors
-                file.seek(offset)
-                self._add(self._parse(file.readline()))
-            self._lines = lines
+        self._reset()
+        file.seek(0)
+        # Without the rows, which may not fit into memory.
+        lines = [(row["step"], number, offset) for number, offset, row in self._new_rows(file)]
+        for _, number, offset in without_replaced(lines, lambda line: line[0]):
+            file.seek(offset)
+            self._add(parse_row(file.readline(), self.path, number))
 
     def _add(self, row: dict[str, Any]) -> None:
         try:
             self.record.add(row)
         except UserError as error:
             raise UserError(f"{self.path}: {error}") from error
-
-    def _parse(self, line: bytes) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 32:
-            raise UserError(f"{self.path}, line {self._lines}: not a JSON object with a step from 0 to 2^32 - 1")
-        return row
 
 
 class RunFolder:
@@ -124,9 +108,10 @@ class RunFolder:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise UserError(f"{folder} is not a run folder: it does not exist or is not a folder")
-        self.folder, self.name = folder, folder.resolve().name
+        self.folder = folder
+        self.name = folder.resolve().name
         self._metrics = MetricsFile(folder / METRICS)
-        self._seen: dict[str, tuple[int, int] | None] = {}
+        self._versions: dict[str, tuple[int, int] | None] = {}  # of the other files, when they were last read
         self.recipe: dict[str, Any] = {}
         self.run_info: dict[str, Any] = {}
         self._logged: list[dict[str, Any]] = []
@@ -142,13 +127,16 @@ class RunFolder:
             UserError: a file is damaged.
         """
         is_new = self._metrics.refresh()
-        if self._has_changed(CONFIG):
-            self.recipe, is_new = _read_recipe(self.folder / CONFIG), True
-        if self._has_changed(RUN_INFO):
-            self.run_info, is_new = read_run_info(self.folder), True
-        if self._has_changed(EVENTS):
-            self._logged, is_new = read_events(self.folder / EVENTS), True
-        return is_new
+        versions = {name: _version(self.folder / name) for name in (CONFIG, RUN_INFO, EVENTS)}
+        changed = {name for name, version in versions.items() if version != self._versions.get(name)}
+        if CONFIG in changed:
+            self.recipe = _read_recipe(self.folder / CONFIG)
+        if RUN_INFO in changed:
+            self.run_info = read_run_info(self.folder)
+        if EVENTS in changed:
+            self._logged = read_events(self.folder / EVENTS)
+        self._versions = versions
+        return is_new or bool(changed)
 
     def require_steps(self) -> None:
         """Raise UserError if the run has no step yet."""
@@ -161,13 +149,15 @@ class RunFolder:
     def events(self) -> list[dict[str, Any]]:
         """Events in order of steps. ``lost`` marks an event after which the run was resumed from an earlier step."""
         logged = {(event["kind"], event["step"]) for event in self._logged}
-        found = [e for e in self.record.events if (e["kind"], e["step"]) not in logged]
         events: list[dict[str, Any]] = []
         for event in self._logged:
             if event["kind"] in ("resume", "start"):
                 events = [e | {"lost": True} if e["step"] > event["step"] else e for e in events]
             events.append({**event, "lost": False})
-        return sorted(events + [{**e, "time": None, "lost": False} for e in found], key=lambda e: e["step"])
+        for event in self.record.events:
+            if (event["kind"], event["step"]) not in logged:
+                events.append({**event, "time": None, "lost": False})
+        return sorted(events, key=lambda e: e["step"])
 
     @property
     def total_steps(self) -> int | None:
@@ -182,14 +172,13 @@ class RunFolder:
             return f"encoder {layer}" if layer <= encoder else f"decoder {layer - encoder}"
         return f"layer {layer}"
 
-    def _has_changed(self, name: str) -> bool:
-        try:
-            status = (self.folder / name).stat()
-            now = (status.st_mtime_ns, status.st_size)
-        except OSError:
-            now = None
-        before, self._seen[name] = self._seen.get(name), now
-        return now != before
+
+def _version(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
@@ -198,18 +187,19 @@ def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
     Raises:
         UserError: a folder does not exist, or is given twice.
     """
-    runs, paths = [], []
+    runs: dict[Path, RunFolder] = {}
     for folder in folders:
-        runs.append(RunFolder(folder))
-        if folder.resolve() in paths:
+        run = RunFolder(folder)
+        path = folder.resolve()
+        if path in runs:
             raise UserError(f"{folder} is given twice")
-        paths.append(folder.resolve())
-    for run, path in zip(runs, paths, strict=True):
-        depth, others = 1, [other for other in paths if other != path]
-        while any(other.parts[-depth:] == path.parts[-depth:] for other in others):
+        runs[path] = run
+    for path, run in runs.items():
+        depth = 1
+        while any(other != path and other.parts[-depth:] == path.parts[-depth:] for other in runs):
             depth += 1
         run.name = "/".join(path.parts[-depth:])
-    return runs
+    return list(runs.values())
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -219,12 +209,10 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    return {
-        key: value
-        for name, section in sections.items()
-        for key, value in (
-            ((f"{name}.{key}", value) for key, value in section.items())
-            if isinstance(section, dict)
-            else [(name, section)]
-        )
-    }
+    recipe = {}
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            recipe |= {f"{name}.{key}": value for key, value in section.items()}
+        else:
+            recipe[name] = section
+    return recipe

@@ -72,26 +72,18 @@ def build_trackers(
         optional=[console],
         view=LoadPictures(picture_every if wandb or tensorboard or trackio else 0, total_steps),
     )
-    name = name or run_folder.name
+    run: dict[str, Any] = {"config": config, "resume_step": resume_step}
+    names = {"project": project, "name": name or run_folder.name}
     if wandb:
         from pretrain.tracking.wandb import WandbTracker
 
-        trackers.add_optional(
-            lambda: WandbTracker(run_folder, config=config, resume_step=resume_step, project=project, name=name),
-            label="WandbTracker",
-        )
+        trackers.add_optional(WandbTracker, run_folder, **run, **names)
     if tensorboard:
         from pretrain.tracking.tensorboard import TensorBoardTracker
 
-        trackers.add_optional(
-            lambda: TensorBoardTracker(run_folder / "tensorboard", config=config, resume_step=resume_step),
-            label="TensorBoardTracker",
-        )
+        trackers.add_optional(TensorBoardTracker, run_folder / "tensorboard", **run)
     if trackio:
         from pretrain.tracking.trackio import TrackioTracker
 
-        trackers.add_optional(
-            lambda: TrackioTracker(run_folder, config=config, resume_step=resume_step, project=project, name=name),
-            label="TrackioTracker",
-        )
+        trackers.add_optional(TrackioTracker, run_folder, **run, **names)
     return trackers

@@ -46,7 +46,8 @@ class ConsoleTracker:
     def log(self, step: int, metrics: Metrics) -> None:
         """Print the step if it is due."""
         is_due = not self._has_printed or step % self._every == 0 or step == self._total_steps or "val/loss" in metrics
-        if is_due and (text := _fields(metrics)):
+        text = _fields(metrics) if is_due else ""
+        if text:
             self._has_printed = True
             # soft_wrap: one step is one line, in a log file as in a narrow terminal.
             self._console.print(self._step(step) + text, markup=False, highlight=False, soft_wrap=True)
@@ -66,14 +67,15 @@ class ConsoleTracker:
         progress.update(self._task, completed=step, description=self._step(step) + _fields(self._latest))
         progress.start()
         # Drawn here and not by a thread, which could hold a lock while the training loop forks data workers.
-        if (now := time.monotonic()) - self._refreshed_at >= _REFRESH_SECONDS:
+        now = time.monotonic()
+        if now - self._refreshed_at >= _REFRESH_SECONDS:
             progress.refresh()
             self._refreshed_at = now
 
 
 def _fields(metrics: Metrics) -> str:
-    known = ((metric.console, metrics.get(metric.key)) for metric in DECLARED if metric.console)
-    return "".join("  " + text.format(value) for text, value in known if value is not None)
+    printed = ((metric.console, metrics.get(metric.key)) for metric in DECLARED if metric.console)
+    return "".join("  " + text.format(value) for text, value in printed if value is not None)
 
 
 def _progress(console: Console) -> Progress:

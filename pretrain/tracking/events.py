@@ -51,18 +51,15 @@ class EventLog:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a run in the order of the file; [] if there is no file. Invalid lines are skipped."""
     events = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and type(event.get("step")) is int and event.get("kind") in KINDS:
             seconds = event.get("time")
-            is_time = isinstance(seconds, int | float) and math.isfinite(seconds)
-            time_and_text = {"time": seconds if is_time else None, "text": str(event.get("text", ""))}
-            events.append({"step": event["step"], "kind": event["kind"], **time_and_text})
+            if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+                seconds = None
+            text = str(event.get("text", ""))
+            events.append({"step": event["step"], "kind": event["kind"], "time": seconds, "text": text})
     return events

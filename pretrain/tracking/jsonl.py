@@ -5,16 +5,19 @@ therefore leaves at most one incomplete line, at the end. Readers skip this line
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fmoe.errors import UserError
 from fmoe.files import write_atomically
 from pretrain.tracking.tracker import Metrics
+
+T = TypeVar("T")
 
 
 class JsonlTracker:
@@ -78,34 +81,57 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl`` in the order of the file, without an incomplete last line.
+    """Return the rows of a ``metrics.jsonl`` in order of steps, without an incomplete last line.
+
+    Steps may go back, as in a file concatenated from the parts of a resumed run: see `without_replaced`.
 
     Raises:
-        UserError: the file is missing, or a line is not a JSON object with an integer step.
+        UserError: the file is missing, or a line is not a row (see `parse_row`).
     """
     if not path.exists():
         raise UserError(f"metrics file {path} does not exist")
-    return [row for _, row in _complete_lines(path)]
-
-
-def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return  # only the last line can lack its newline
-            try:
-                row = json.loads(line)
-                is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
-            except (ValueError, RecursionError):
-                is_row = False
-            if not is_row:
-                raise UserError(f"metrics file {path}, line {number}: not a JSON object with an integer step")
-            yield line, row
+        rows = [parse_row(line, path, number) for number, line in enumerate(complete_lines(file), start=1)]
+    return without_replaced(rows, lambda row: row["step"])
+
+
+def complete_lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file up to a line without its newline, which can only be the last."""
+    return itertools.takewhile(lambda line: line.endswith(b"\n"), file)
+
+
+def parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Return a row of a ``metrics.jsonl``.
+
+    Raises:
+        UserError: the line is not a JSON object with a step from 0 to 2^32 - 1. The message has path and number.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 32:
+        raise UserError(f"{path}, line {number}: not a JSON object with a step from 0 to 2^32 - 1")
+    return row
+
+
+def without_replaced(rows: Iterable[T], step_of: Callable[[T], int]) -> list[T]:
+    """Drop rows that a later row replaces: a row of an earlier step replaces all rows of its step and of later ones."""
+    valid: list[T] = []
+    for row in rows:
+        step = step_of(row)
+        if valid and step < step_of(valid[-1]):
+            while valid and step <= step_of(valid[-1]):
+                valid.pop()
+        valid.append(row)
+    return valid
 
 
 def _rewind(path: Path, step: int) -> None:
     """Remove an incomplete last line and lines of later steps. A crash leaves the old file intact."""
-    write_atomically(path, (line for line, row in _complete_lines(path) if row["step"] <= step))
+    with path.open("rb") as file:
+        lines = enumerate(complete_lines(file), start=1)
+        write_atomically(path, (line for number, line in lines if parse_row(line, path, number)["step"] <= step))
 
 
 def _strict(key: str, value: Any) -> dict[str, Any]:
@@ -114,7 +140,7 @@ def _strict(key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         names = [_nonfinite_name(key, item) for item in value]
         items = [item if name is None else None for item, name in zip(value, names, strict=True)]
-        return {key: items, **({f"{key}_nonfinite": names} if any(names) else {})}
+        return {key: items, f"{key}_nonfinite": names} if any(names) else {key: items}
     name = _nonfinite_name(key, value)
     return {key: value} if name is None else {key: None, f"{key}_nonfinite": name}
 

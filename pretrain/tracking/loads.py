@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 LOAD = "moe/load"
@@ -82,11 +83,14 @@ class LoadPictures:
     """
 
     def __init__(self, every: int, last_step: int):
-        self._every, self._last_step, self._has_drawn = every, last_step, False
+        self._every = every
+        self._last_step = last_step
+        self._has_drawn = False
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         is_due = self._every and (not self._has_drawn or step % self._every == 0 or step == self._last_step)
-        if not is_due or (matrix := load_matrix(step, metrics)) is None:
+        matrix = load_matrix(step, metrics) if is_due else None
+        if matrix is None:
             return metrics
         self._has_drawn = True
         return {**metrics, LOAD: matrix}
@@ -94,18 +98,15 @@ class LoadPictures:
 
 def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
     """Return the load matrix of a step's metrics; None if they have no loads. A load that is not finite becomes 0."""
-    rows: dict[int, Sequence[float]] = {}
-    for key, value in metrics.items():
-        if (found := _OF_LAYER.fullmatch(key)) and value:
-            rows[int(found[1])] = value
+    rows: dict[int, tuple[float, ...]] = {}
+    for key, shares in metrics.items():
+        match = _OF_LAYER.fullmatch(key)
+        if match is not None and shares:
+            rows[int(match[1])] = tuple(len(shares) * share if math.isfinite(share) else 0.0 for share in shares)
     if not rows:
         return None
     layers = tuple(sorted(rows))
-    return LoadMatrix(
-        layers,
-        tuple(tuple(len(rows[n]) * x if math.isfinite(x) else 0.0 for x in rows[n]) for n in layers),
-        step,
-    )
+    return LoadMatrix(layers, tuple(rows[layer] for layer in layers), step)
 
 
 def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], list[float]]:
@@ -124,3 +125,21 @@ def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], lis
         heights = [math.fsum(heights[i : i + width]) for i in range(0, len(heights), width)]
     edges = [float(min(i * width, len(values))) for i in range(len(heights) + 1)]
     return heights, edges
+
+
+def drawn(metrics: Mapping[str, Any], package: ModuleType) -> dict[str, Any]:
+    """Return metrics without None for wandb or trackio, with their classes `Histogram` for lists and `Image` for a
+    `LoadMatrix`.
+
+    Args:
+        package: wandb or trackio.
+    """
+    values = {}
+    for key, value in metrics.items():
+        if isinstance(value, LoadMatrix):
+            values[key] = package.Image(value.pixels_HWC, caption=value.caption)
+        elif isinstance(value, list | tuple):
+            values[key] = package.Histogram(np_histogram=bars(value))
+        elif value is not None:
+            values[key] = value
+    return values

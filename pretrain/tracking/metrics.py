@@ -167,14 +167,14 @@ def register_metric(metric: Metric) -> None:
 def routing_metrics(reports: Mapping[int, "LayerReport"]) -> dict[str, float | list[float]]:
     """Return the layer metrics of a step by logged name: the value of each layer and, for metrics that are numbers, the
     mean over the layers."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number, report in reports.items():
         for metric in DECLARED:
             if metric.reduce:
-                value = found[f"moe/layer_{number}/{metric.name}"] = metric.reduce(report)
+                value = values[f"moe/layer_{number}/{metric.name}"] = metric.reduce(report)
                 if not isinstance(value, list):
-                    found[metric.key] = found.get(metric.key, 0.0) + value / len(reports)
-    return found
+                    values[metric.key] = values.get(metric.key, 0.0) + value / len(reports)
+    return values
 
 
 def table() -> str:

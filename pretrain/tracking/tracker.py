@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from fmoe.errors import UserError, one_line
 from pretrain.tracking.loads import LoadMatrix
@@ -47,18 +47,17 @@ class Trackers:
         self._optional = list(optional)
         self._view = view
 
-    def add_optional(self, make: Callable[[], Tracker], label: str) -> None:
-        """Build an optional tracker with ``make``, and add it.
+    def add_optional(self, kind: Callable[..., Tracker], *arguments: Any, **options: Any) -> None:
+        """Build an optional tracker, ``kind(*arguments, **options)``, and add it.
 
-        A UserError of ``make`` is raised. After any other error, the run continues without the tracker, and a warning
-        names ``label``.
+        A UserError is raised. After any other error, the run continues without the tracker, and a warning names it.
         """
         try:
-            self._optional.append(make())
+            self._optional.append(kind(*arguments, **options))
         except UserError:
             raise
         except Exception as error:
-            _warn_dropped(label, error)
+            _warn_dropped(kind.__name__, error)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log to every tracker; see `Tracker.log`."""
@@ -74,13 +73,12 @@ class Trackers:
 
     def close(self, ok: bool = True) -> None:
         """Close every tracker, the required ones first; see `Tracker.close`. A second call does nothing."""
-        required, self._required = self._required, []
-        optional, self._optional = self._optional, []
         try:
-            for tracker in required:
-                tracker.close(ok)
+            while self._required:
+                self._required.pop(0).close(ok)
         finally:
-            for tracker in optional:
+            while self._optional:
+                tracker = self._optional.pop(0)
                 try:
                     tracker.close(ok)
                 except Exception as error:
@@ -101,11 +99,11 @@ def kept_id(path: Path, *, is_new: bool) -> str:
     A dashboard that cannot remove logged steps shows each start or resume of a run as a separate run. The id groups
     them.
     """
-    if not is_new and path.exists() and (kept := path.read_text().strip()):
-        return kept
-    new = uuid.uuid4().hex[:12]
-    path.write_text(new + "\n")
-    return new
+    stored = "" if is_new or not path.exists() else path.read_text().strip()
+    if not stored:
+        stored = uuid.uuid4().hex[:12]
+        path.write_text(stored + "\n")
+    return stored
 
 
 def _warn_dropped(label: str, error: Exception) -> None:

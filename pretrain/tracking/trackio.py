@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import require
-from pretrain.tracking.loads import LoadMatrix, bars
+from pretrain.tracking.loads import drawn
 from pretrain.tracking.tracker import Metrics, kept_id
 
 ID_FILE = "trackio_id.txt"
@@ -67,14 +67,9 @@ class TrackioTracker:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log a step. Lists become histograms of at most 512 bars, and the load of all layers becomes a picture."""
-        self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
+        self._run.log(drawn(metrics, self._trackio), step=step)
 
     def close(self, ok: bool = True) -> None:
         """Wait until everything is written."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._trackio.finish()
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, LoadMatrix):
-            return self._trackio.Image(value.pixels_HWC, caption=value.caption)
-        return self._trackio.Histogram(np_histogram=bars(value)) if isinstance(value, list | tuple) else value

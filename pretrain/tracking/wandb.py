@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from fmoe.errors import require
-from pretrain.tracking.loads import LoadMatrix, bars
+from pretrain.tracking.loads import drawn
 from pretrain.tracking.tracker import Metrics, kept_id
 
 ID_FILE = "wandb_id.txt"
@@ -75,16 +75,11 @@ class WandbTracker:
 
         wandb shows the histograms as a heatmap over time, and merges calls with the same step.
         """
-        self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
+        self._run.log(drawn(metrics, self._wandb), step=step)
 
     def close(self, ok: bool = True) -> None:
         """Finish the run with exit code 0 or 1, after pending writes and uploads."""
         self._run.finish(exit_code=0 if ok else 1)
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, LoadMatrix):
-            return self._wandb.Image(value.pixels_HWC, caption=value.caption)
-        return self._wandb.Histogram(np_histogram=bars(value)) if isinstance(value, list | tuple) else value
 
 
 def _mode(wandb: ModuleType) -> str:

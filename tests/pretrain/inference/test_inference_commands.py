@@ -18,7 +18,7 @@ from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
 from pretrain.inference import cli, report
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import open_run
-from pretrain.inference.report import open_source
+from pretrain.inference.report import open_data
 
 PROMPT = "def decode(self"
 
@@ -105,7 +105,7 @@ def test_the_loss_is_the_one_that_the_trainer_logged(runs, values):
     assert named["perplexity"] == pytest.approx(math.exp(named["loss"]))
     trained = open_run(folder)
     epoch = (IndexedCorpus(trained.recipe.data.validation[0]).num_tokens - 1) // 16
-    counts = {most: open_source(trained, None, "text", None, most).count for most in (None, 2, 10**6)}
+    counts = {most: open_data(trained, None, "text", None, most).count for most in (None, 2, 10**6)}
     assert counts == {None: 4, 2: 2, 10**6: epoch}
     assert files(folder) == before, "the run's folder was written in"
 
@@ -301,8 +301,8 @@ class Input:
 
 def test_values_of_a_router_that_are_not_finite(runs):
     layer = LayerReport(load=[math.nan, 0.5], drop_rate=0.0, entropy=math.inf, losses={}, tokens=1)
-    source = report.Source((), None, iter(()))
-    found = report.values([report.Result(open_run(runs("one")), source, Evaluation(layers={2: layer}))])
+    source = report.EvaluationData((), None, iter(()))
+    found = report.values([report.RunEvaluation(open_run(runs("one")), source, Evaluation(layers={2: layer}))])
     json.dumps(found, allow_nan=False)
     (values,) = found["runs"][0]["layers"]
     assert (values["load"], values["entropy"], values["drop_rate"]) == ([None, 0.5], None, 0.0)

@@ -100,7 +100,7 @@ def test_without_config_and_run_json(tmp_path):
 def test_a_damaged_file_is_named(tmp_path, name, text):
     folder = write_run(tmp_path / "run", 5)
     (folder / name).write_text(text)
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
+    with pytest.raises(UserError, match=f"{name} (cannot be read|is invalid)"):
         RunFolder(folder).refresh()
 
 

@@ -86,12 +86,12 @@ def test_an_optional_tracker_that_cannot_be_made_is_dropped(caplog):
         raise ConnectionError("no route")
 
     trackers = Trackers([Recorder()])
-    trackers.add_optional(fail, label="WandbTracker")
+    trackers.add_optional(fail)
     assert caplog.record_tuples == [
         (
             "pretrain.tracking.tracker",
             logging.WARNING,
-            "WandbTracker failed and is no longer used; the run is unaffected: no route",
+            "fail failed and is no longer used; the run is unaffected: no route",
         )
     ]
 
