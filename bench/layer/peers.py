@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.layer.contenders import Router
+from bench.layer.plain import Router
 from bench.layer.problem import Problem
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import allocator
+from bench.studies import allocator
 from fmoe.errors import UserError
 
 

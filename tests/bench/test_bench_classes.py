@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import classes
+from bench.studies import classes
 from fmoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from forks import values
 
-from bench import context
+from bench.studies import context
 from fmoe.errors import UserError
 
 SMALL = {"rounds": 2, "warmup": 0, "ranks": 2, "lengths": [32, 64], "layers": 2, "hidden_size": 64}

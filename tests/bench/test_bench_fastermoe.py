@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import fastermoe, report
+from bench import report
+from bench.studies import fastermoe
 from fmoe.errors import UserError
 from fmoe.exchange.shadow import Cost
 
@@ -16,7 +17,7 @@ def clock_of_transfers():
     import torch
     import torch.distributed as dist
 
-    from bench.link import Link
+    from bench.studies.link import Link
     from fmoe.exchange import collectives
 
     group, rank, link, seen = dist.group.WORLD, dist.get_rank(), Link(), []

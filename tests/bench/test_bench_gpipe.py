@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from forks import only
 
-from bench import gpipe
+from bench.studies import gpipe
 from fmoe.errors import UserError
 
 SIZES = {"hidden_size": 128, "sequence_length": 64, "optimizer": "sgd", "precision": "fp32", "micro_batches": 4}

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from bench import __main__ as bench_main
-from bench.headlines import main as headlines
-from bench.headlines.main import DENSE, EXPERTS, HALF, HERE, PAIRS, STUDIES
+from bench.studies.headlines import main as headlines
+from bench.studies.headlines.main import DENSE, EXPERTS, HALF, HERE, PAIRS, STUDIES
 from fmoe.errors import UserError
 from pretrain.config import load_recipe, write_recipe
 

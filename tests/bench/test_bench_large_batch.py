@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import large_batch, sweep
-from bench.large_batch import CONTENDERS, Figure, Size, Study
+from bench.studies import large_batch, sweep
+from bench.studies.large_batch import CONTENDERS, Figure, Size, Study
 from fmoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from forks import only
 
 from bench import frame
 from bench.layer import contenders, goals, limits, main, memory, problem, rows, sweeps
-from bench.layer.contenders import Layer, Router, layers
+from bench.layer.contenders import Layer, layers
+from bench.layer.plain import BruteForce, Router, SortedSlices, TokenLoop
 from bench.layer.problem import Problem, Shape, skewed_counts
 from fmoe.errors import UserError
 from fmoe.experts import initial
@@ -116,7 +117,7 @@ def test_saved_memory_counts_once_and_whole():
 
 def test_brute_force_saves_what_one_computes():
     shape = replace(GELU, num_experts=1, top_k=1)
-    own = memory.saved_for_backward(contenders.BruteForce(Problem(shape, torch.float32)), torch.randn(24, 16))
+    own = memory.saved_for_backward(BruteForce(Problem(shape, torch.float32)), torch.randn(24, 16))
     hidden, wide = 24 * 32 * 4, 24 * 16 * 4
     assert own.total - own.router >= 2 * hidden + 2 * wide  # before and after GELU; rows, and rows by their weight
 
@@ -160,10 +161,10 @@ def tiny(monkeypatch):
     monkeypatch.setitem(problem.SHAPES, "S", Shape("S", 24, 16, 16, 8, 2))
     known = {
         "fmoe torch": Layer(contenders.ours),
-        "sorted slices": Layer(contenders.SortedSlices),
-        contenders.BRUTE_FORCE: Layer(contenders.BruteForce, is_slow=True),
-        "absent": Layer(contenders.BruteForce, "no_such_package"),
-        "deaf": Layer(contenders.SortedSlices, takes_choices=False),
+        "sorted slices": Layer(SortedSlices),
+        contenders.BRUTE_FORCE: Layer(BruteForce, is_slow=True),
+        "absent": Layer(BruteForce, "no_such_package"),
+        "deaf": Layer(SortedSlices, takes_choices=False),
         "drops": Layer(lambda problem: torch.nn.Identity(), is_dropless=False),
     }
     monkeypatch.setattr(contenders, "layers", lambda: known)
@@ -222,7 +223,7 @@ def test_a_row_is_shown_and_written_when_it_is_done(sweep, tiny, tmp_path, capsy
 def test_our_layer_draws_no_weights(skew, monkeypatch):
     """It is built on the meta device, and has the problem's: no parameter or buffer is left there."""
     given = Problem(GELU, torch.float32, skew)
-    expected = contenders.SortedSlices(given)(given.x_TD)
+    expected = SortedSlices(given)(given.x_TD)
     monkeypatch.setattr(initial, "draw", lambda *arguments: pytest.fail("weights are drawn"))
     layer = contenders.ours(given, backend="torch")
     assert not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
@@ -241,7 +242,7 @@ def test_the_contenders_of_a_gpu_are_listed_without_one(capsys, tmp_path):
 
 
 def test_over_a_naive_layer(tiny, tmp_path):
-    tiny[contenders.TOKEN_LOOP] = Layer(contenders.TokenLoop, is_slow=True)
+    tiny[contenders.TOKEN_LOOP] = Layer(TokenLoop, is_slow=True)
     chosen = ["--only", "fmoe torch", contenders.TOKEN_LOOP, "--clock", "cpu", "--precision", "fp32"]
     main.main(["--shapes", "A", *chosen, *COMMON, "--out", str(tmp_path)])
     measured = json.loads((tmp_path / "layer.json").read_text())
@@ -293,7 +294,7 @@ def test_wrong_options(tiny, argv, message):
 
 
 def test_what_is_slow_is_left_out(tiny):
-    class Asleep(contenders.BruteForce):
+    class Asleep(BruteForce):
         """A hundredth of a second an expert."""
 
         def forward(self, x_TD):

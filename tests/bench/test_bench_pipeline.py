@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from forks import values
 
-from bench import pipeline
+from bench.studies import pipeline
 from fmoe.errors import UserError
 
 

@@ -7,7 +7,7 @@ import torch
 from forks import values
 from torch.utils.checkpoint import checkpoint
 
-from bench import recompute
+from bench.studies import recompute
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, TrainConfig
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from forks import only
 
-from bench import routers
+from bench.studies import routers
 from fmoe.errors import UserError
 from fmoe.gates import Choice, Scores
 from pretrain.config import ModelConfig, Recipe, TrainConfig

@@ -6,8 +6,8 @@ import pytest
 import torch
 from forks import values
 
-from bench import savers
-from bench.dgc import DGCState
+from bench.studies import savers
+from bench.studies.dgc import DGCState
 from fmoe.errors import UserError
 
 
@@ -41,8 +41,8 @@ def whole(density):
     """Parameters after three steps of plain SGD, with the hook and with torch's reduction."""
     import torch.distributed as dist
 
-    from bench.dgc import dgc_hook
-    from bench.small_lm import SmallLM, loss_of
+    from bench.studies.dgc import dgc_hook
+    from bench.studies.small_lm import SmallLM, loss_of
     from fmoe import parallel
 
     groups = parallel.init(ep=2, device_type="cpu")

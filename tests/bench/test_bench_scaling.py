@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import scaling
+from bench.studies import scaling
 from fmoe.errors import UserError
 
 

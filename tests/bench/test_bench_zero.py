@@ -3,7 +3,7 @@
 import pytest
 from forks import values
 
-from bench import zero
+from bench.studies import zero
 from fmoe.errors import UserError
 
 

@@ -5,7 +5,7 @@ import torch
 from forks import values
 from tiny_gpt import LAYERS, batch, start, tiny_config
 
-from bench.recompute import Kept
+from bench.studies.recompute import Kept
 
 MODES = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -133,8 +133,8 @@ OPTIMIZERS = {
 
 def _held_for_real(recipe):
     """Bytes that live on this rank after a step, by kind, and bytes that it writes into a checkpoint."""
-    from bench.memory import _bytes, tensors_of
     from bench.samples import Tokens
+    from bench.studies.memory import _bytes, tensors_of
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel, state
     from pretrain.start.process import Processes

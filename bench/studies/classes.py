@@ -87,7 +87,7 @@ def steps(classes: int, width: int, size: int, count: int) -> dict:
     """Make ``count`` steps on ``size`` ranks; return the losses, the most bytes that a rank holds, and the bytes that
     this rank sent in the last step.
     """
-    from bench.memory import tensors_of
+    from bench.studies.memory import tensors_of
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
     from pretrain.start.process import Processes

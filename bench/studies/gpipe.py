@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bench import options, pipeline, ranks, report
+from bench import options, ranks, report
+from bench.studies import pipeline
 from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 
 # The whole batch at once, on one stage, is the paper's Naive-1.

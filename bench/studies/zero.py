@@ -71,7 +71,7 @@ def count_all(precisions: Sequence[str], width: int, layers: int) -> list[dict]:
 
 def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     """Count the bytes of the trainer's engine, whose optimizer is sharded at stage 1."""
-    from bench.memory import tensors_of
+    from bench.studies.memory import tensors_of
     from megatron_patch import cpu
     from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
     from pretrain.engine import Engine, init_parallel
@@ -114,7 +114,7 @@ def _sharded(stage: int, precision: str, width: int, layers: int) -> dict:
     """Count the bytes of a plain model under `fmoe.parallel.fully_shard`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from bench.small_lm import SmallLM, loss_of
+    from bench.studies.small_lm import SmallLM, loss_of
     from fmoe import parallel
 
     groups = parallel.init(device_type="cpu")

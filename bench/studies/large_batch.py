@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from bench import options, report, sweep
+from bench import options, report
+from bench.studies import sweep
 from fmoe.errors import UserError
 from fmoe.files import write_atomically
 from pretrain.config import Recipe, load_recipe

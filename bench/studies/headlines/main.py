@@ -17,8 +17,8 @@ from typing import Any
 
 from bench.convergence import study
 from bench.convergence.study import Job
-from bench.headlines import numbers
 from bench.intervals import student_t
+from bench.studies.headlines import numbers
 from fmoe.errors import UserError, known_names
 from pretrain.compare import figure
 from pretrain.compare.groups import Group, group_runs, reach

@@ -1,9 +1,9 @@
 """``python -m bench fastermoe``: when shadowing, the chunked schedule and the topology-aware gate pay (FasterMoE,
 PPoPP'22), by skew of the load and by bandwidth.
 
-Every rank is a node of its own, behind an emulated link (`bench.link`). A step's time is that of the slowest rank:
-processor seconds of its thread, plus waits for transfers. So the ranks may outnumber the cores. The report also has the
-speedups of a cost model, which knows only the loads, the bytes and one row's processor seconds.
+Every rank is a node of its own, behind an emulated link (`bench.studies.link`). A step's time is that of the slowest
+rank: processor seconds of its thread, plus waits for transfers. So the ranks may outnumber the cores. The report also
+has the speedups of a cost model, which knows only the loads, the bytes and one row's processor seconds.
 
 Shape letters: W ranks, T tokens of a rank, D width, E experts.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 import fmoe
 from bench import frame, options, ranks, report
 from bench.frame import Measurement
-from bench.link import Link
+from bench.studies.link import Link
 from fmoe.errors import UserError
 from fmoe.exchange import collectives
 from fmoe.exchange.shadow import Cost

@@ -78,8 +78,8 @@ def measure(arguments: Any, split: str) -> list[dict[str, Any]]:
     """Return, on every rank, the fields of a `Row` for each length."""
     import torch
 
-    from bench.recompute import kept_bytes
     from bench.samples import Tokens
+    from bench.studies.recompute import kept_bytes
     from megatron_patch import cpu
     from pretrain.engine import Engine, init_parallel
     from pretrain.start.process import Processes

@@ -1,9 +1,9 @@
 """``python -m bench savers``: loss against bytes sent, for communication hooks and local SGD on data parallel ranks.
 
 Two ranks, which split the experts, train a small byte-level GPT on Python's standard library. Only the dense part is
-compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, PowerSGD, post-local
-SGD) and `bench.dgc`. Every contender has the same weights, batches, SGD with momentum and learning rates, none of which
-is tuned for it. In the warm-up, local SGD, Geo-SGD and PowerSGD send all gradients, and DGC a falling share.
+compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, PowerSGD, post-local SGD)
+and `bench.studies.dgc`. Every contender has the same weights, batches, SGD with momentum and learning rates, none of
+which is tuned for it. In the warm-up, local SGD, Geo-SGD and PowerSGD send all gradients, and DGC a falling share.
 
 Geo-SGD (PaddlePaddle's) sends the change of the parameters since the last exchange. There, trainers send it to a
 parameter server when they please; here all ranks average their changes at the same step, which gives LocalSGD's
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench import options, ranks, report, sweep
-from bench.dgc import DGCState, dgc_hook
-from bench.small_lm import SmallLM, loss_of
+from bench import options, ranks, report
+from bench.studies import sweep
+from bench.studies.dgc import DGCState, dgc_hook
+from bench.studies.small_lm import SmallLM, loss_of
 from bench.traffic import Traffic
 from fmoe import parallel
 from fmoe.errors import UserError

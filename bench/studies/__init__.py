@@ -1,0 +1,1 @@
+"""Benchmarks that each serve one page of the documentation."""
