@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from fmoe.auxiliary import collect_losses, set_loss_scale
     from fmoe.convert import fmoefy, register_family
     from fmoe.convert import register_family as register_adapter  # the old name, kept for existing code
     from fmoe.errors import MissingPackageError, UserError
@@ -48,13 +49,13 @@ if TYPE_CHECKING:
     from fmoe.fastmoe import DistributedGroupedDataParallel, FMoE, FMoELinear, FMoETransformerMLP
     from fmoe.gates import attach_end_step, end_step, register_gate
     from fmoe.kernels.rows import DispatchPlan
-    from fmoe.losses import collect_losses, set_loss_scale
     from fmoe.metrics import metrics
     from fmoe.moe import MoE
     from fmoe.routing import Routing, RoutingGroups, RoutingStats
     from fmoe.soft import MMoE, SoftMoE
 else:
     _HOMES = {
+        "auxiliary": ("collect_losses", "set_loss_scale"),
         "convert": ("fmoefy", "register_family"),
         "errors": ("MissingPackageError", "UserError"),
         "exchange": ("register_exchange",),
@@ -62,7 +63,6 @@ else:
         "fastmoe": ("DistributedGroupedDataParallel", "FMoE", "FMoELinear", "FMoETransformerMLP"),
         "gates": ("attach_end_step", "end_step", "register_gate"),
         "kernels.rows": ("DispatchPlan",),
-        "losses": ("collect_losses", "set_loss_scale"),
         "metrics": ("metrics",),
         "moe": ("MoE",),
         "routing": ("Routing", "RoutingGroups", "RoutingStats"),

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
+from fmoe.auxiliary import AuxLosses
 from fmoe.errors import UserError, known_names, wrong_type
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
 from fmoe.gates import GATES, Gate, build_gate
 from fmoe.layout import Layout
-from fmoe.losses import DEFAULT_LOSS_WEIGHTS, AuxLosses
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from fmoe.runtime import collectives
 
 _UNSET: Any = None  # default of required options, and of options that `Spec.__post_init__` computes
@@ -170,7 +171,7 @@ class Spec:
         """Build the parts of the layer, and return the keyword arguments of `fmoe.MoE`. If ``seed`` is None, draw one.
 
         Args:
-            layout, aux: classes or functions to call instead of `fmoe.layout.Layout` and `fmoe.losses.AuxLosses`.
+            layout, aux: classes or functions to call instead of `fmoe.layout.Layout` and `fmoe.auxiliary.AuxLosses`.
 
         Raises:
             UserError: an option of the gate, the experts or the exchange is invalid.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
+from fmoe.auxiliary import AuxLosses
 from fmoe.build import Spec
 from fmoe.errors import UserError
 from fmoe.exchange import Exchange
@@ -23,8 +24,8 @@ from fmoe.experts import initial
 from fmoe.experts.ffn import ExpertCall
 from fmoe.gates import external
 from fmoe.gates.router import Router, routes_by_logits
+from fmoe.kernels import gates as gate_kernels
 from fmoe.layout import Layout, LocalTokens, zero_padding
-from fmoe.losses import AuxLosses
 from fmoe.metrics import LayerMetrics
 from fmoe.routing import Routing
 from fmoe.runtime import ownership
@@ -66,7 +67,7 @@ class MoE(nn.Module):
             assigns ``self.experts`` after the constructor.
         exchange: moves rows to the ranks that own their experts, and back (`fmoe.exchange`).
         layout: extracts this rank's tokens from the input, and restores the input's shape (`fmoe.layout`).
-        aux: adds auxiliary losses to the backward pass and counts routing statistics (`fmoe.losses`).
+        aux: adds auxiliary losses to the backward pass and counts routing statistics (`fmoe.auxiliary`).
         shared: an expert that processes every token; None for no shared expert.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise (`fmoe.random`).
@@ -151,12 +152,18 @@ class MoE(nn.Module):
         return self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate))
 
     def route(self, tokens: LocalTokens) -> Routing:
-        """Return the gate's decision about ``tokens.gate_input_TD``."""
-        if isinstance(self.gate, Router) and not self.check:
-            return self.gate(tokens.gate_input_TD, tokens.groups)
-        return external.route(
-            self.gate, tokens.gate_input_TD, tokens.groups, self.num_experts, name=self.name, check=self.check
-        )
+        """Return the gate's decision about ``tokens.gate_input_TD``, which kernels may compute instead of the gate.
+
+        A gate of another kind than `Router` may take only the tokens, and return FastMoE's ``(index, score)``.
+        """
+        gate, x_TD, groups = self.gate, tokens.gate_input_TD, tokens.groups
+        is_router = isinstance(adapted(gate), Router)
+        routing = gate_kernels.route(gate, tokens)
+        if routing is None:
+            routing = gate(x_TD, groups) if is_router or external.takes_groups(gate) else gate(x_TD)
+        if is_router and not self.check:
+            return routing
+        return external.checked(gate, routing, groups, self.num_experts, name=self.name, check=self.check)
 
     def call(self, tokens: LocalTokens) -> ExpertCall:
         """Return the `fmoe.experts.ffn.ExpertCall` that runs the experts in this forward pass."""

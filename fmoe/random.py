@@ -95,8 +95,7 @@ def branch(*parts: int | str) -> int:
     tensor parallel rank. `position` returns the same value under the new seed as under the old one.
     """
     seed = key("branch", torch.initial_seed(), *parts)
-    where = position()
-    if where is not None:
+    if (where := position()) is not None:
         _remember(seed, where)
     return seed
 
@@ -116,23 +115,22 @@ def position() -> Position | None:
     return _positions.get(torch.initial_seed())
 
 
-def first_token() -> int | Tensor:
+def first_token(*, is_traceable: bool = True) -> int | Tensor:
     """Return ``first_token`` of the current `position`; 0 if there is no position.
 
     While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the
     value as a constant.
+
+    Args:
+        is_traceable: False returns the number even then.
     """
-    if torch.compiler.is_compiling():
+    if is_traceable and torch.compiler.is_compiling():
         return _first_token_op(device=torch.device("cpu"))
-    return _first_token()
-
-
-def _first_token() -> int:
     where = position()
     return 0 if where is None else where.first_token
 
 
-def noise_key(layer_seed: int) -> int | Tensor:
+def noise_key(layer_seed: int, *, is_traceable: bool = True) -> int | Tensor:
     """Return the key of a layer's noise in this forward pass, a hash of (seed of the run, seed of the layer, step).
 
     Without a `position`, the key is drawn from torch's default generator. It is then reproducible under
@@ -140,10 +138,15 @@ def noise_key(layer_seed: int) -> int | Tensor:
 
     While torch.compile traces, return a scalar tensor on the host, because compiled code must not contain the
     value as a constant.
+
+    Args:
+        is_traceable: False returns the number even then.
     """
-    if torch.compiler.is_compiling():
+    if is_traceable and torch.compiler.is_compiling():
         return _noise_key_op(layer_seed, device=torch.device("cpu"))
-    return _noise_key(layer_seed)
+    if (where := position()) is None:
+        return int(torch.randint(_INT63, (), device="cpu", dtype=torch.int64))
+    return key("noise", where.seed, layer_seed, where.step)
 
 
 def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
@@ -154,18 +157,11 @@ def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
     return torch.full((), key(int(key_), purpose), dtype=torch.int64, device=device)
 
 
-def _noise_key(layer_seed: int) -> int:
-    where = position()
-    if where is None:
-        return int(torch.randint(_INT63, (), device="cpu", dtype=torch.int64))
-    return key("noise", where.seed, layer_seed, where.step)
-
-
 # Custom operations for the Python functions of keys, whose results torch.compile would take as constants. The device is
 # a keyword argument because a traced checkpoint looks there for the device whose generator it must save.
 @torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _noise_key_op(layer_seed: int, *, device: torch.device) -> Tensor:
-    return torch.tensor(_noise_key(layer_seed), device=device, dtype=torch.int64)
+    return torch.tensor(noise_key(layer_seed, is_traceable=False), device=device, dtype=torch.int64)
 
 
 @_noise_key_op.register_fake
@@ -175,7 +171,7 @@ def _(layer_seed: int, *, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("fmoe::first_token", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _first_token_op(*, device: torch.device) -> Tensor:
-    return torch.tensor(_first_token(), device=device, dtype=torch.int64)
+    return torch.tensor(first_token(is_traceable=False), device=device, dtype=torch.int64)
 
 
 @_first_token_op.register_fake
@@ -228,8 +224,14 @@ def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
     counter = torch.arange(start, stop, dtype=torch.int32, device=keys_G.device)
-    x = _mix32(counter * _int32(0x9E3779B1) + low_G1)
-    return _mix32(x.bitwise_xor_(high_G1))
+    x = counter * _signed(0x9E3779B1, 32) + low_G1
+    for half_G1 in (high_G1, None):
+        x = x.bitwise_xor_(_shift_right(x, 16)).mul_(_signed(0x85EBCA6B, 32))
+        x = x.bitwise_xor_(_shift_right(x, 13)).mul_(_signed(0xC2B2AE35, 32))
+        x = x.bitwise_xor_(_shift_right(x, 16))
+        if half_G1 is not None:
+            x = x.bitwise_xor_(half_G1)
+    return x
 
 
 def normal(keys_G: Tensor, count: int) -> Tensor:
@@ -249,9 +251,9 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
     interval = (hash_ >> 16).add_(1 << 15).view(-1)
-    place = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact; only the sum below rounds
-    place.mul_(ends.diff().double().index_select(0, interval).view_as(place))
-    return place.add_(ends.double().index_select(0, interval).view_as(place)).float()
+    point = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact; only the sum below rounds
+    point.mul_(ends.diff().double().index_select(0, interval).view_as(point))
+    return point.add_(ends.double().index_select(0, interval).view_as(point)).float()
 
 
 _normal_ends: dict[torch.device, Tensor] = {}
@@ -264,18 +266,17 @@ def normal_ends(device: torch.device) -> Tensor:
     ends are rounded to multiples of 2^-20. Therefore they do not depend on how a machine computes logarithms, and their
     differences are exact.
     """
-    is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode reject tensors made outside them
-    found = _normal_ends.get(device) if is_plain else None
-    if found is None:
-        found = torch.tensor(_ends(), dtype=torch.float32, device="cpu").to(device)
-        if is_plain:
-            _normal_ends[device] = found
-    return found
+    if torch._C._len_torch_dispatch_stack():  # modes such as FakeTensorMode reject tensors made outside them
+        return torch.tensor(_ends(), dtype=torch.float32, device="cpu").to(device)
+    if device not in _normal_ends:
+        _normal_ends[device] = torch.tensor(_ends(), dtype=torch.float32, device="cpu").to(device)
+    return _normal_ends[device]
 
 
 @functools.cache
 def _ends() -> list[float]:
-    quantile, scale = statistics.NormalDist().inv_cdf, 1 << 20
+    quantile = statistics.NormalDist().inv_cdf
+    scale = 1 << 20
     lower = [round(quantile(k / (1 << 16)) * scale) / scale for k in range(1, 1 << 15)]
     lower.insert(0, -round(_OUTERMOST * scale) / scale)
     return [*lower, 0.0, *(-end for end in reversed(lower))]
@@ -283,16 +284,10 @@ def _ends() -> list[float]:
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:
     """Return a key (int64) for every index: splitmix64's finalizer of ``key_ + (index + 1) * odd constant``."""
-    x = key_ + (index_G + 1) * _int64(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _int64(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _int64(0x94D049BB133111EB)
+    x = key_ + (index_G + 1) * _signed(0x9E3779B97F4A7C15, 64)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB, 64)
     return x ^ _shift_right(x, 31)
-
-
-def _mix32(x: Tensor) -> Tensor:
-    x = x.bitwise_xor_(_shift_right(x, 16)).mul_(_int32(0x85EBCA6B))
-    x = x.bitwise_xor_(_shift_right(x, 13)).mul_(_int32(0xC2B2AE35))
-    return x.bitwise_xor_(_shift_right(x, 16))
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
@@ -301,9 +296,6 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
-def _int32(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
-
-
-def _int64(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
+def _signed(x: int, bits: int) -> int:
+    """Return the signed number with the bits of an unsigned one, which torch's constants must be."""
+    return x - (1 << bits) if x >> (bits - 1) else x

@@ -6,27 +6,13 @@ group may be padded). T and G are those of this rank, or of all ranks if `Routin
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fmoe import random
 from fmoe.errors import UserError
-
-
-class Shards(Protocol):
-    """Partition of tokens over the ranks of a group, along the first dimension (`fmoe.layout.TokenShards`)."""
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def bounds(self) -> tuple[int, int]: ...
-
-    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor: ...
-
-    def local(self, x: Tensor, rows: int = 1) -> Tensor: ...
+from fmoe.shards import TokenShards
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +73,6 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None for
             T * K.
-        counted: (``expert_TK``, number of assignments to each expert in each tile of consecutive assignments), from a
-            CUDA kernel of fmoe, for `fmoe.kernels.cuda.calls.place`; else None.
-        passed: (the gate's input, an output of the gate with the same values), from a CUDA kernel of fmoe; else None.
-            The experts get this output instead of the input. The gate's backward pass then adds up the tokens'
-            gradients from gate and experts.
-        is_fused: whether one CUDA operation computed weights and losses. The names of the losses are then in
-            `fmoe.losses.DEFAULT_LOSS_WEIGHTS`.
     """
 
     expert_TK: Tensor
@@ -101,13 +80,6 @@ class Routing:
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     stats: RoutingStats | None = None
     max_load: int | None = None
-    counted: tuple[Tensor, Tensor] | None = None
-    passed: tuple[Tensor, Tensor] | None = None
-    is_fused: bool = False
-
-    def counts_of(self, expert_TK: Tensor) -> Tensor | None:
-        """Return the counts in ``counted`` if they were made for this tensor object, else None."""
-        return self.counted[1] if self.counted is not None and self.counted[0] is expert_TK else None
 
 
 @dataclass(eq=False, repr=False)
@@ -133,6 +105,7 @@ class RoutingGroups:
         shards: how the tokens are spread over ranks, if this rank holds only a part of them; None if it holds all.
         num_tokens: T.
         count: number of groups, G.
+        padding: number of tokens by which the last group is shorter than ``size``.
 
     Raises:
         UserError: the shape of ``mask_T`` or ``token_ids_T`` is not [T].
@@ -147,31 +120,22 @@ class RoutingGroups:
     token_ids_T: Tensor | None = None
     first_group: int | Tensor = 0
     noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0)
-    shards: Shards | None = None
+    shards: TokenShards | None = None
     _key: int | Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_sequences * self.sequence_length
         self.size = max(self.sequence_length if self.size is None else self.size, 1)
         self.count = -(-self.num_tokens // self.size)
+        self.padding = self.count * self.size - self.num_tokens
         self.sequence_first = self.sequence_first and self.num_sequences > 1
         for name, value in (("mask_T", self.mask_T), ("token_ids_T", self.token_ids_T)):
             if value is not None and value.shape != (self.num_tokens,):
                 raise UserError(f"{name} has shape {tuple(value.shape)}; it must be [T]=({self.num_tokens},)")
 
-    @property
-    def padding(self) -> int:
-        """Number of tokens by which the last group is shorter than ``size``."""
-        return self.count * self.size - self.num_tokens
-
     def sizes(self) -> list[int]:
         """Return the number of tokens of each group: ``size``, and the rest for the last group."""
         return [self.size] * (self.count - 1) + [self.size - self.padding] if self.count else []
-
-    @property
-    def layout(self) -> tuple[int, int]:
-        """Shape that tells kernels the memory order: (sequences, length) with ``sequence_first``, else (1, T)."""
-        return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
         """Map [T, ...] in memory order to [G, S, ...] in group order; the last group is padded with ``pad``."""
@@ -190,11 +154,6 @@ class RoutingGroups:
             x_TX = x_TX.reshape(self.num_sequences, self.sequence_length, *rest).transpose(0, 1).flatten(0, 1)
         return x_TX
 
-    @property
-    def is_ragged(self) -> bool:
-        """True if there is a mask or padding, so that groups may have positions without a token to route."""
-        return self.mask_T is not None or self.padding > 0
-
     def valid(self, device: torch.device) -> Tensor:
         """Return a mask, bool [G, S], of the positions that hold a token to route."""
         mask_T = self.mask_T
@@ -202,8 +161,13 @@ class RoutingGroups:
             mask_T = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
         return self.split(mask_T, pad=False)
 
+    def valid_or_none(self, device: torch.device) -> Tensor | None:
+        """Return `valid`, or None if every position holds a token to route."""
+        is_ragged = self.mask_T is not None or self.padding > 0
+        return self.valid(device) if is_ragged else None
+
     def key_on_host(self, purpose: str) -> int:
-        """Return the number from which a kernel derives the noise keys of all groups; unsupported by torch.compile."""
+        """Return the number from which the noise of a purpose is derived; unsupported by torch.compile."""
         if self._key is None:
             self._key = self.noise_key()
         return random.key(int(self._key), purpose)
@@ -225,24 +189,20 @@ class RoutingGroups:
 
         A token gets the same noise however the batch is split over ranks and micro batches.
         """
-        if self.shards is not None:
-            return self._uniform16_of(self.shards, width, purpose, device)
-        return self._uniform16(width, purpose, device)
-
-    def _uniform16_of(self, shards: Shards, width: int, purpose: str, device: torch.device) -> Tensor:
-        num_sequences, length = self.num_sequences, self.sequence_length
-        in_sequences = self.sequence_first or (num_sequences == 1 and shards.length == length)
-        if not in_sequences or self.size != length:
-            return shards.local(self._uniform16(width, purpose, device), self._rows)
-        # Every sequence is a group, and this rank holds the same part of each.
-        begin, end = shards.bounds
         keys_G = self._group_keys(purpose, device)
-        noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
-        return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
-
-    def _uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        noise_GN = random.uniform16(self._group_keys(purpose, device), self.size * width)
-        return self.join(noise_GN.view(-1, self.size, width))
+        shards = self.shards
+        length = self.sequence_length
+        if (
+            shards is not None
+            and self.size == length
+            and (self.sequence_first or (self.num_sequences == 1 and shards.length == length))
+        ):
+            # Every sequence is a group, and this rank holds the same part of each.
+            begin, end = shards.bounds
+            noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
+            return noise_GN.view(self.num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
+        noise_TD = self.join(random.uniform16(keys_G, self.size * width).view(-1, self.size, width))
+        return noise_TD if shards is None else shards.local(noise_TD, self._rows)
 
     def gather(self, x_TX: Tensor) -> Tensor:
         """Return the values of all ranks' tokens, given this rank's values; ``x_TX`` itself without ``shards``.

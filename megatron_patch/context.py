@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from fmoe import UserError
-from fmoe.layout import slice_bounds
 from fmoe.runtime import collectives
+from fmoe.shards import slice_bounds
 
 
 def context_group(config: TransformerConfig, collection: Any = None) -> dist.ProcessGroup | None:

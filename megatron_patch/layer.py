@@ -15,13 +15,13 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 
 from fmoe import MoE, UserError
+from fmoe.auxiliary import AuxLosses
 from fmoe.build import Spec
 from fmoe.errors import option_names
 from fmoe.experts import taken_options
 from fmoe.experts.ffn import ExpertCall
 from fmoe.gates import GATES
 from fmoe.layout import LocalTokens
-from fmoe.losses import AuxLosses
 from fmoe.moe import ONE_RANK
 from fmoe.random import key
 from fmoe.routing import Routing

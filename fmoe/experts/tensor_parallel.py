@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
-from fmoe.layout import TokenShards
 from fmoe.runtime import collectives
+from fmoe.shards import TokenShards
 
 
 class ShardedFFNExperts(FFNExperts):

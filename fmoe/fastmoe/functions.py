@@ -18,9 +18,9 @@ from fmoe.exchange.all_to_all import hop_counts
 from fmoe.exchange.collectives import all_to_all
 from fmoe.exchange.hops import Hop
 from fmoe.kernels.rows import DispatchPlan
-from fmoe.layout import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
 from fmoe.runtime import collectives
+from fmoe.shards import gather_slices, slice_bounds, take_slice
 
 
 def get_torch_default_comm() -> dist.ProcessGroup:

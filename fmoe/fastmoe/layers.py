@@ -23,10 +23,11 @@ from fmoe.fastmoe.spelling import mark_module_parallel_comm
 from fmoe.gates import Gate
 from fmoe.gates.external import checked, takes_groups
 from fmoe.gates.router import Router, routes_by_logits
-from fmoe.layout import Layout, LocalTokens, slice_bounds, take_slice, zero_padding
+from fmoe.layout import Layout, LocalTokens, zero_padding
 from fmoe.moe import MoE
 from fmoe.routing import Routing
 from fmoe.runtime.adapters import adapted
+from fmoe.shards import slice_bounds, take_slice
 
 
 @dataclass(eq=False)

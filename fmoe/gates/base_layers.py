@@ -32,12 +32,14 @@ class BaseRouter(TopKRouter):
 
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """Return the experts of each token, int64 [T, K]; -1 for padding."""
-        logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
+        logits_GSE = groups.split(logits_TE)
+        valid_GS = groups.valid(logits_TE.device)
         ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
-        rounds, load_GE = [], None
+        load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)
+        rounds = []
         for _ in range(self.top_k):
             rounds.append(balanced_assignment(logits_GSE, valid_GS, load_GE))
             got_GSE = rounds[-1].unsqueeze(-1) == ids_E
-            load_GE = got_GSE.sum(1) if load_GE is None else load_GE + got_GSE.sum(1)
+            load_GE = load_GE + got_GSE.sum(1)
             logits_GSE = logits_GSE.masked_fill(got_GSE, -torch.inf)
         return groups.join(torch.stack(rounds, -1))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.router import Choice, Scores, TopKRouter, capacity, limits
+from fmoe.gates.capacity import capacity, limits
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
@@ -71,25 +72,26 @@ class ExpertChoiceRouter(TopKRouter):
             ranked_TK, expert_TK = torch.where(chosen_TE, probs_TE, -1).topk(columns, dim=-1)
         return Choice(torch.where(ranked_TK >= 0, expert_TK, -1), probs_TE.gather(-1, expert_TK))
 
-    def _factor(self) -> float:
+    @property
+    def factor(self) -> float:
         return self.capacity_factor if self.training else self.eval_capacity_factor
 
     def chosen(self, probs_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """Return a bool [T, E], True where an expert takes a token; ties go to the first token."""
-        factor = self._factor()
-        limit_G = limits(groups, 1, self.num_experts, factor, probs_TE.device)
+        limit_G = limits(groups, 1, self.num_experts, self.factor, probs_TE.device)
         probs_GSE = groups.split(probs_TE)
-        if groups.is_ragged:
-            probs_GSE = torch.where(groups.valid(probs_TE.device).unsqueeze(-1), probs_GSE, -1)
+        valid_GS = groups.valid_or_none(probs_TE.device)
+        if valid_GS is not None:
+            probs_GSE = torch.where(valid_GS.unsqueeze(-1), probs_GSE, -1)
         probs_GES = probs_GSE.transpose(1, 2).contiguous()
         order_GES = probs_GES.sort(dim=-1, descending=True, stable=True).indices
-        place_S = torch.arange(groups.size, device=probs_TE.device, dtype=torch.int64)
-        place_GES = torch.empty_like(order_GES).scatter_(2, order_GES, place_S.expand_as(order_GES))
-        taken_GES = (place_GES < limit_G.view(-1, 1, 1)) & (probs_GES >= 0)
+        rank_S = torch.arange(groups.size, device=probs_TE.device, dtype=torch.int64)
+        rank_GES = torch.empty_like(order_GES).scatter_(2, order_GES, rank_S.expand_as(order_GES))
+        taken_GES = (rank_GES < limit_G.view(-1, 1, 1)) & (probs_GES >= 0)
         return groups.join(taken_GES.transpose(1, 2))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         return expert_TK
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        return sum(capacity(self._factor(), size, self.num_experts) for size in groups.sizes())
+        return sum(capacity(self.factor, size, self.num_experts) for size in groups.sizes())

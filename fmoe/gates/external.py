@@ -10,30 +10,8 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.router import Router
 from fmoe.routing import Routing, RoutingGroups
 from fmoe.runtime.adapters import adapted
-
-
-def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
-    """Call the gate on tokens, and return its `Routing`.
-
-    A gate takes ``(x_TD, groups)`` or only ``x_TD``, and returns a `Routing` or FastMoE's ``(index, score)``. The
-    result is checked, unless the gate is a `Router` and ``check`` is False.
-
-    Args:
-        name: the layer's name in errors.
-        check: also raise if a combine weight is not finite, and check expert ids even on a GPU. The host then waits for
-            the GPU.
-
-    Raises:
-        UserError: the gate returned an invalid routing.
-    """
-    is_router = isinstance(adapted(gate), Router)
-    if is_router and not check:
-        return gate(x_TD, groups)
-    result = gate(x_TD, groups) if is_router or takes_groups(gate) else gate(x_TD)
-    return checked(gate, result, groups, num_experts, name=name, check=check)
 
 
 def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
@@ -82,10 +60,12 @@ def takes_groups(gate: Any) -> bool:
 
 def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
     if not (isinstance(result, tuple | list) and len(result) >= 2 and all(isinstance(r, Tensor) for r in result[:2])):
-        given = type(result).__name__
+        returned = type(result).__name__
         if isinstance(result, tuple | list):
-            given += f" of {', '.join(type(r).__name__ for r in result) or 'nothing'}"
-        raise UserError(f"the gate of {name} returned {given}; it must return a Routing or two tensors (index, score)")
+            returned += f" of {', '.join(type(r).__name__ for r in result) or 'nothing'}"
+        raise UserError(
+            f"the gate of {name} returned {returned}; it must return a Routing or two tensors (index, score)"
+        )
     index, score = result[:2]
     top_k = index.numel() // num_tokens if num_tokens else max(getattr(adapted(gate), "top_k", 1) or 1, 1)
     if index.numel() != num_tokens * top_k or score.numel() != index.numel():

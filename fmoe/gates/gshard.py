@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fmoe.gates.router import Choice, Scores, TopKRouter
-from fmoe.kernels.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 
@@ -46,21 +45,18 @@ class GShardRouter(TopKRouter):
         )
         self.random_routing = random_routing
 
-    def rule(self) -> tuple[Rule, None] | None:
-        if not self.decides_as(GShardRouter):
-            return None
-        return Rule(), None
-
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         prob_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)
-        return self.finish_choice(expert_TK, prob_TK / prob_TK.sum(-1, keepdim=True), scores.probs_TE, groups)
+        weight_TK = prob_TK / prob_TK.sum(-1, keepdim=True)
+        return Choice(self.leave_out(expert_TK, weight_TK, groups), weight_TK)
 
-    def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        if self.training and self.random_routing and self.top_k > 1:
-            noise_TK = groups.uniform(self.top_k - 1, "gshard second expert", weight_TK.device)
-            taken_TK = 2 * weight_TK[:, 1:] > noise_TK
-            expert_TK = torch.cat([expert_TK[:, :1], torch.where(taken_TK, expert_TK[:, 1:], -1)], 1)
-        return Choice(expert_TK, weight_TK)
+    def leave_out(self, expert_TK: Tensor, weight_TK: Tensor, groups: RoutingGroups) -> Tensor:
+        """Return the choices with -1 for those that are left out at random."""
+        if not (self.training and self.random_routing and self.top_k > 1):
+            return expert_TK
+        noise_TK = groups.uniform(self.top_k - 1, "gshard second expert", weight_TK.device)
+        is_kept_TK = 2 * weight_TK[:, 1:] > noise_TK
+        return torch.cat([expert_TK[:, :1], torch.where(is_kept_TK, expert_TK[:, 1:], -1)], 1)
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
         return expert_TK[:, :1]

@@ -4,15 +4,13 @@ Shape letters: T tokens, E experts, K experts per token, G groups of experts.
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.router import Choice, Scores, TopKRouter
-from fmoe.kernels.cuda.routing import Rule
+from fmoe.gates.router import Choice, Scores, TopKRouter, normalize_scores
 from fmoe.routing import RoutingGroups
 
 
@@ -33,7 +31,6 @@ class NaiveRouter(TopKRouter):
     """
 
     routes_by_logits = True
-    is_rule_and_jitter = True
 
     def __init__(
         self,
@@ -51,41 +48,24 @@ class NaiveRouter(TopKRouter):
         super().__init__(d_model, num_experts, top_k, **options)
         check_score(score, routed_scale)
         check_groups(num_experts, self.top_k, expert_groups, kept_groups)
-        self.score, self.routed_scale = score, routed_scale
-        self.normalize, self.expert_groups, self.kept_groups = normalize, expert_groups, kept_groups
-
-    def rule(self) -> tuple[Rule, None] | None:
-        if not self.decides_as(NaiveRouter):
-            return None
-        rule = Rule(
-            is_sigmoid=self.score == "sigmoid",
-            by_logits=True,
-            normalize=self.normalize,
-            scale=self.routed_scale,
-            groups=self.expert_groups or 0,
-            kept_groups=self.kept_groups,
-        )
-        return rule, None
-
-    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
-        scores = super().scores(x_TD, groups)
-        if self.score == "softmax":
-            return scores
-        return replace(scores, probs_TE=self.probs(scores.logits_TE.sigmoid()))
-
-    def probs(self, score_TE: Tensor) -> Tensor:
-        return score_TE if self.score == "softmax" else normalize_scores(score_TE)
+        self.score = score
+        self.routed_scale = routed_scale
+        self.normalize = normalize
+        self.expert_groups = expert_groups
+        self.kept_groups = kept_groups
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
-        ranked_TE: Tensor = scores.logits_TE
+        ranked_TE = scores.logits_TE
         if self.expert_groups is not None:
             ranked_TE = limit_to_groups(ranked_TE, self.expert_groups, self.kept_groups)
         logit_TK, expert_TK = ranked_TE.topk(self.top_k, dim=-1)
         if self.score == "sigmoid":
             weight_TK = logit_TK.sigmoid()
             weight_TK = normalize_scores(weight_TK) if self.normalize else weight_TK
+        elif self.normalize:
+            weight_TK = logit_TK.softmax(-1)
         else:
-            weight_TK = logit_TK.softmax(-1) if self.normalize else scores.probs_TE.gather(-1, expert_TK)
+            weight_TK = scores.probs_TE.gather(-1, expert_TK)
         return Choice(expert_TK, weight_TK * self.routed_scale)
 
 
@@ -119,16 +99,9 @@ def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept:
         raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")
     if not 1 <= num_kept <= num_groups:
         raise UserError(f"kept_groups={num_kept} is not between 1 and expert_groups={num_groups}")
-    if num_kept * (num_experts // num_groups) < top_k:
-        raise UserError(
-            f"kept_groups={num_kept} keeps {num_kept * (num_experts // num_groups)} experts per token, fewer than "
-            f"top_k={top_k}"
-        )
-
-
-def normalize_scores(score_TX: Tensor) -> Tensor:
-    """Return the scores divided by each token's sum."""
-    return score_TX / score_TX.sum(-1, keepdim=True).clamp(min=1e-20)
+    kept_experts = num_kept * (num_experts // num_groups)
+    if kept_experts < top_k:
+        raise UserError(f"kept_groups={num_kept} keeps {kept_experts} experts per token, fewer than top_k={top_k}")
 
 
 def check_score(score: str, routed_scale: float) -> None:

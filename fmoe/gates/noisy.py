@@ -53,7 +53,7 @@ class NoisyRouter(TopKRouter):
             chosen_TE = chance_of_choice(clean_TE, noisy_TE, std_TE, ranked_TK1)
         else:
             chosen_TE = torch.ones_like(clean_TE)
-        valid_GS = groups.valid(clean_TE.device) if groups.is_ragged else None
+        valid_GS = groups.valid_or_none(clean_TE.device)
         losses = {
             "importance": importance_loss(groups.split(gates_TE), valid_GS),
             "load": load_loss(groups.split(chosen_TE), valid_GS),
@@ -69,6 +69,7 @@ def chance_of_choice(clean_TE: Tensor, noisy_TE: Tensor, std_TE: Tensor, ranked_
     Args:
         ranked_TK1: the K + 1 largest of ``noisy_TE``, in descending order.
     """
-    last_T1, next_T1 = ranked_TK1[:, -2:-1], ranked_TK1[:, -1:]
+    last_T1 = ranked_TK1[:, -2:-1]
+    next_T1 = ranked_TK1[:, -1:]
     threshold_TE = torch.where(noisy_TE >= last_T1, next_T1, last_T1)
     return 0.5 * (1 + torch.erf((clean_TE - threshold_TE) / (std_TE * math.sqrt(2))))

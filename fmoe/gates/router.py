@@ -1,4 +1,4 @@
-"""Base classes of gates, and capacity.
+"""Base classes of gates.
 
 Shape letters: T tokens, D width, E experts, K choices, G routing groups, S positions of a group.
 """
@@ -16,11 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations as type_of
 
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import all_reduce
-from fmoe.kernels import backends
-from fmoe.kernels.cuda import router as cuda_router
-from fmoe.kernels.cuda import routing
-from fmoe.kernels.cuda import rows as cuda_rows
-from fmoe.kernels.cuda.calls import TokenTiles
+from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 from fmoe.runtime.adapters import adapted
@@ -50,7 +46,7 @@ class Choice:
     Attributes:
         expert_TK: expert ids, best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
-        losses: further scalar losses by name, besides those in ``TopKRouter.common_losses``.
+        losses: further scalar losses by name, besides `TopKRouter.losses`.
     """
 
     expert_TK: Tensor
@@ -74,6 +70,8 @@ class Router(nn.Module):
     """
 
     default_top_k = 2
+    # True if the K experts of a token differ.
+    has_distinct_choices = False
     # True if `choose` depends on logits only. If ranks hold parts of the sequences, logits (E per token) are then
     # gathered instead of the gate's input (D). `choose` must use no parameters, and a token's weights must depend on
     # its own logits only. Each class must set it for itself: the value of a base class is ignored.
@@ -95,8 +93,11 @@ class Router(nn.Module):
         for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
             if factor is not None and not (factor > 0 and math.isfinite(factor)):
                 raise UserError(f"{name}={factor} is not positive and finite")
-        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
 
     def reset_parameters(self) -> None:
         """Draw the gate's parameters again, as the constructor did; a gate without parameters does nothing."""
@@ -112,19 +113,23 @@ class Router(nn.Module):
         stats = routing_stats(choice.expert_TK, expert_TK, entropy_T, groups, self.num_experts)
         return Routing(expert_TK, choice.weight_TK, choice.losses, stats, self.max_load(groups))
 
+    @property
+    def factor(self) -> float | None:
+        """Capacity factor of the current mode, training or evaluation; None for no limit."""
+        return self.capacity_factor if self.training else self.eval_capacity_factor
+
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         """Return ``expert_TK`` with -1 for choices beyond an expert's capacity."""
-        factor = self._factor()
+        factor = self.factor
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
     def max_load(self, groups: RoutingGroups) -> int | None:
         """Return an upper bound on the assignments of any expert; None if no bound is better than T * K."""
-        if (factor := self._factor()) is None:
-            return None
-        return sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
-
-    def _factor(self) -> float | None:
-        return self.capacity_factor if self.training else self.eval_capacity_factor
+        bound = groups.num_tokens if self.has_distinct_choices else None
+        if (factor := self.factor) is None:
+            return bound
+        total = sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
+        return total if bound is None else min(total, bound)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
@@ -164,9 +169,9 @@ class TopKRouter(Router):
     """
 
     common_losses: tuple[str, ...] = ("balance", "z")
-    # True if `rule` and `jitter_of` describe all that the gate computes: a CUDA operation then replaces `forward`. Each
-    # class must set it for itself: the value of a base class is ignored.
-    is_rule_and_jitter = False
+    has_distinct_choices = True
+    # "softmax", or "sigmoid" if the probabilities are the sigmoids of the logits, divided by their sum.
+    score = "softmax"
 
     def __init__(
         self,
@@ -191,7 +196,8 @@ class TopKRouter(Router):
             raise UserError(
                 f"balance_group is given, but {type(self).__name__} has no balance loss: omit balance_group"
             )
-        self.balance_group, self.runs_collectives = balance_group, balance_group is not None
+        self.balance_group = balance_group
+        self.runs_collectives = balance_group is not None
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
@@ -211,6 +217,25 @@ class TopKRouter(Router):
             if self.bias is not None:
                 self.bias.zero_()
 
+    def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
+        with torch.autocast(x_TD.device.type, enabled=False):
+            x_TD = self.router_input(self.widened(x_TD), groups)
+            scores = self.scores(x_TD, self.logits(x_TD, groups))
+            choice = self.choose(scores, groups)
+            expert_TK = leave_out_padding(choice.expert_TK, groups)
+            losses = {**self.losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
+            probs_TE = scores.probs_TE.detach()
+            # torch.special.entr and xlogy are slower: not vectorized on CPUs.
+            entropy_T = -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
+        return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
+
+    def widened(self, x_TD: Tensor) -> Tensor:
+        """Return the tokens in at least float32, or unchanged if only `logits` reads them, which takes 16 bits."""
+        is_read_by_logits = type(self).router_input is TopKRouter.router_input and routes_by_logits(self)
+        if x_TD.element_size() == 2 and is_read_by_logits:
+            return x_TD
+        return x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         """Return the input of the router's linear map, by default the tokens ``x_TD`` themselves.
 
@@ -218,122 +243,32 @@ class TopKRouter(Router):
         """
         return x_TD
 
+    def logits(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
+        """Return the logits of the router's input, at least float32 [T, E].
+
+        If several ranks route their tokens together, the logits are gathered over these ranks.
+        """
+        is_16 = x_TD.element_size() == 2
+        logits_TE = _Linear16.apply(x_TD, self.weight) if is_16 else F.linear(x_TD, self.weight.to(x_TD.dtype))
+        return groups.gather(logits_TE if self.bias is None else logits_TE + self.bias)
+
+    def scores(self, x_TD: Tensor, logits_TE: Tensor) -> Scores:
+        """Return the router's input and output with the probabilities of the experts, for each token."""
+        logsumexp_T = logits_TE.logsumexp(-1)
+        if self.score == "sigmoid":
+            return Scores(x_TD, logits_TE, normalize_scores(logits_TE.sigmoid()), logsumexp_T)
+        return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
+
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         """Return the experts of each token, best first, and their combine weights."""
         raise NotImplementedError
-
-    def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """Return the rule by which a CUDA kernel can replace `choose`, and the bias that the kernel adds to the scores.
-
-        The default None means that no kernel replaces `choose`. An override must return None if a subclass changes
-        `choose` or `scores` (`decides_as`).
-        """
-        return None
-
-    def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
-        """Return the noise of `router_input`, for a kernel that applies the noise itself; None if there is none."""
-        return None
-
-    def decides_as(self, cls: type["TopKRouter"]) -> bool:
-        """Return whether this gate has the methods `choose` and `scores` of ``cls``."""
-        return type(self).choose is cls.choose and type(self).scores is cls.scores
-
-    def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        """Return the `Choice` of these experts and weights; an override may drop experts or add losses."""
-        return Choice(expert_TK, weight_TK)
-
-    def probs(self, score_TE: Tensor) -> Tensor:
-        """Convert the scores of all experts to probabilities, `Scores.probs_TE`."""
-        return score_TE
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
         """Return the choices in ``expert_TK`` that the load balancing loss counts, by default all."""
         return expert_TK
 
-    def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """Return the router's input and its output, the logits.
-
-        If several ranks route their tokens together, the logits are gathered over these ranks.
-        """
-        x_TD = self.router_input(x_TD, groups)
-        is_16 = x_TD.element_size() == 2
-        logits_TE = _Linear16.apply(x_TD, self.weight) if is_16 else F.linear(x_TD, self.weight.to(x_TD.dtype))
-        return x_TD, groups.gather(logits_TE if self.bias is None else logits_TE + self.bias)
-
-    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
-        """Return logits and probabilities of the experts, for each token."""
-        x_TD, logits_TE = self.logits(x_TD, groups)
-        logsumexp_T = logits_TE.logsumexp(-1)
-        return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
-
-    def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
-        if backends.cuda_is_loaded(x_TD.device) and (routing := self._by_one_operation(x_TD, groups)) is not None:
-            return routing
-        if x_TD.element_size() > 2 or not self._takes_16_bits():
-            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        with torch.autocast(x_TD.device.type, enabled=False):
-            scores, choice, entropy_T = self._decide(x_TD, groups)
-            expert_TK = leave_out_padding(choice.expert_TK, groups)
-            losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
-        return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
-
-    def _by_one_operation(self, x_TD: Tensor, groups: RoutingGroups) -> Routing | None:
-        """Return the routing from one CUDA operation; None if the operation does not support this gate or input."""
-        if not vars(type_of(self)).get("is_rule_and_jitter", False) or not groups.num_tokens:
-            return None
-        if self.bias is not None or self.balance_group is not None or groups.shards is not None:
-            return None
-        chosen, factor = self.rule(), self._factor()
-        if chosen is None or chosen[0].is_sigmoid or not backends.cuda_takes(x_TD, self.weight):
-            return None
-        has_noise = self.training and bool(getattr(self, "jitter", 0.0))
-        if has_noise and torch.compiler.is_compiling():  # the key would be a tensor
-            return None
-        if not cuda_router.fits(self.num_experts, self.top_k, chosen[0], factor is not None):
-            return None
-        tiles = TokenTiles(groups.num_tokens, groups.size, *groups.layout)
-        jitter = self.jitter_of(groups) if has_noise else None
-        with torch.autocast(x_TD.device.type, enabled=False):
-            found = cuda_router.route(x_TD, self.weight, self.top_k, chosen[0], tiles, groups.mask_T, factor, jitter)
-        losses, stats = {}, RoutingStats.of_sums(found.stats[: self.num_experts + 3])
-        if self.training:
-            losses, stats = (
-                {"z": found.z, "balance": found.balance},
-                RoutingStats.of_sums(found.stats, cuda_router.LOSSES),
-            )
-        counted = (found.expert_TK, found.tile_count) if factor is not None else None
-        passed = None if found.tokens_TD is None else (x_TD, found.tokens_TD)
-        return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
-
-    def _takes_16_bits(self) -> bool:
-        """Return whether this gate accepts 16-bit tokens without a cast to float32."""
-        # Only `TopKRouter.logits` reads them then, and it computes in float32.
-        kind, base = type(self), TopKRouter
-        is_plain = kind.logits is base.logits and kind.router_input is base.router_input
-        return is_plain and routes_by_logits(self)
-
-    def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
-        """Return scores, choice and the entropy of each token's probabilities."""
-        chosen = self.rule() if backends.cuda_takes_tokens(x_TD, self.num_experts) else None
-        if chosen is not None:
-            return self._decide_by_kernel(x_TD, groups, *chosen)
-        scores = self.scores(x_TD, groups)
-        return scores, self.choose(scores, groups), _entropy(scores.probs_TE.detach())
-
-    def _decide_by_kernel(
-        self, x_TD: Tensor, groups: RoutingGroups, rule: routing.Rule, bias_E: Tensor | None
-    ) -> tuple[Scores, Choice, Tensor]:
-        x_TD, logits_TE = self.logits(x_TD, groups)
-        routed = routing.route(logits_TE, self.top_k, rule, bias_E=bias_E, mask_T=groups.mask_T)
-        scores = Scores(x_TD, logits_TE, self.probs(routed.score_TE), routed.logsumexp_T)
-        choice = self.finish_choice(routed.expert_TK, routed.weight_TK, routed.score_TE, groups)
-        return scores, choice, routed.entropy_T
-
-    def max_load(self, groups: RoutingGroups) -> int | None:
-        max_load = super().max_load(groups)  # a token chooses an expert at most once
-        return groups.num_tokens if max_load is None else min(max_load, groups.num_tokens)
-
-    def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
+    def losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
+        """Return the losses of ``common_losses``, for choices with -1 for padding."""
         losses = {}
         if "z" in self.common_losses:
             losses["z"] = router_z_loss(scores.logsumexp_T, groups.mask_T)
@@ -343,7 +278,7 @@ class TopKRouter(Router):
                 total_E = load_GE.sum(0)
                 all_reduce(self.balance_group, total_E, what="sum of loads").wait()
                 load_GE = total_E.expand_as(load_GE)
-            valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
+            valid_GS = groups.valid_or_none(load_GE.device)
             losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
         return losses
 
@@ -375,10 +310,9 @@ def routes_by_logits(gate: Any) -> bool:
     return vars(type_of(gate if isinstance(gate, Router) else adapted(gate))).get("routes_by_logits", False)
 
 
-def _entropy(probs_TE: Tensor) -> Tensor:
-    """Return the entropy of each token's probabilities, in nats."""
-    # torch.special.entr and xlogy are slower: not vectorized on CPUs.
-    return -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
+def normalize_scores(score_TX: Tensor) -> Tensor:
+    """Return the scores divided by each token's sum."""
+    return score_TX / score_TX.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
 def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
@@ -406,56 +340,3 @@ def routing_stats(
     if kept_TK is not expert_TK:
         dropped = ((expert_TK >= 0).sum() - (kept_TK >= 0).sum()).float()
     return RoutingStats(load_E[1:], dropped, entropy_T.sum().float(), tokens)
-
-
-# An expert accepts the assignments of a group in the order of (choice, token), so that every run drops the same ones.
-# An atomic counter would drop different ones in each run.
-
-
-def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:
-    """Return the number of assignments of each routing group to each expert, int64 [G, E]; -1 is not counted."""
-    expert_GN = groups.split(expert_TK, pad=-1).flatten(1) + 1
-    counts = expert_GN.new_zeros(expert_GN.shape[0], num_experts + 1)
-    return counts.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))[:, 1:]
-
-
-def capacity(factor: float, assignments: int, num_experts: int) -> int:
-    """Return how many of a group's assignments an expert accepts: ``ceil(factor * assignments / E)``, at least 1.
-
-    The formula is from GShard (arXiv 2006.16668 section 2.2) and Switch (arXiv 2101.03961 equation 3).
-    """
-    # A rounding error can put the result slightly above an integer: 1.1 * 10 / 1 is 11.000000000000002.
-    return max(1, math.ceil(factor * assignments / num_experts - 1e-9))
-
-
-def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: int, factor: float) -> Tensor:
-    """Return ``expert_TK`` with -1 where the expert is full.
-
-    An expert serves the first choices of all tokens of the group in token order, then the second choices, and so on
-    (GShard, algorithm 1).
-    """
-    if not expert_TK.numel():
-        return expert_TK
-    if backends.cuda_takes_choices(expert_TK, num_experts):
-        return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *groups.layout, factor)
-    expert_GSK = groups.split(expert_TK, pad=-1)
-    num_groups, size, top_k = expert_GSK.shape
-    # One queue for each (group, expert). Choices of -1 get a separate queue after the last expert.
-    queue_GKS = torch.where(expert_GSK < 0, num_experts, expert_GSK).transpose(1, 2)
-    offset_G = torch.arange(num_groups, device=expert_TK.device, dtype=torch.int64) * (num_experts + 1)
-    queue_N = (queue_GKS + offset_G.view(-1, 1, 1)).reshape(-1)
-    sorted_N, order_N = queue_N.sort(stable=True)
-    index_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64)
-    place_N = torch.empty_like(order_N).scatter_(0, order_N, index_N - torch.searchsorted(sorted_N, sorted_N))
-    limit_G = limits(groups, top_k, num_experts, factor, expert_TK.device)
-    fits_GKS = place_N.view(num_groups, top_k, size) < limit_G.view(-1, 1, 1)
-    return groups.join(torch.where(fits_GKS.transpose(1, 2), expert_GSK, -1))
-
-
-def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
-    """Return the `capacity` of an expert in each routing group, int64 [G]."""
-    if groups.mask_T is None:
-        limit_G = [capacity(factor, n * top_k, num_experts) for n in groups.sizes()]
-        return torch.tensor(limit_G, device=device, dtype=torch.int64)
-    assignments_G = groups.valid(device).sum(1) * top_k
-    return (factor * assignments_G.double() / num_experts - 1e-9).ceil().clamp(min=1).long()

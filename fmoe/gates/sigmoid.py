@@ -1,7 +1,6 @@
 """The gate of DeepSeek-V3."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -9,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.naive import check_groups, check_score, limit_to_groups, normalize_scores
-from fmoe.gates.router import Choice, Scores, TopKRouter, count_by_group, leave_out_padding
-from fmoe.kernels.cuda.routing import Rule
+from fmoe.gates.capacity import count_by_group
+from fmoe.gates.naive import check_groups, check_score, limit_to_groups
+from fmoe.gates.router import Choice, Scores, TopKRouter, leave_out_padding, normalize_scores
 from fmoe.losses import sequence_balance_loss
 from fmoe.routing import Routing, RoutingGroups, sum_dtype
 from fmoe.runtime import collectives
@@ -73,8 +72,12 @@ class SigmoidRouter(TopKRouter):
             raise UserError(f"bias_step={bias_step} must be at least 0")
         check_score(score, routed_scale)
         check_groups(num_experts, self.top_k, expert_groups, kept_groups)
-        self.bias_step, self.routed_scale, self.normalize, self.score = bias_step, routed_scale, normalize, score
-        self.expert_groups, self.kept_groups = expert_groups, kept_groups
+        self.bias_step = bias_step
+        self.routed_scale = routed_scale
+        self.normalize = normalize
+        self.score = score
+        self.expert_groups = expert_groups
+        self.kept_groups = kept_groups
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
         # Always the same memory, because a CUDA graph repeats additions to it.
         # Not a buffer: DistributedDataParallel would overwrite each rank's counts with those of rank 0.
@@ -107,28 +110,6 @@ class SigmoidRouter(TopKRouter):
         if self.expert_bias_E.dtype.itemsize < 4:  # assign=True takes the state's tensor with its dtype
             self.expert_bias_E = self.expert_bias_E.float()
 
-    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
-        scores = super().scores(x_TD, groups)
-        if self.score == "softmax":
-            return scores
-        return replace(scores, probs_TE=self.probs(scores.logits_TE.sigmoid()))
-
-    def probs(self, score_TE: Tensor) -> Tensor:
-        return score_TE if self.score == "softmax" else normalize_scores(score_TE)
-
-    def rule(self) -> tuple[Rule, Tensor] | None:
-        if not self.decides_as(SigmoidRouter):
-            return None
-        rule = Rule(
-            is_sigmoid=self.score == "sigmoid",
-            normalize=self.normalize and self.top_k > 1,
-            scale=self.routed_scale,
-            groups=self.expert_groups or 0,
-            kept_groups=self.kept_groups,
-            best_of=2,
-        )
-        return rule, self.expert_bias_E
-
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         score_TE = scores.logits_TE.sigmoid() if self.score == "sigmoid" else scores.probs_TE
         ranked_TE = score_TE.detach() + self.expert_bias_E
@@ -138,16 +119,16 @@ class SigmoidRouter(TopKRouter):
         weight_TK = score_TE.gather(-1, expert_TK)
         if self.normalize and self.top_k > 1:
             weight_TK = normalize_scores(weight_TK)
-        return self.finish_choice(expert_TK, weight_TK * self.routed_scale, score_TE, groups)
+        return Choice(expert_TK, weight_TK * self.routed_scale, self.balance_loss(score_TE, groups))
 
-    def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        losses = {}
-        if self.training:
-            best_TK = leave_out_padding(score_TE.topk(self.top_k, dim=-1).indices, groups)
-            load_GE = count_by_group(best_TK, groups, self.num_experts).to(score_TE.dtype)
-            valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
-            losses["sequence_balance"] = sequence_balance_loss(groups.split(score_TE), load_GE, valid_GS)
-        return Choice(expert_TK, weight_TK, losses)
+    def balance_loss(self, score_TE: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
+        """Return the loss ``sequence_balance`` of the scores; empty in evaluation."""
+        if not self.training:
+            return {}
+        best_TK = leave_out_padding(score_TE.topk(self.top_k, dim=-1).indices, groups)
+        load_GE = count_by_group(best_TK, groups, self.num_experts).to(score_TE.dtype)
+        valid_GS = groups.valid_or_none(load_GE.device)
+        return {"sequence_balance": sequence_balance_loss(groups.split(score_TE), load_GE, valid_GS)}
 
     def record(self, routing: Routing) -> None:
         """Add the loads of one micro batch to those that `end_step` uses. The layer calls this."""
@@ -160,10 +141,7 @@ class SigmoidRouter(TopKRouter):
         """Return the loads since the last step, as a tensor on the gate's device."""
         device = self.expert_bias_E.device
         if self._load_E.device != device:
-            if self._load_E.is_meta:
-                self._load_E = self._no_loads()
-            else:
-                self._load_E = self._load_E.to(device, sum_dtype(device))
+            self._load_E = self._no_loads() if self._load_E.is_meta else self._load_E.to(device, sum_dtype(device))
         return self._load_E
 
     @torch.no_grad()

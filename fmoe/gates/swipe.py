@@ -31,7 +31,8 @@ class SwipeRouter(TopKRouter):
 
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """Return the experts of each token, int64 [T, K]; -1 for padding."""
-        logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
+        logits_GSE = groups.split(logits_TE)
+        valid_GS = groups.valid(logits_TE.device)
         tokens_G1 = valid_GS.sum(1, keepdim=True)
         load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)
         ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)

@@ -6,11 +6,9 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.gates.router import Choice, Scores, TopKRouter
-from fmoe.kernels.cuda.router import Jitter
-from fmoe.kernels.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
-_PURPOSE = "switch jitter"  # of the noise (`RoutingGroups.local_uniform16`)
+JITTER = "switch jitter"  # purpose of the noise (`RoutingGroups.local_uniform16`)
 
 
 class SwitchRouter(TopKRouter):
@@ -26,7 +24,6 @@ class SwitchRouter(TopKRouter):
 
     default_top_k = 1
     routes_by_logits = True
-    is_rule_and_jitter = True
 
     def __init__(
         self,
@@ -54,18 +51,8 @@ class SwitchRouter(TopKRouter):
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         if not self.training or not self.jitter:
             return x_TD
-        noise_TD = groups.local_uniform16(x_TD.shape[1], _PURPOSE, x_TD.device).to(x_TD.dtype)
+        noise_TD = groups.local_uniform16(x_TD.shape[1], JITTER, x_TD.device).to(x_TD.dtype)
         return x_TD * noise_TD.mul_(2 * self.jitter).add_(1 - self.jitter)
-
-    def jitter_of(self, groups: RoutingGroups) -> Jitter | None:
-        if not self.training or not self.jitter:
-            return None
-        return Jitter(self.jitter, groups.key_on_host(_PURPOSE), int(groups.first_group))
-
-    def rule(self) -> tuple[Rule, None] | None:
-        if not self.decides_as(SwitchRouter):
-            return None
-        return Rule(normalize=False), None
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         weight_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)

@@ -60,8 +60,12 @@ class TopologyRouter(TopKRouter):
             raise UserError(f"node_size={node_size} is not positive")
         if num_nodes is not None and (num_nodes < 1 or num_experts % num_nodes):
             raise UserError(f"num_nodes={num_nodes} does not divide num_experts={num_experts}")
-        self.bonus, self.skew, self.node_size, self.node_of = bonus, skew, node_size, node_of
-        self.num_nodes, self.node = num_nodes or 1, 0
+        self.bonus = bonus
+        self.skew = skew
+        self.node_size = node_size
+        self.node_of = node_of
+        self.num_nodes = num_nodes or 1
+        self.node = 0
         self._is_placed = num_nodes is not None
 
     def set_ep_rank(self, rank: int, ep_size: int) -> None:
@@ -93,11 +97,10 @@ class TopologyRouter(TopKRouter):
         logits_GSE = groups.split(logits_TE)
         num_groups, _, num_experts = logits_GSE.shape
         device = logits_TE.device
-        nodes_G = (
-            torch.full((num_groups,), self.node, device=device, dtype=torch.int64)
-            if self.node_of is None
-            else self.node_of(groups)
-        )
+        if self.node_of is None:
+            nodes_G = torch.full((num_groups,), self.node, device=device, dtype=torch.int64)
+        else:
+            nodes_G = self.node_of(groups)
         node_E = torch.arange(num_experts, device=device, dtype=torch.int64) // (num_experts // self.num_nodes)
         near_GE = (node_E == nodes_G.to(device).view(-1, 1)).to(logits_TE.dtype)
         valid_GS1 = groups.valid(device).unsqueeze(-1)
@@ -110,9 +113,9 @@ class TopologyRouter(TopKRouter):
             load_GE.scatter_add_(1, best_GSK.flatten(1), valid_GS1.expand_as(best_GSK).flatten(1).long())
             return best_GSK, load_GE.amax(1)
 
-        chosen_GSK, most_G = best(logits_GSE)
-        limit_G = torch.maximum(most_G.to(share_G.dtype), self.skew * share_G)
+        chosen_GSK, max_load_G = best(logits_GSE)
+        limit_G = torch.maximum(max_load_G.to(share_G.dtype), self.skew * share_G)
         for step in _LADDER:  # a larger bonus replaces a smaller one if it keeps the limit
-            best_GSK, most_G = best(logits_GSE + self.bonus * step * near_GE.unsqueeze(1))
-            chosen_GSK = torch.where((most_G <= limit_G).view(-1, 1, 1), best_GSK, chosen_GSK)
+            best_GSK, max_load_G = best(logits_GSE + self.bonus * step * near_GE.unsqueeze(1))
+            chosen_GSK = torch.where((max_load_G <= limit_G).view(-1, 1, 1), best_GSK, chosen_GSK)
         return groups.join(chosen_GSK)

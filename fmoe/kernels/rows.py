@@ -23,6 +23,18 @@ from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.routing import Routing
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CountedRouting(Routing):
+    """`Routing` of a CUDA kernel that has counted its assignments, which `DispatchPlan.from_routing` need not repeat.
+
+    Attributes:
+        tile_count: number of assignments in ``expert_TK`` by tile and expert (`fmoe.kernels.cuda.rows.place`); None if
+            they are not counted.
+    """
+
+    tile_count: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
     """Order of the experts' rows: by default, assignments sorted by expert and then by token, dropped ones last.
@@ -52,7 +64,8 @@ class DispatchPlan:
         """Return the plan that sorts the assignments of a routing by expert."""
         expert_TK = routing.expert_TK
         if backends.cuda_takes_choices(expert_TK, num_experts):
-            return cls(*cuda_rows.place(expert_TK, num_experts, routing.counts_of(expert_TK)))
+            tile_count = routing.tile_count if isinstance(routing, CountedRouting) else None
+            return cls(*cuda_rows.place(expert_TK, num_experts, tile_count))
         kept_TK = expert_TK >= 0
         queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
         sorted_N, perm_N = queue_N.sort(stable=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.layout import slice_bounds
+from fmoe.shards import slice_bounds
 
 Batch = dict[str, Tensor]
 

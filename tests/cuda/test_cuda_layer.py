@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import fmoe
 from fmoe.errors import UserError
 from fmoe.exchange import hops
+from fmoe.kernels import gates as gate_kernels
 from fmoe.kernels.cuda import calls, launch, selfcheck, triton_gemm
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.layout import LocalTokens
 from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -349,9 +351,10 @@ def test_compiled_without_graph_breaks(gate, on):
 
     def run(layer, x):
         x_TD = x.flatten(0, 1)
-        routing = layer.gate(x_TD, RoutingGroups(3, 16))
+        tokens = LocalTokens([x_TD], x_TD, RoutingGroups(3, 16), x.shape[:-1])
+        routing = gate_kernels.route(layer.gate, tokens)
         plan = DispatchPlan.from_routing(routing, layer.num_experts)
-        return layer.experts.fused_forward(x_TD, plan.count_E, **plan.fused_arguments(routing.weight_TK))
+        return layer.experts.fused_forward(tokens.x_TD, plan.count_E, **plan.fused_arguments(routing.weight_TK))
 
     plain = results(layer, X, run)
     layer.zero_grad()

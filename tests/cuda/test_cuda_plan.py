@@ -9,9 +9,10 @@ from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
 from fmoe.exchange.hops import segment_order
-from fmoe.gates.router import drop_over_capacity
+from fmoe.gates.capacity import drop_over_capacity
 from fmoe.kernels.cuda import calls
 from fmoe.kernels.cuda.instances import MAX_EXPERTS, MAX_SEGMENTS
+from fmoe.kernels.gates import memory_shape
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
@@ -86,7 +87,7 @@ def test_drop_over_capacity(launch, seed):
         expert_TK[~mask_T] = -1
     factor = draw.choice([0.5, 1.0, 1.1, 1.25, 4.0])
     tile, plan_tile = draw.choice([8, 16, 40]), draw.choice([1, 32, 100])
-    per_group, (by_sequence, length) = -(-groups.size // tile), groups.layout
+    per_group, (by_sequence, length) = -(-groups.size // tile), memory_shape(groups)
     tiles = geometry.tiles(tokens, groups.size, tile)
     shape = (groups.size, by_sequence, max(length, 1), tile)
     count, sums = launch(

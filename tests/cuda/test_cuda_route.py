@@ -12,7 +12,9 @@ from kernel_list import NAMES, ROUTE_ITEMS
 from torch import Tensor
 
 from fmoe.gates import GShardRouter, NaiveRouter, SigmoidRouter, SwitchRouter
-from fmoe.gates.router import Scores, count_by_group, drop_over_capacity
+from fmoe.gates.capacity import count_by_group, drop_over_capacity
+from fmoe.gates.router import Scores
+from fmoe.kernels.gates import memory_shape
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import RoutingGroups
 
@@ -144,7 +146,7 @@ def test_counts_and_sums_by_tile(launch, seed):
     size, tile, by_choice = case.draw.choice([max(t, 1), 7, 64]), case.draw.choice([1, 8]), case.draw.random() < 0.5
     groups = RoutingGroups(4, t // 4, size=size, sequence_first=True) if t == 20 else RoutingGroups(1, t, size=size)
     per_group, tiles, choices = -(-size // tile), geometry.tiles(t, size, tile), k if by_choice else 1
-    sequences, length = groups.layout
+    sequences, length = memory_shape(groups)
     expert_TK, _, _, count, sums, sums3, ticket = launch(
         f"fmoe::route<{case.name}, {case.items}>", geometry.route(t, e, k, case.groups, case.items, tiles, choices),
         *case.inputs(), size, sequences, max(length, 1), tile, by_choice, *case.outputs(), None, Output((t,), FLOAT),
@@ -181,7 +183,7 @@ def test_counts_and_sums_by_tile(launch, seed):
     groups.mask_T = mask_T
     kept_TK = drop_over_capacity(expected_TK, groups, e, factor) if factor else expected_TK
     load_GE = count_by_group(expected_TK, groups, e).double()
-    valid_GS = groups.valid(torch.device("cpu")) if groups.is_ragged else None
+    valid_GS = groups.valid_or_none(torch.device("cpu"))
     expected_balance = load_balancing_loss(groups.split(scores.probs_TE.double()), load_GE, valid_GS)
     expected_z, tokens = router_z_loss(scores.logsumexp_T.double(), mask_T), valid_T.sum()
     assert_close(balance, expected_balance, 1e-5, "balance")

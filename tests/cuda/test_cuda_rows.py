@@ -10,6 +10,7 @@ from emulator import InOut, Output
 from kernel_list import NAMES
 
 from fmoe.kernels import reference
+from fmoe.kernels.gates import memory_shape
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
@@ -148,7 +149,7 @@ def test_jitter(launch, seed):
     )  # fmt: skip
     noise_TD = 1 + 0.3 * (2 * groups.local_uniform16(case.width, "noise", torch.device("cpu")).double() - 1)
     x, addend = case.normal(case.tokens, case.width), case.normal(case.tokens, case.width) if seed % 2 else None
-    shape = (groups.size, groups.layout[0], max(groups.layout[1], 1))
+    shape = (groups.size, memory_shape(groups)[0], max(memory_shape(groups)[1], 1))
     outputs = [Output(x.shape, x.dtype) if is_wanted else None for is_wanted in (seed % 5 != 1, seed % 5 != 2)]
     found = launch(
         f"fmoe::jitter<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once), x, addend,

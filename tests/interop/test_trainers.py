@@ -73,7 +73,7 @@ def test_trainer_equals_a_plain_loop():
     trainer = run_trainer(hf_trainer)
     logs = trainer.state.log_history[:-1]
     assert_same([log["loss"] for log in logs], losses, dict(trainer.model.named_parameters()), expected)
-    assert fmoe.losses.loss_scale() == 1
+    assert fmoe.auxiliary.loss_scale() == 1
     for log in logs:
         assert {f"model.layers.{i}.mlp/{key}" for i in (0, 1) for key in ("load_cv", "balance", "z")} <= log.keys()
 
@@ -196,7 +196,7 @@ def test_lightning_equals_a_plain_loop():
     losses, expected = plain_lightning_loop(lightning_module)
     found = lightning_module.main(lightning_module.make_data(5 * lightning_module.BATCH), accelerator="cpu")
     assert_same(found.losses, losses, dict(found.named_parameters()), expected)
-    assert fmoe.losses.loss_scale() == 1
+    assert fmoe.auxiliary.loss_scale() == 1
 
 
 def with_sgd(lightning_module):

@@ -35,7 +35,7 @@ class TokenTiles:
     Attributes:
         tokens: number of tokens.
         group_size: number of tokens per routing group.
-        sequences, sequence_length: memory layout of the tokens, as in `fmoe.routing.RoutingGroups.layout`.
+        sequences, sequence_length: memory layout of the tokens, as in `fmoe.kernels.gates.memory_shape`.
     """
 
     tokens: int

@@ -184,12 +184,12 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """Return ``expert_TK`` with -1 for assignments over capacity, as `fmoe.gates.router.drop_over_capacity` does.
+    """Return ``expert_TK`` with -1 for assignments over capacity, as `fmoe.gates.capacity.drop_over_capacity` does.
 
     Args:
         mask_T: bool; False for tokens that are not routed.
         group_size: number of tokens per routing group.
-        sequences, sequence_length: memory layout of the tokens, as in `fmoe.routing.RoutingGroups.layout`.
+        sequences, sequence_length: memory layout of the tokens, as in `fmoe.kernels.gates.memory_shape`.
         factor: capacity factor.
     """
     mask_T = None if mask_T is None else mask_T.contiguous()

@@ -248,21 +248,6 @@ def test_group_limited_choice_stays_in_the_kept_groups():
         assert all(len({e // 3 for e in row}) <= 2 for row in expert_TK.tolist())
 
 
-@pytest.mark.parametrize("name", ["naive", "switch", "gshard", "sigmoid"])
-def test_a_rule_replaces_the_gates_own_choice_alone(name):
-    class OtherChoice(GATES[name]):
-        def choose(self, scores, groups):
-            return super().choose(scores, groups)
-
-    class OtherScores(GATES[name]):
-        def scores(self, x_TD, groups):
-            return super().scores(x_TD, groups)
-
-    assert GATES[name](8, 4).rule() is not None
-    assert OtherChoice(8, 4).rule() is None
-    assert OtherScores(8, 4).rule() is None
-
-
 def test_default_weights_of_losses_are_those_of_the_papers():
     papers = {"balance": 1e-2, "z": 1e-3, "importance": 1e-1, "load": 1e-1, "sequence_balance": 1e-4}
     assert papers == losses.DEFAULT_LOSS_WEIGHTS

@@ -5,9 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
+from fmoe.auxiliary import AuxLosses
 from fmoe.gates import build_gate
 from fmoe.gates.noisy import chance_of_choice
-from fmoe.losses import AuxLosses
 from fmoe.routing import RoutingGroups
 
 WIDTH, EXPERTS = 16, 8
@@ -61,7 +61,7 @@ def test_base_assigns_better_than_chance_and_worse_than_greed():
     gate, x = build("base"), skewed_tokens(256)
     groups = RoutingGroups(1, 256)
     balanced, greedy = (gate.train(t)(x, groups).weight_TK.sum() for t in (True, False))
-    chance = gate.scores(x, groups).logits_TE.sigmoid().mean() * 256
+    chance = gate.logits(x, groups).sigmoid().mean() * 256
     assert chance < balanced < greedy
 
 
@@ -82,7 +82,7 @@ def test_sinkhorn_is_nearly_balanced(top_k, bound):
 def test_sinkhorn_balances_the_mass_of_the_scores():
     gate, x = build("sinkhorn", iterations=200, tolerance=1e-5), skewed_tokens(256)
     groups = RoutingGroups(2, 128)
-    ranked = groups.split(gate.balance(gate.scores(x, groups).logits_TE.detach(), groups))
+    ranked = groups.split(gate.balance(gate.logits(x, groups).detach(), groups))
     assert torch.allclose(ranked.softmax(-1).sum(1), torch.full((2, EXPERTS), 128 / EXPERTS), rtol=1e-4)
 
 
@@ -238,7 +238,7 @@ def test_sinkhorn_takes_the_raw_scores_where_all_balanced_ones_are_equal(experts
     gate = build_gate("sinkhorn", WIDTH, experts, top_k)
     with torch.no_grad():
         gate.weight.normal_()
-    best_TK = gate.scores(x, RoutingGroups(256, 1)).logits_TE.topk(top_k).indices
+    best_TK = gate.logits(x, RoutingGroups(256, 1)).topk(top_k).indices
     size, mask_T = 1, None
     if kind != "one token":
         size = 4

@@ -9,8 +9,8 @@ from forks import values
 
 import fmoe
 from fmoe.gates import GATES
-from fmoe.layout import TokenShards
 from fmoe.routing import RoutingGroups
+from fmoe.shards import TokenShards
 
 LENGTH, BATCH, WIDTH, EXPERTS = 8, 3, 16, 4
 OPTIONS = {  # noise, capacity, groups of a sequence's length and of another that no slice is a multiple of

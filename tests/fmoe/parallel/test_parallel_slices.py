@@ -120,7 +120,7 @@ def test_sequence_parallel_input_is_taken_as_it_comes(four_ranks):
 
 def second_derivatives_of_parts():
     """A penalty on gradients that crossed ranks: against all rows in one process."""
-    from fmoe.layout import TokenShards
+    from fmoe.shards import TokenShards
 
     group, rank = dist.group.WORLD, dist.get_rank()
     parts = TokenShards(group, (2, 3))
