@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import torch
+from pieces import whole
 
-from pretrain.checkpoint import Piece, keep_last, latest, open_checkpoint, save, steps
+from pretrain.checkpoint import keep_last, latest, open_checkpoint, save, steps
 
 SHAPE = (256, 1024)
 
@@ -21,7 +22,7 @@ SHAPE = (256, 1024)
 def save_step(folder, step):
     """Saves one and removes all but the newest two, as a trainer does."""
     data = torch.full(SHAPE, float(step))
-    save(folder, step, [Piece("w", SHAPE, (0, 0), SHAPE, data)], {"step": step}, {})
+    save(folder, step, [whole("w", data)], {"step": step}, {})
     keep_last(folder, 2)
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from pieces import whole
 from rank_pool import Raised
 
 from pretrain.checkpoint import Piece, SaveError, collect, latest, save, write
@@ -16,7 +17,7 @@ SHAPE = (64, 32)
 
 
 def pieces_of(tensors):
-    return [Piece(name, SHAPE, (0, 0), SHAPE, tensor) for name, tensor in tensors.items()]
+    return [whole(name, tensor) for name, tensor in tensors.items()]
 
 
 def contents(folder):

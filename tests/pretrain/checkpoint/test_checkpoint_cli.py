@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pieces import whole
 
 from fmoe.cli import run
 from pretrain.checkpoint import Piece, save
@@ -15,7 +16,7 @@ def run_folder(tmp_path):
         Piece("layers.0.weight", shape, (0, 0), (3, 4), w[:3]),
         Piece("layers.0.weight", shape, (3, 0), (3, 4), w[3:].reshape(-1)[:5], 0, 5),
         Piece("layers.0.weight", shape, (3, 0), (3, 4), w[3:].reshape(-1)[5:], 5, 12),
-        Piece("scale", (), (), (), torch.tensor(2.0, dtype=torch.bfloat16)),
+        whole("scale", torch.tensor(2.0, dtype=torch.bfloat16)),
     ]
     for step in (10, 20):
         save(tmp_path / "checkpoints", step, pieces, {"tokens": step * 512, "mask": torch.zeros(3)}, {})
@@ -69,7 +70,7 @@ def test_no_checkpoint_is_one_line(name, tmp_path, capsys):
 
 def test_names_in_files_reach_no_terminal_raw(tmp_path, capsys):
     name = "w\x1b]0;title\x07\x9b2J\r\nforged line \u202e"
-    save(tmp_path / "checkpoints", 1, [Piece(name, (2,), (0,), (2,), torch.zeros(2))], {"text": "\x1b[2J"}, {})
+    save(tmp_path / "checkpoints", 1, [whole(name, torch.zeros(2))], {"text": "\x1b[2J"}, {})
     assert command("show", tmp_path) == 0 and command("verify", tmp_path) == 0 and command("ls", tmp_path) == 0
     shown = capsys.readouterr().out
     assert all(character.isprintable() or character == "\n" for character in shown)

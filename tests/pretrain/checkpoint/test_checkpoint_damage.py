@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
+from pieces import whole
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, open_checkpoint, save
+from pretrain.checkpoint import open_checkpoint, save
 from pretrain.checkpoint.manifest import seal
 
 NAMES = ["manifest.json", "rank-00000.json", "shard-00000.safetensors", "state.json"]
@@ -15,7 +16,7 @@ NAMES = ["manifest.json", "rank-00000.json", "shard-00000.safetensors", "state.j
 
 @pytest.fixture
 def path(tmp_path):
-    pieces = [Piece("w", (64, 8), (0, 0), (64, 8), torch.randn(64, 8)), Piece("b", (8,), (0,), (8,), torch.randn(8))]
+    pieces = [whole("w", torch.randn(64, 8)), whole("b", torch.randn(8))]
     return save(tmp_path / "checkpoints", 2, pieces, {"tokens": 1024}, {"rng": torch.get_rng_state()})
 
 
@@ -89,7 +90,7 @@ def test_verification_can_be_left_out(path):
 
 
 def test_swapped_files_are_named(path):
-    other = save(path.parent, 3, [Piece("w", (64, 8), (0, 0), (64, 8), torch.randn(64, 8))], {"tokens": 2048}, {})
+    other = save(path.parent, 3, [whole("w", torch.randn(64, 8))], {"tokens": 2048}, {})
     shutil.copy(other / "state.json", path / "state.json")
     assert "state.json" in raised(open_checkpoint, path)
     shutil.copy(path / "manifest.json", other / "manifest.json")

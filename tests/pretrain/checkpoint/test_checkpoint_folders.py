@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pieces import whole
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, SaveError, keep_last, latest, open_checkpoint, remove_leftovers, save, steps
+from pretrain.checkpoint import SaveError, keep_last, latest, open_checkpoint, remove_leftovers, save, save_parts, steps
 from pretrain.checkpoint.folders import step_folders
 from pretrain.start.resume import agree_on_intact, find_checkpoint
-
-
-def one_tensor(name, tensor):
-    return Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape), tensor)
 
 
 def test_a_step_is_never_overwritten_and_its_leftovers_are(tmp_path):
@@ -21,7 +18,7 @@ def test_a_step_is_never_overwritten_and_its_leftovers_are(tmp_path):
     leftover = folder / "step-00000005.tmp"
     leftover.mkdir(parents=True)
     (leftover / "junk").write_text("from a process that died")
-    path = save(folder, 5, [one_tensor("w", torch.ones(2))], {}, {})
+    path = save(folder, 5, [whole("w", torch.ones(2))], {}, {})
     assert sorted(p.name for p in path.iterdir()) == [
         "manifest.json",
         "rank-00000.json",
@@ -29,11 +26,12 @@ def test_a_step_is_never_overwritten_and_its_leftovers_are(tmp_path):
         "state.json",
     ]
     with pytest.raises(UserError, match="never overwritten"):
-        save(folder, 5, [one_tensor("w", torch.zeros(2))], {}, {})
+        save(folder, 5, [whole("w", torch.zeros(2))], {}, {})
     assert [p.name for p in folder.iterdir()] == ["step-00000005"]
     assert open_checkpoint(path).read("w").tolist() == [1, 1]
-    with pytest.raises(UserError, match="step=-1"):
-        save(folder, -1, [], {}, {})
+    for step in (lambda: save(folder, -1, [], {}, {}), lambda: save_parts(folder, -1, [], {}, nbytes=0)):
+        with pytest.raises(UserError, match="step=-1"):
+            step()
 
 
 def test_all_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
@@ -45,7 +43,7 @@ def test_all_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(name_of(descriptor)) or fsync(descriptor))
     monkeypatch.setattr(os, "rename", lambda a, b: events.append("rename") or rename(a, b))
-    path = save(tmp_path, 5, [one_tensor("w", torch.ones(2))], {}, {})
+    path = save(tmp_path, 5, [whole("w", torch.ones(2))], {}, {})
     written = {file.name for file in path.iterdir()}
     at = events.index("rename")
     assert written <= set(events[: at - 1])
@@ -103,7 +101,7 @@ def test_the_run_its_checkpoints_and_a_step_all_open(tmp_path):
 
 def saved(folder, *numbers):
     for step in numbers:
-        save(folder, step, [one_tensor("w", torch.full((2,), float(step)))], {}, {})
+        save(folder, step, [whole("w", torch.full((2,), float(step)))], {}, {})
 
 
 def listed(folder):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from pieces import whole
 from rank_pool import Raised
 
 from pretrain.checkpoint import Piece, SaveError, open_checkpoint, save, steps
@@ -20,7 +21,7 @@ FIGURES = re.compile(r"the checkpoint needs (\d+) bytes, \D*(\d+) are free")
 
 def save_mib(folder, step, mib):
     data = torch.full((mib, MIB // 4), float(step))
-    return save(folder, step, [Piece("w", tuple(data.shape), (0, 0), tuple(data.shape), data)], {}, {})
+    return save(folder, step, [whole("w", data)], {}, {})
 
 
 def refused(folder, mib, needed_at_least):

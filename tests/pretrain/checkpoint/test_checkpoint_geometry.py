@@ -22,11 +22,6 @@ def test_boxes_hold_exactly_the_range_in_its_order(block):
         assert len(region.boxes) <= max(1, 2 * len(block) - 1)
 
 
-def test_a_region_of_no_elements_has_no_boxes():
-    assert Region.of((0, 0), (0, 3)).boxes == []
-    assert Region.of((0,), (3,), 2, 2).boxes == []
-
-
 @pytest.mark.parametrize(
     "region, shape",
     [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pieces import whole
 from rank_pool import DIED, Raised, RankPool
 
 from fmoe.errors import UserError
@@ -32,7 +33,7 @@ def pieces_of(rank):
     yield Piece("columns", shape, (0, 5 * rank), (ROWS, 5), full["columns"][:, columns])
     yield Piece("flat", shape, (0, 0), shape, full["flat"].reshape(-1)[start:stop], start, stop)
     if rank == 0:
-        yield Piece("zero", shape, (0, 0), shape, full["zero"])
+        yield whole("zero", full["zero"])
 
 
 def save_it(folder, step, fault=None):
@@ -87,7 +88,7 @@ def a_wrong_piece(rank, pieces):
 def a_replica(rank, pieces):
     yield from pieces
     if rank == 1:
-        yield Piece("zero", (ROWS, COLUMNS), (0, 0), (ROWS, COLUMNS), tensors()["zero"])
+        yield whole("zero", tensors()["zero"])
 
 
 def a_lost_piece(rank, pieces):
@@ -103,11 +104,7 @@ def another_dtype(rank, pieces):
     [
         (a_bug, (RuntimeError, KeyError), "a bug of ours"),
         (a_wrong_piece, (UserError, UserError), "tensor rows: the data has 27 elements, but its region has 30"),
-        (
-            a_replica,
-            (UserError, UserError),
-            "zero: shard-00000.safetensors and shard-00001.safetensors both hold",
-        ),
+        (a_replica, (UserError, UserError), "zero: shard-00000.safetensors and shard-00001.safetensors both hold"),
         (a_lost_piece, (UserError, UserError), "tensor flat: 37 of its 60 elements are missing"),
         (another_dtype, (UserError, UserError), "float32 (6, 10) and float64"),
     ],
@@ -179,7 +176,7 @@ def save_in_groups(folder):
     groups = [dist.new_group([rank]) for rank in range(2)]
     rank = dist.get_rank()
     tensor = torch.full((3,), float(rank))
-    path = save(folder / str(rank), 1, [Piece("w", (3,), (0,), (3,), tensor)], {}, {}, group=groups[rank])
+    path = save(folder / str(rank), 1, [whole("w", tensor)], {}, {}, group=groups[rank])
     return open_checkpoint(path).read("w").tolist()
 
 

@@ -6,9 +6,10 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from pieces import whole
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, open_checkpoint, save
+from pretrain.checkpoint import open_checkpoint, save
 from pretrain.checkpoint.folders import step_folders
 from pretrain.config import ParallelConfig, Recipe, TrainConfig
 from pretrain.start.resume import MAY_CHANGE, agree_on_intact, changes, check_resumable, find_checkpoint
@@ -22,7 +23,7 @@ def save_run(run, steps=(2, 4)):
         tensor = torch.randn(64, 8, generator=generator)
         state = {"step": step, "recipe": asdict(Recipe())}
         rank_state = {"rng": torch.randint(256, (5000,), generator=generator).byte()}
-        save(run / "checkpoints", step, [Piece("w", (64, 8), (0, 0), (64, 8), tensor)], state, rank_state)
+        save(run / "checkpoints", step, [whole("w", tensor)], state, rank_state)
 
 
 @pytest.fixture(scope="module")

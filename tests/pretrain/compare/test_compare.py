@@ -151,12 +151,6 @@ def test_one_seed_has_no_spread(make, capsys):
     assert out.count("\n") == 3 and "| 4.0000   | -   | -" in out
 
 
-def test_tie(make, capsys):
-    found = compared(capsys, make("a", {0: 8, 20: 5, 40: 4}, recipe=DENSE), make("b", {0: 8, 20: 6, 40: 4}))
-    assert [row["step"] for row in found["reaches"]] == [40, 40]
-    assert [row["steps_ratio"] for row in found["reaches"]] == [1, 1]
-
-
 def test_nan_at_the_end(make, capsys):
     bad = make("bad", {0: 8, 10: 3, 40: math.nan})
     good = make("good", {0: 8, 10: 6, 40: 4}, recipe=DENSE)
@@ -183,12 +177,6 @@ def test_a_record_that_goes_back(make):
     found = read_run(folder)
     assert [(v.step, v.loss) for v in found.validations] == [(0, 8), (10, 6), (11, 5.9), (20, 5.5), (40, 4)]
     assert found.is_finished
-
-
-def test_a_resume_in_place(make):
-    folder = make("run", {0: 8, 10: 6, 20: 5})
-    log(folder, {20: 5.5, 40: 4}, resume_step=10)
-    assert [(v.step, v.loss) for v in read_run(folder).validations] == [(0, 8), (10, 6), (20, 5.5), (40, 4)]
 
 
 def test_a_run_that_goes_on(make, capsys):
@@ -274,6 +262,10 @@ def test_bad_input_is_one_line(make, tmp_path, capsys):
         ([odd], "odd/config.toml: unknown key model.layers"),
         ([torn], "torn/run.json cannot be read"),
         ([make("new", {})], "new has no validation to compare: metrics.jsonl has none yet"),
+        (
+            [make("blind", {}, recipe=replace(RECIPE, data=replace(RECIPE.data, validation=())))],
+            "blind has no validation to compare: its data.validation is empty",
+        ),
         ([good, good.parent / "." / "good"], "good is given twice"),
         ([loop], "loop is not the folder of a run"),
         ([good, "--out", tmp_path / "curves.pdf"], "curves.pdf must end in .svg or .png"),
@@ -314,14 +306,6 @@ def test_a_loss_that_no_run_writes_is_no_traceback(make, capsys, loss):
     assert compare(folder, json=True) in (0, 2)
 
 
-def test_without_validation_data(make, capsys):
-    recipe = replace(RECIPE, data=replace(RECIPE.data, validation=()))
-    folder = make("blind", {}, recipe=recipe)
-    log(folder, {})
-    assert compare(folder) == 2
-    assert "blind has no validation to compare: its data.validation is empty" in capsys.readouterr().err
-
-
 OTHERS = {
     "another corpus": ({"data": {**DATA, "validation": ["w"]}}, "their validation texts differ"),
     "more corpora": (
@@ -333,24 +317,20 @@ OTHERS = {
         {"recipe_data": {"document_mask": True}},
         "data.document_mask is false in the first and true in the second",
     ),
+    "kinds": ({"model": {"kind": "bert"}}, "model.kind is gpt in the first and bert in the second"),
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_losses_that_mean_different_things(make, capsys, case):
     options, said = OTHERS[case]
-    recipe = replace(RECIPE, data=replace(RECIPE.data, **options.get("recipe_data", {})))
+    recipe = replace(RECIPE, model=replace(RECIPE.model, **options.get("model", {})))
+    recipe = replace(recipe, data=replace(RECIPE.data, **options.get("recipe_data", {})))
     one, other = make("one", {0: 8, 40: 4}), make("other", {0: 8, 40: 4}, 2, recipe, options.get("data", DATA))
     assert compare(one, other) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"fmoe compare: error: losses of {one} and {other} are not comparable: ")
     assert error.count("\n") == 1 and said in error
-
-
-def test_kinds_are_not_compared(make):
-    bert = replace(RECIPE, model=replace(RECIPE.model, kind="bert"))
-    with pytest.raises(UserError, match=r"model\.kind is gpt in the first and bert in the second"):
-        check_comparable([read_run(make("gpt", {0: 8})), read_run(make("bert", {0: 8}, recipe=bert))])
 
 
 def test_the_same_data_in_another_place(make):

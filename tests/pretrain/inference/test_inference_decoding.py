@@ -231,37 +231,25 @@ def test_a_t5_decodes_what_a_full_pass_gives(forks):
     assert tokens != others, "the encoder's output is not looked at"
 
 
-def refuse(_):
+def refusal(gate, weight):
     from fmoe import UserError
     from pretrain.inference.decoding import GPTDecoder
 
     start()
-    recipe = Recipe(model=replace(GPT, gate="expert_choice", eval_capacity_factor=None))
-    try:
-        GPTDecoder(model_of(recipe), LENGTH)
-    except UserError as error:
-        return str(error)
-
-
-def test_experts_that_choose_cannot_generate(forks):
-    assert "model.gate=expert_choice" in only(forks.run(1, refuse, None))
-
-
-def not_finite(_):
-    from fmoe import UserError
-    from pretrain.inference.decoding import GPTDecoder
-
-    start()
-    model = model_of(Recipe(model=GPT))
-    model.decoder.final_layernorm.weight[0] = torch.nan
+    model = model_of(Recipe(model=replace(GPT, gate=gate, eval_capacity_factor=None)))
+    model.decoder.final_layernorm.weight[0] = weight
     try:
         greedy(GPTDecoder(model, LENGTH), [5], 1)
     except UserError as error:
         return str(error)
 
 
-def test_a_model_that_diverged_says_so(forks):
-    assert "logits are not finite" in only(forks.run(1, not_finite, None))
+@pytest.mark.parametrize(
+    ("gate", "weight", "message"),
+    [("expert_choice", 1.0, "model.gate=expert_choice"), ("switch", math.nan, "logits are not finite")],
+)
+def test_models_that_cannot_generate(forks, gate, weight, message):
+    assert message in only(forks.run(1, refusal, gate, weight))
 
 
 def by_hand(kind, precision):

@@ -31,11 +31,6 @@ def test_every_token_is_predicted_once_from_what_is_before_it(length, stride, co
         assert predicted == stream.tolist()
 
 
-def test_nothing_has_no_windows():
-    assert list(gpt_windows([], END, 4, 4)) == list(gpt_windows([np.empty(0, np.int64)], END, 4, 4)) == []
-    assert list(cut([np.empty(0, np.int64)], 4)) == []
-
-
 def test_blocks_are_the_stream():
     stream = np.arange(23)
     for parts in ([stream], np.split(stream, [1, 2, 20])):
@@ -80,22 +75,6 @@ def test_a_corpus_is_read_as_it_lies(tiny_corpus):
     assert (np.concatenate(list(again.tokens())) == corpus.flat).all()
     with pytest.raises(UserError, match=r"outside model.vocab_size=100"):
         list(Text([tiny_corpus.validation], tokenizer, 100).tokens())
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("nowhere", "--data: .*nowhere is neither a file or folder of text nor the prefix"),
-        ("a.idx", "pass the prefix, without .idx"),
-        ("empty", "--data: no .* in the folder"),
-    ],
-)
-def test_what_is_no_data(texts, name, says):
-    folder, tokenizer, _ = texts
-    (folder / "a.idx").touch()
-    (folder / "empty").mkdir()
-    with pytest.raises(UserError, match=says):
-        Text([folder / name], tokenizer, 384)
 
 
 KINDS = {
@@ -156,20 +135,6 @@ def test_a_text_with_nothing_to_predict(texts, recipe_file, kind):
     recipe = load_recipe(str(recipe_file(model=model, data=data)))
     with pytest.raises(UserError, match="no tokens to predict"):
         list(samples_of(recipe, tokenizer, Text([folder / "nothing.txt"], tokenizer, 384)))
-
-
-def test_text_by_any_name_and_of_a_told_format(texts, tmp_path):
-    _, tokenizer, _ = texts
-    line = '{"text": "one"}'
-    for name in ("a.ndjson", "a.JSONL", "a.json", "b.json", "a.log"):
-        (tmp_path / name).write_text(f"[{line}]" if name == "b.json" else line)
-    found = [np.concatenate(list(Text([path], tokenizer, 384).tokens())) for path in sorted(tmp_path.glob("*[nL]"))]
-    assert len(found) == 4
-    assert all(ids.tolist() == [*tokenizer.encode("one"), tokenizer.end_of_document] for ids in found)
-    with pytest.raises(UserError, match=r"--data: .*a\.log has the suffix '\.log'"):
-        Text([tmp_path / "a.log"], tokenizer, 384)
-    (raw,) = Text([tmp_path / "a.log"], tokenizer, 384, format="text").tokens()
-    assert tokenizer.decode(raw) == line
 
 
 def test_a_tail_of_a_t5_with_dense_noise(texts, recipe_file):

@@ -31,21 +31,7 @@ def test_one_run(open_page, reports):
     assert opened.text("#title") == "switch-8" and opened.page.title().startswith("switch-8 ")
     assert "step 60 of 60" in opened.text("#status")
     titles = opened.page.eval_on_selector_all("[data-plot]:not([hidden])", "cards => cards.map(c => c.dataset.plot)")
-    for title in (
-        "Training and validation loss",
-        "Learning rate",
-        "Gradient norm",
-        "Throughput",
-        "Model FLOPs utilization",
-        "Memory",
-        "By layer",
-        "Router entropy",
-        "Drop rate",
-        "Dead experts",
-        "Balance loss",
-        "Exchange",
-    ):
-        assert title in titles
+    assert {"Training and validation loss", "Learning rate", "Throughput", "By layer", "Drop rate"} <= set(titles)
     assert "Loss scale" not in titles, "nothing is shown of what the run does not have"
     headings = opened.page.eval_on_selector_all("main h2", "all => all.map(heading => heading.textContent)")
     assert headings[:4] == ["Loss", "Numbers", "Routing", "Optimizer"], "the order of docs/report.md"
@@ -182,26 +168,8 @@ def test_axes_scales_smoothing_and_zoom(open_page, reports):
     assert opened.drawing("Gradient norm") != marked
 
 
-@pytest.mark.by_default(0, 2)
-@pytest.mark.parametrize(("entropy", "is_above"), [(5.89, True), (7.4, True), (7.75, False)])
-def test_the_level_of_unigram_entropy_is_named_beside_its_line(open_page, tmp_path, entropy, is_above):
-    def change(row):
-        return row if row["step"] else row | {"corpus/unigram_entropy": entropy}
-
-    write_report([write_run(tmp_path / "run", 30, change=change)], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html", watched=True)
-    canvas = opened.page.locator("#loss canvas")
-    (level,) = set(canvas.evaluate("canvas => canvas.levels"))
-    plot_top = canvas.evaluate("c => (c.parentElement.querySelector('.u-over').offsetTop) * devicePixelRatio")
-    _, top, _, bottom = opened.texts("#loss canvas")["unigram entropy"]
-    assert (bottom < level - 1) if is_above else (top > level + 1)
-    assert top >= plot_top and abs(level - (bottom if is_above else top)) < 12
-
-
-@pytest.mark.by_default("viewport3-8")
-@pytest.mark.parametrize(
-    ("viewport", "experts"), [(WIDE, 8), (WIDE, 16), (WIDE, 61), (PHONE, 8), (PHONE, 16), (PHONE, 61)]
-)
+@pytest.mark.by_default("viewport1-8")
+@pytest.mark.parametrize(("viewport", "experts"), [(WIDE, 61), (PHONE, 8)])
 def test_the_last_expert_and_the_last_step_have_their_number(open_page, tmp_path, viewport, experts):
     write_report([write_run(tmp_path / "run", 297, experts=experts)], tmp_path / "x.html")
     opened = open_page(tmp_path / "x.html", watched=True, viewport=viewport)
@@ -217,67 +185,6 @@ def test_the_last_expert_and_the_last_step_have_their_number(open_page, tmp_path
             for other, b in below.items():
                 apart = a[2] < b[0] or b[2] < a[0] or a[3] < b[1] or b[3] < a[1]
                 assert apart or one == other, f"{one} and {other} lie on each other"
-
-
-@pytest.mark.slow
-def test_small_charts_have_numbers_all_along(open_page, tmp_path):
-    write_report([write_run(tmp_path / "run", 300)], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html", watched=True)
-    for viewport in (WIDE, PHONE):
-        opened.page.set_viewport_size(viewport)
-        opened.page.wait_for_timeout(300)
-        card = '[data-plot="Gradient norm"] canvas'
-        assert opened.page.locator(card).bounding_box()["width"] < 400
-        assert {"0", "100", "200", "300"} <= set(opened.texts(card))
-
-
-@pytest.mark.slow
-def test_a_few_layers_are_all_named_and_of_many_the_ends(open_page, tmp_path):
-    for layers, scheme in ((4, "light"), (8, "dark"), (9, "light")):
-        path = tmp_path / f"{layers}.html"
-        write_report([write_run(tmp_path / str(layers), 20, layers)], path)
-        opened = open_page(path, color_scheme=scheme)
-        names = opened.card("By layer").locator(".readout span")
-        looks = (
-            opened.card("By layer").locator(".readout i").evaluate_all("dots => dots.map((i) => i.style.background)")
-        )
-        heading = opened.card("By layer").locator(".unit").inner_text()
-        if layers > 8:
-            assert [text.split(" ")[1] for text in names.all_inner_texts()] == ["1", "9"]
-            assert heading == "from the first layer, dark, to the last"
-            continue
-        assert [text.split(" ")[1] for text in names.all_inner_texts()] == [str(n) for n in range(1, layers + 1)]
-        assert len(set(looks)) == min(layers, 7), "the eighth is dashed"
-        assert heading == ""
-        opened.card("By layer").locator(".u-over").hover(position={"x": 300, "y": 60})
-        assert names.count() == layers + 1, "the step, and all of them"
-
-
-@pytest.mark.slow
-def test_the_legend_and_the_numbers_tell_the_same(open_page, tmp_path):
-    """Values of a loss whose fourth digit needs all bits, in a run with more steps than a curve has spans."""
-
-    def change(row):
-        return row | {"loss": 3.94755363, "val/loss": 3.94755363} if row["step"] == 1500 else row
-
-    write_report([write_run(tmp_path / "run", 1500, 1, 2, change=change)], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html")
-    card = opened.card("Training and validation loss")
-    assert card.locator(".readout").inner_text().count("3.9476") == 2
-    assert "run validation ends at 3.9476" in card.locator(".plot").get_attribute("aria-label")
-    numbers = opened.text("#numbers")
-    assert re.search(r"validation loss, last\s+3\.9476", numbers)
-    assert "dead experts, mean of the layers, last" in numbers
-
-
-@pytest.mark.slow
-def test_layers_by_metric(open_page, reports):
-    opened = open_page(reports / "one.html")
-    readout = opened.card("By layer").locator(".readout")
-    assert readout.inner_text().startswith("layer 1") and "layer 2" in readout.inner_text()
-    before = opened.drawing("By layer")
-    opened.page.select_option("#layer-metric", "exchange_bytes")
-    assert "MiB" in readout.inner_text() and opened.drawing("By layer") != before
 
 
 def test_an_event_is_read_on_the_curve(open_page, reports):
@@ -304,20 +211,8 @@ def test_all_of_it_is_reached_by_keyboard_and_has_a_name(open_page, reports):
         assert what[1] != "none", f"{what[0]} has the focus, and nobody sees it"
         assert what[2], f"{what[0]} has no name"
         reached.add(what[0])
-    assert {
-        "axis",
-        "smoothing",
-        "marks",
-        "theme",
-        "frame",
-        "play",
-        "map",
-        "history",
-        "layer",
-        "routing-run",
-        "plot",
-    } <= reached
-    assert {"layer-metric", "saves", "differing", "find"} <= reached
+    names = "axis smoothing marks theme frame play map history layer routing-run plot layer-metric saves differing find"
+    assert set(names.split()) <= reached
 
 
 def test_dark_and_light(open_page, reports):
@@ -416,24 +311,6 @@ def test_one_step_is_a_point_between_whole_numbers(open_page, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.by_default("time")
-@pytest.mark.parametrize("axis", ["tokens", "time"])
-def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
-    """Axes of a run of one step, and of a run of some minutes, whose ticks are less than a minute apart."""
-    slow = write_run(tmp_path / "slow", 10, change=lambda row: row | {"step_seconds": 31.0} if row["step"] else row)
-    for folder in (write_run(tmp_path / "one", 1), slow):
-        path = tmp_path / f"{folder.name}.html"
-        write_report([folder], path)
-        opened = open_page(path, watched=True)
-        opened.page.check(f'input[name="axis"][value="{axis}"]', force=True)
-        texts = opened.page.locator('[data-plot="Gradient norm"] canvas').evaluate("canvas => canvas.texts")
-        bottom = max(box[3] for _, box in texts)
-        ticks = [text for text, box in texts if box[3] > bottom - 6 and text]
-        assert len(ticks) > 1 and len(set(ticks)) == len(ticks), ticks
-        assert not any("e+" in text for text, _ in texts), texts
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [60, 3000])
 def test_a_run_that_became_nan_shows_what_was_finite(open_page, tmp_path, steps):
     lost = steps // 2
@@ -497,16 +374,3 @@ def test_metrics_and_keys_of_any_name_are_drawn(open_page, tmp_path):
     assert "a\\u001b[31mb\\u0000" in opened.text("#events")
     heads = opened.page.locator("#other h3").all_inner_texts()
     assert "\\u202egnol" in heads and "a\\u001b[31mb\\u0000" in heads
-
-
-@pytest.mark.slow
-def test_names_of_runs_with_control_characters_are_shown_by_number(open_page, tmp_path):
-    names = ("\x1b]0;owned\x07", "\u202eexe.nur", "new\nline", "__proto__")
-    write_report([write_run(tmp_path / name, 4) for name in names], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html")
-    shown = opened.page.locator("#runs button").all_inner_texts()
-    assert shown == ["\\u001b]0;owned\\u0007", "\\u202eexe.nur", "new line", "__proto__"]
-    assert "\x1b" not in opened.page.title() and "\u202e" not in opened.page.title()
-    for index in range(len(names)):
-        opened.page.locator("#runs button").nth(index).click()
-    assert opened.page.is_hidden("#loss canvas"), "each name hides its own run"

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from made_up import replayed, rows, write_run
+from made_up import rows, write_run
 
-from fmoe.errors import UserError
 from pretrain.report.page import page, policy, read_runs
 from pretrain.report.payload import encode, summary
 from pretrain.report.runs import RunFolder
@@ -102,15 +101,6 @@ def test_the_numbers_of_a_run(tmp_path):
     assert numbers["skipped"] == 0 and "moe/dead_experts" in numbers
 
 
-def test_a_run_of_one_step_and_one_that_diverged(tmp_path):
-    one = write_run(tmp_path / "one", 1)
-    lost = write_run(tmp_path / "lost", 3, change=lambda r: r | {"loss": None, "loss_nonfinite": "nan"})
-    decoded = Decoded(encode(read_runs([one, lost])))
-    assert decoded.curve(0, "loss")[0].tolist() == [1]
-    assert np.isnan(decoded.curve(1, "loss")[1]).all()
-    assert "loss" not in decoded.header["runs"][1]["summary"]
-
-
 def test_many_runs_share_the_room(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain.report.payload.LOAD_CELLS", 400)
     folders = [write_run(tmp_path / str(n), 100, seed=n) for n in range(2)]
@@ -126,17 +116,6 @@ def test_ten_thousand_steps_of_24_layers_with_128_experts_have_less_than_800_kil
     size = len(page(encode([big_run])).encode())
     print(f"{size:,} bytes")
     assert size < 800_000
-
-
-@pytest.mark.slow
-def test_nor_are_those_of_many_layers_and_many_runs(tmp_path):
-    runs = []
-    for n in range(2):
-        runs.append(RunFolder(tmp_path))
-        runs[-1].name = str(n)
-        for row in replayed(700, 64, 256):
-            runs[-1].record.add(row)
-    assert len(page(encode(runs)).encode()) < 1_000_000
 
 
 def test_the_page_needs_nothing_else_and_may_do_nothing_else(tmp_path):
@@ -168,12 +147,6 @@ def test_no_byte_of_a_run_is_markup(tmp_path):
     data = re.search(r'<script id="data" type="application/octet-stream">([A-Za-z0-9+/=]+)</script>', text)[1]
     decoded = Decoded(base64.b64decode(data))
     assert decoded.header["runs"][0]["name"] == NAME and NAME in decoded.header["runs"][0]["curves"]
-
-
-def test_nothing_is_written_where_a_run_has_nothing(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="has no step yet"):
-        read_runs([tmp_path])
 
 
 def test_what_was_finite_is_told_of_a_run_that_is_no_longer(tmp_path):

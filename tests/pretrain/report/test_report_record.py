@@ -70,13 +70,6 @@ def test_many_series_have_fewer_spans_and_keep_their_extremes():
     assert {found.min(), found.max()} == {values[:, 2].min(), values[:, 2].max()}
 
 
-def test_one_spike_among_ten_thousand_steps_is_there():
-    values = np.ones(10_000)
-    values[7_123] = 50
-    steps, found = filled(values, 64).points("loss")
-    assert found.max() == 50 and steps[found.argmax()] == 7_124
-
-
 def test_series_that_begin_late_or_come_now_and_then():
     curves = Curves(8)
     for step in range(100):

@@ -55,12 +55,6 @@ def test_absent_and_other_metrics_make_no_line():
     assert out.getvalue() == ""
 
 
-def test_nan_is_printed():
-    tracker, out = plain()
-    tracker.log(20, {"loss": float("nan")})
-    assert "loss nan" in out.getvalue()
-
-
 def test_terminal_has_a_progress_line_under_the_others():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)

@@ -25,12 +25,3 @@ def test_scalars_and_bars(tmp_path):
     assert list(histogram.histogram_value.bucket) == [0.2, 0.8]
     assert list(histogram.histogram_value.bucket_limit) == [1.0, 2.0]
     assert "num_layers" in str(events.Tensors("config/text_summary")[0])
-
-
-def test_resuming_hides_later_steps(tmp_path):
-    for steps, resume_step in ((range(1, 6), None), (range(3, 5), 2)):
-        tracker = TensorBoardTracker(tmp_path, config={}, resume_step=resume_step)
-        for step in steps:
-            tracker.log(step, {"loss": 1.0 if resume_step is None else 2.0})
-        tracker.close()
-    assert [(e.step, e.value) for e in read(tmp_path).Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from fmoe.errors import MissingPackageError, UserError
-from pretrain.tracking import Trackers, build_trackers, read_metrics
+from fmoe.errors import MissingPackageError
+from pretrain.tracking import Trackers, build_trackers
 from pretrain.tracking.loads import bars
 
 
@@ -96,20 +96,6 @@ def test_an_optional_tracker_that_cannot_be_made_is_dropped(caplog):
     ]
 
 
-def test_build_writes_record_and_console(tmp_path, capsys):
-    with build(tmp_path) as trackers:
-        for step in range(1, 5):
-            trackers.log(step, {"loss": 1.0})
-    with build(tmp_path, resume_step=2) as trackers:
-        trackers.log(3, {"loss": 2.0})
-    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 2.0),
-    ]
-    assert "step 2/4  loss 1.0000\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("module", "key", "extra"),
     [
@@ -125,21 +111,15 @@ def test_a_missing_package_names_its_extra_before_a_file_is_touched(tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_console_every_is_checked(tmp_path):
-    with pytest.raises(UserError, match="console_every=0 must be at least 1"):
-        build(tmp_path, console_every=0)
-
-
-def test_bars_span_the_index():
-    assert bars([0.2, 0.5, 0.3]) == ([0.2, 0.5, 0.3], [0.0, 1.0, 2.0, 3.0])
-    assert bars([math.nan, 1, math.inf]) == ([0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0])
-    assert bars([]) == ([], [0.0])
-
-
-def test_bars_of_many_experts_are_shared():
-    heights, edges = bars([1.0] * 1025)
-    assert len(heights) == 342
-    assert heights[0] == 3.0
-    assert sum(heights) == 1025
-    assert edges[:2] == [0.0, 3.0]
-    assert edges[-2:] == [1023.0, 1025.0]
+@pytest.mark.parametrize(
+    ("values", "heights", "edges"),
+    [
+        ([0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0, 1, 2, 3]),
+        ([math.nan, 1, math.inf], [0, 1, 0], [0, 1, 2, 3]),
+        ([], [], [0]),
+        ([1.0] * 1025, [3] * 341 + [2], [*range(0, 1024, 3), 1025]),  # many experts share bars
+    ],
+    ids=["numbers", "not finite", "none", "many"],
+)
+def test_bars_span_the_index(values, heights, edges):
+    assert bars(values) == (heights, edges)

@@ -62,22 +62,6 @@ def run(parts, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sqlite", "jsonl"])  # jsonl: what trackio takes on a network file system
-def test_a_resumed_run_is_a_new_run_of_the_group(tmp_path, mode):
-    folder = tmp_path / "run"
-    runs, last = run([(folder, range(1, 5), None), (folder, range(3, 6), 2)], TRACKIO_STORAGE_MODE=mode)
-    assert {name: steps for name, steps, _ in runs} == {"run": [1, 2, 3, 4], "run-from-2": [3, 4, 5]}
-    group = (folder / "trackio_id.txt").read_text().strip()
-    assert [(config["_Group"], config["model"]) for _, _, config in runs] == 2 * [(group, {"num_experts": 2})]
-    assert (last["loss"], last["moe/layer_1/load"]) == (
-        5.0,
-        {"_type": "trackio.histogram", "bins": [0.0, 1.0, 2.0], "values": [0.25, 0.75]},
-    )
-    assert "mfu" not in last
-    assert (folder / "trackio" / "tiny.db").exists()
-
-
-@pytest.mark.slow
 def test_runs_of_one_name_in_one_database_stay_apart(tmp_path):
     first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"
     parts = [(first, range(1, 4), None), (second, range(1, 3), None), (first, range(3, 5), 2), (second, [3], 2)]

@@ -77,44 +77,6 @@ def inspected(wandb_command, environment, path):
     return told.stdout
 
 
-MODES = """
-import wandb
-from pretrain.tracking.wandb import _mode
-print(_mode(wandb))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"WANDB_API_KEY": "0123456789abcdef" * 3}, "online"),
-        ({"WANDB_API_KEY": "0123456789abcdef" * 3, "WANDB_MODE": "offline"}, "offline"),
-        ({"WANDB_MODE": "online"}, "offline"),
-    ],
-    ids=["key", "key, offline", "online, no key"],
-)
-def test_mode_of_the_real_wandb_without_asking_the_net(tmp_path, variables, expected):
-    pytest.importorskip("wandb")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0)
-        environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), **variables}
-        environment["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
-        child = subprocess.run(
-            [sys.executable, "-c", MODES],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            stdin=subprocess.DEVNULL,
-            cwd=tmp_path,
-        )
-        with pytest.raises(BlockingIOError):
-            server.accept()
-    assert (child.returncode, child.stdout, child.stderr) == (0, f"{expected}\n", "")
-
-
 class FakeWandb:
     """Stands for the module: what the tracker asks of it, and what it logs."""
 
