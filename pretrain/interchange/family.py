@@ -13,8 +13,22 @@ from pretrain.interchange.tensors import Entry, Place, places
 # Keys of [model] that a family need not mention, because they do not change the logits of a trained model. The last
 # three do in some models, whose families convert them.
 ONLY_TRAINING = frozenset(
-    {"dropout", "init", "init_std", "capacity_factor", "group_size", "balance_loss", "balance_scope", "z_loss"}
-    | {"loss_weights", "bias_step", "mtp_loss", "dense_ffn_hidden_size", "num_decoder_layers", "rope_theta"}
+    (
+        "dropout",
+        "init",
+        "init_std",
+        "capacity_factor",
+        "group_size",
+        "balance_loss",
+        "balance_scope",
+        "z_loss",
+        "loss_weights",
+        "bias_step",
+        "mtp_loss",
+        "dense_ffn_hidden_size",
+        "num_decoder_layers",
+        "rope_theta",
+    )
 )
 
 
@@ -129,17 +143,21 @@ class Family:
 
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
         """Return (key, allowed values) for each key of ``[model]`` whose value the family does not support."""
-        found: dict[str, str] = {}
-        demanded = {demand.ours for demand in self.demands}
-        mentioned = {*self.varies, *demanded, *ONLY_TRAINING, *(key.ours for key in self.keys)}
+        allowed: dict[str, str] = {}
+        free = {*self.varies, *ONLY_TRAINING, *(row.ours for row in (*self.demands, *self.keys))} - self.fixed.keys()
         for key, default in dataclasses.asdict(ModelConfig()).items():
-            wanted = self.fixed.get(key, default)
-            if (key in self.fixed or key not in mentioned) and getattr(model, key) != wanted:
-                found[key] = f"model.{key}={toml(wanted)}"
+            value = self.fixed.get(key, default)
+            if key not in free and getattr(model, key) != value:
+                allowed[key] = f"model.{key}={toml(value)}"
         for demand in self.demands:
             if not demand.holds(model):
-                found.setdefault(demand.ours, demand.why)
-        return list(found.items())
+                allowed.setdefault(demand.ours, demand.why)
+        return list(allowed.items())
+
+
+def without(table: Iterable[Any], *names: str) -> tuple[Any, ...]:
+    """Return the rows of a table of `Key`, `Demand` or `Only`, except those of some keys of either format."""
+    return tuple(row for row in table if not {getattr(row, "ours", ""), getattr(row, "theirs", "")} & {*names})
 
 
 def read_int(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
@@ -168,9 +186,17 @@ def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def toml(value: Any) -> str:
     """Format a value for a message, in at most 80 characters. None is ``none``, and a bool is ``true`` or ``false``."""
-    value = list(value) if isinstance(value, tuple) else value
-    text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+    text = str(list(value) if isinstance(value, tuple) else value)
+    if value is None or isinstance(value, bool):
+        text = text.lower()
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+PLAIN_HEADS = Demand(
+    "head_dim",
+    lambda m: m.head_width * m.num_heads == m.hidden_size,
+    "model.head_dim=none, which stands for hidden_size / num_heads",
+)
 
 
 def _dense_only(key: str) -> Demand:
@@ -179,10 +205,18 @@ def _dense_only(key: str) -> Demand:
 
 
 # These keys have no effect in a model without experts, so families of such models allow any value.
-DENSE_ONLY = tuple(
-    _dense_only(key)
-    for key in (
-        *("moe_layers", "moe_every", "top_k", "expert", "expert_options", "granularity", "gate", "gate_options"),
-        *("score", "normalize", "routed_scale", "eval_capacity_factor", "jitter"),
-    )
+DENSE_ONLY = (
+    _dense_only("moe_layers"),
+    _dense_only("moe_every"),
+    _dense_only("top_k"),
+    _dense_only("expert"),
+    _dense_only("expert_options"),
+    _dense_only("granularity"),
+    _dense_only("gate"),
+    _dense_only("gate_options"),
+    _dense_only("score"),
+    _dense_only("normalize"),
+    _dense_only("routed_scale"),
+    _dense_only("eval_capacity_factor"),
+    _dense_only("jitter"),
 )

@@ -21,8 +21,8 @@ from pretrain.config import ModelConfig
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
 from pretrain.interchange.families.deepseek import DENSE_FIRST, num_dense
-from pretrain.interchange.families.llama import weights_sum_to_one
-from pretrain.interchange.family import Demand, Family, toml
+from pretrain.interchange.families.llama import AS_THEY_ARE, in_layers, weights_sum_to_one
+from pretrain.interchange.family import PLAIN_HEADS, Demand, Family, toml
 from pretrain.interchange.folder import CONFIG
 from pretrain.interchange.tokenizer import CONFIG as TOKENIZER_CONFIG
 from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER
@@ -31,18 +31,11 @@ SCRIPT = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"
 
 # Conditions under which llama.cpp computes the same logits as transformers.
-_EVERY_LAYER = (
-    Demand("moe_layers", lambda m: not m.moe_layers or not num_dense(m), "experts in every layer"),
-    Demand("moe_every", lambda m: bool(m.moe_layers) or not num_dense(m), "model.moe_every=1: experts in every layer"),
-)
+_EVERY_LAYER = in_layers(lambda m: not num_dense(m), "experts in every layer, such as by model.moe_every=1")
 _SUM_TO_ONE = (
     Demand("gate", lambda m: m.gate != "switch", "model.gate=naive, whose weights sum to one"),
     Demand("normalize", weights_sum_to_one, "model.normalize=true: weights that sum to one"),
 )
-_AS_THEY_ARE = Demand(
-    "normalize", lambda m: not weights_sum_to_one(m), "model.normalize=false: weights of the softmax over all experts"
-)
-_PLAIN_HEADS = Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "model.head_dim=none")
 _UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "model.tie_embeddings=false")
 _UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "model.rope_scaling=none")
 # Conversions with such layers were not compared.
@@ -64,17 +57,17 @@ _LITE = Demand(
 FAMILIES: Mapping[str, tuple[Demand, ...]] = {
     "mixtral": (*_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
     "qwen3_moe": (*_EVERY_LAYER, *_SUM_TO_ONE),
-    "qwen2_moe": (*_EVERY_LAYER, _AS_THEY_ARE, _PLAIN_HEADS, _UNTIED),
+    "qwen2_moe": (*_EVERY_LAYER, AS_THEY_ARE, PLAIN_HEADS, _UNTIED),
     "olmoe": (
         *_EVERY_LAYER,
-        _AS_THEY_ARE,
-        _PLAIN_HEADS,
+        AS_THEY_ARE,
+        PLAIN_HEADS,
         _UNTIED,
         Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "model.norm_eps=1e-5"),
         Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "model.num_query_groups=none"),
     ),
-    "granitemoe": (*_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
-    "deepseek_moe": (*DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
+    "granitemoe": (*_EVERY_LAYER, *_SUM_TO_ONE, PLAIN_HEADS),
+    "deepseek_moe": (*DENSE_FIRST, AS_THEY_ARE, PLAIN_HEADS),
     "deepseek_v2": (_LITE, _NO_GROUPS),
     "deepseek_v3": (_LITE, _NO_MTP),
     "glm4_moe": (_NO_MTP,),

@@ -18,9 +18,21 @@ from pretrain.interchange.families.t5 import SWITCH, T5
 from pretrain.interchange.family import Family, toml
 
 _TRANSFORMERS = (
-    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE, PHIMOE),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE, GPT_OSS),
-    *(SWITCH, T5, MEGATRON_BERT),
+    MIXTRAL,
+    QWEN3_MOE,
+    QWEN2_MOE,
+    OLMOE,
+    GRANITE_MOE,
+    PHIMOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_MOE,
+    GLM4_MOE,
+    ERNIE4_5_MOE,
+    GPT_OSS,
+    SWITCH,
+    T5,
+    MEGATRON_BERT,
 )
 # In the order in which "auto" tries them; the last one is for models that transformers does not have.
 FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
@@ -45,15 +57,15 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
         family = FAMILIES[name]
     else:
         raise UserError(f"--format {name} is invalid: use auto, {', '.join(FAMILIES)}")
-    if family.misfits(model):
-        raise UserError(_misfit(family, model, name == "auto"))
+    misfit = _misfit(family, model, is_nearest=name == "auto")
+    if misfit:
+        raise UserError(misfit)
     return family
 
 
 def why_own(model: ModelConfig) -> str:
     """Return the reason why no family of transformers supports a model; empty if one does."""
-    family = _nearest(model)
-    return _misfit(family, model, is_nearest=True) if family.misfits(model) else ""
+    return _misfit(_nearest(model), model, is_nearest=True)
 
 
 def _nearest(model: ModelConfig) -> Family:
@@ -68,6 +80,8 @@ def _nearest(model: ModelConfig) -> Family:
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
     misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
+    if not misfits:
+        return ""
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""
     return f"model.{key}={toml(getattr(model, key))} is not supported by {family.name}{nearest}: use {allowed}"

@@ -1,13 +1,14 @@
 """Encoders for masked language modelling: Megatron's BERT, which normalizes the input of each block."""
 
-from typing import Any
+from collections.abc import Sequence
 
-from pretrain.config import ModelConfig
-from pretrain.interchange.family import DENSE_ONLY, Demand, Family, Key, Only
+from pretrain.interchange.family import DENSE_ONLY, PLAIN_HEADS, Demand, Family, Key, Only
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Same, Transform, Where
 
-OURS, THEIRS = "model/encoder.layers.{layer}", "bert.encoder.layer.{layer}"
-WORDS, OUTPUT_BIAS = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"
+OURS = "model/encoder.layers.{layer}"
+THEIRS = "bert.encoder.layer.{layer}"
+WORDS = "bert.embeddings.word_embeddings.weight"
+OUTPUT_BIAS = "cls.predictions.bias"
 
 
 def _norm(where: Where, ours: str, theirs: str, separator: str = ".") -> tuple[Entry, ...]:
@@ -15,15 +16,20 @@ def _norm(where: Where, ours: str, theirs: str, separator: str = ".") -> tuple[E
 
 
 def _linear(
-    where: Where, ours: str, rows: str, columns: str, *theirs: str, transform: Transform | None = None
+    where: Where,
+    ours: str,
+    theirs: Sequence[str],
+    rows: str,
+    columns: str,
+    transform: Transform = Same(),  # noqa: B008 - stateless
 ) -> tuple[Entry, ...]:
     return (
-        Entry(where, f"{ours}.weight", {f"{name}.weight": f"{rows} {columns}" for name in theirs}, transform or Same()),
-        Entry(where, f"{ours}.bias", {f"{name}.bias": rows for name in theirs}, transform or Same()),
+        Entry(where, f"{ours}.weight", {f"{name}.weight": f"{rows} {columns}" for name in theirs}, transform),
+        Entry(where, f"{ours}.bias", {f"{name}.bias": rows for name in theirs}, transform),
     )
 
 
-_SELF = f"{THEIRS}.attention.self"
+_QKV = [f"{THEIRS}.attention.self.{name}" for name in ("query", "key", "value")]
 TABLE = (
     Entry("model", "model/embedding.word_embeddings.weight", {WORDS: "V D"}),
     Entry("model", "model/embedding.position_embeddings.weight", {"bert.embeddings.position_embeddings.weight": "P D"}),
@@ -31,24 +37,16 @@ TABLE = (
         "model", "model/embedding.tokentype_embeddings.weight", {"bert.embeddings.token_type_embeddings.weight": "T D"}
     ),
     *_norm("layer", f"{OURS}.self_attention.linear_qkv.layer_norm", f"{THEIRS}.attention.ln", "_"),
-    *_linear(
-        *("layer", f"{OURS}.self_attention.linear_qkv", "Qd", "D"),
-        *(f"{_SELF}.query", f"{_SELF}.key", f"{_SELF}.value"),
-        transform=QueryKeyValue(),
-    ),
-    *_linear("layer", f"{OURS}.self_attention.linear_proj", "D", "Qd", f"{THEIRS}.attention.output.dense"),
+    *_linear("layer", f"{OURS}.self_attention.linear_qkv", _QKV, "Qd", "D", QueryKeyValue()),
+    *_linear("layer", f"{OURS}.self_attention.linear_proj", [f"{THEIRS}.attention.output.dense"], "D", "Qd"),
     *_norm("layer", f"{OURS}.mlp.linear_fc1.layer_norm", f"{THEIRS}.ln", "_"),
-    *_linear("layer", f"{OURS}.mlp.linear_fc1", "F", "D", f"{THEIRS}.intermediate.dense"),
-    *_linear("layer", f"{OURS}.mlp.linear_fc2", "D", "F", f"{THEIRS}.output.dense"),
+    *_linear("layer", f"{OURS}.mlp.linear_fc1", [f"{THEIRS}.intermediate.dense"], "F", "D"),
+    *_linear("layer", f"{OURS}.mlp.linear_fc2", [f"{THEIRS}.output.dense"], "D", "F"),
     *_norm("model", "model/encoder.final_layernorm", "bert.encoder.ln"),
-    *_linear("model", "model/lm_head.dense", "D", "D", "cls.predictions.transform.dense"),
+    *_linear("model", "model/lm_head.dense", ["cls.predictions.transform.dense"], "D", "D"),
     *_norm("model", "model/lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
     Entry("model", "model/output_layer.bias", {OUTPUT_BIAS: "V"}),
 )
-
-
-def _write(model: ModelConfig) -> dict[str, Any]:
-    return {"hidden_dropout_prob": model.dropout, "attention_probs_dropout_prob": model.dropout}
 
 
 MEGATRON_BERT = Family(
@@ -79,11 +77,7 @@ MEGATRON_BERT = Family(
         Demand("num_experts", lambda m: m.num_experts == 0, "0: transformers has no BERT with experts"),
         *DENSE_ONLY,
         Demand("segment_types", lambda m: m.segment_types > 0, "at least 1"),
-        Demand(
-            "head_dim",
-            lambda m: m.head_width * m.num_heads == m.hidden_size,
-            "model.head_dim=none, which stands for hidden_size / num_heads",
-        ),
+        PLAIN_HEADS,
     ),
     constants={"hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False, "add_cross_attention": False},
     only=(
@@ -96,11 +90,14 @@ MEGATRON_BERT = Family(
         Only("quantization_config", (None,)),
     ),
     read=lambda config: {"num_experts": 0},
-    write=_write,
+    write=lambda model: {"hidden_dropout_prob": model.dropout, "attention_probs_dropout_prob": model.dropout},
     copies={"cls.predictions.decoder.weight": WORDS, "cls.predictions.decoder.bias": OUTPUT_BIAS},
     # Heads of other tasks, and a buffer of older releases.
     ignored=(
-        *("bert.pooler.dense.weight", "bert.pooler.dense.bias"),
-        *("cls.seq_relationship.weight", "cls.seq_relationship.bias", "bert.embeddings.position_ids"),
+        "bert.pooler.dense.weight",
+        "bert.pooler.dense.bias",
+        "cls.seq_relationship.weight",
+        "cls.seq_relationship.bias",
+        "bert.embeddings.position_ids",
     ),
 )

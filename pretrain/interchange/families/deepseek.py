@@ -13,32 +13,31 @@ from fmoe.errors import UserError
 from fmoe.gates.naive import check_groups
 from pretrain.config import ModelConfig
 from pretrain.interchange.families.llama import (
+    AS_THEY_ARE,
     ATTENTION,
     COMMON,
     DENSE,
     DROPLESS,
+    EXPERTS,
     FIXED,
     KEYS,
     LAYER,
     ONLY,
     OUR_LAYER,
+    SHARED,
     SOFTMAX,
+    SPARSE,
     STACKED,
-    expert_entries,
+    in_layers,
     shared_entries,
-    weights_sum_to_one,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml, without
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
 OUR_ATTENTION = f"{OUR_LAYER}.self_attention"
-
-
-def _compresses_queries(model: ModelConfig) -> bool:
-    return model.q_lora_rank is not None
 
 
 LATENT_ATTENTION = (
@@ -47,25 +46,25 @@ LATENT_ATTENTION = (
         "layer",
         f"{OUR_ATTENTION}.linear_q_proj.weight",
         {f"{ATTENTION}.q_proj.weight": "Qd D"},
-        when=lambda model: not _compresses_queries(model),
+        when=lambda model: model.q_lora_rank is None,
     ),
     Entry(
         "layer",
         f"{OUR_ATTENTION}.linear_q_down_proj.weight",
         {f"{ATTENTION}.q_a_proj.weight": "C D"},
-        when=_compresses_queries,
+        when=lambda model: model.q_lora_rank is not None,
     ),
     Entry(
         "layer",
         f"{OUR_ATTENTION}.q_layernorm.weight",
         {f"{ATTENTION}.q_a_layernorm.weight": "C"},
-        when=_compresses_queries,
+        when=lambda model: model.q_lora_rank is not None,
     ),
     Entry(
         "layer",
         f"{OUR_ATTENTION}.linear_q_up_proj.weight",
         {f"{ATTENTION}.q_b_proj.weight": "Qd C"},
-        when=_compresses_queries,
+        when=lambda model: model.q_lora_rank is not None,
     ),
     Entry("layer", f"{OUR_ATTENTION}.linear_kv_down_proj.weight", {f"{ATTENTION}.kv_a_proj_with_mqa.weight": "K D"}),
     Entry("layer", f"{OUR_ATTENTION}.kv_layernorm.weight", {f"{ATTENTION}.kv_a_layernorm.weight": "R"}),
@@ -90,11 +89,9 @@ MTP = (
 )
 # Copies of the embedding and the output layer.
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
-MODEL = tuple(entry for entry in COMMON if entry.where in ("model", "output"))
-EXPERTS = expert_entries("mlp", "gate_proj", "up_proj", "down_proj")
-
-DEEPSEEK_V2_TABLE = (*MODEL, *LATENT_ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERTS)
-DEEPSEEK_V2_STACKED = (*MODEL, *LATENT_ATTENTION, *DENSE, *STACKED, *SHARED_EXPERTS)
+_MODEL = tuple(entry for entry in COMMON if entry.where in ("model", "output"))
+_V2 = (*_MODEL, *LATENT_ATTENTION, *DENSE, *SHARED_EXPERTS)
+_V3 = (*_V2, *CHOICE_BIAS, *MTP)
 
 
 def num_dense(model: ModelConfig) -> int:
@@ -116,7 +113,8 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     Raises:
         UserError: a value is invalid, or no layer has experts.
     """
-    dense, layers = config.get("first_k_dense_replace", default), config["num_hidden_layers"]
+    dense = config.get("first_k_dense_replace", default)
+    layers = config["num_hidden_layers"]
     if type(dense) is not int or not 0 <= dense < layers:
         raise UserError(
             f"first_k_dense_replace={toml(dense)} must be an integer from 0 to {layers - 1}, so that a layer has "
@@ -142,7 +140,8 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
     """
-    groups, kept = read_int(config, "n_group", groups), read_int(config, "topk_group", kept)
+    groups = read_int(config, "n_group", groups)
+    kept = read_int(config, "topk_group", kept)
     try:
         check_groups(config["n_routed_experts"], config["num_experts_per_tok"], groups, kept)
     except UserError as error:
@@ -157,28 +156,28 @@ def write_groups(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_latent(model: ModelConfig) -> dict[str, Any]:
-    written = write_llama(model) | write_dense(model) | write_groups(model)
-    written |= {"head_dim": model.qk_rope_head_dim, "q_lora_rank": model.q_lora_rank}
-    return written | {"qk_head_dim": model.head_width}
+    widths = {
+        "head_dim": model.qk_rope_head_dim,
+        "q_lora_rank": model.q_lora_rank,
+        "qk_head_dim": model.head_width,
+    }
+    return write_llama(model) | write_dense(model) | write_groups(model) | widths
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
-DENSE_FIRST = (
-    Demand("moe_layers", lambda m: not m.moe_layers or is_dense_first(m), "experts in all layers but the first ones"),
-    Demand("moe_every", lambda m: bool(m.moe_layers) or is_dense_first(m), "experts in all layers but the first ones"),
-)
+DENSE_FIRST = in_layers(is_dense_first, "experts in all layers but the first ones")
 LATENT = (
     Demand("kv_lora_rank", lambda m: m.kv_lora_rank is not None, "a number, which selects multi-latent attention"),
-    Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1"),
+    SHARED,
     *DENSE_FIRST,
 )
 # transformers has this epsilon for compressed vectors, whatever rms_norm_eps is.
 LATENT_EPS = 1e-6
 LATENT_KEYS = (
-    *(key for key in KEYS if key.theirs != "router_aux_loss_coef"),
+    *without(KEYS, "router_aux_loss_coef"),
     Key("n_routed_experts", "num_experts", int, alias="num_local_experts"),
     Key("moe_intermediate_size", "ffn_hidden_size", int),
     Key("kv_lora_rank", "kv_lora_rank", int, 512),
@@ -213,7 +212,7 @@ def _write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    tables=(DEEPSEEK_V2_TABLE, DEEPSEEK_V2_STACKED),
+    tables=((*_V2, *EXPERTS), (*_V2, *STACKED)),
     keys=(
         *LATENT_KEYS,
         Key("n_shared_experts", "num_shared_experts", int, 2),
@@ -226,7 +225,7 @@ DEEPSEEK_V2 = Family(
         *SOFTMAX,
         GROUPS,
         Demand("hidden_size", lambda m: m.hidden_size % m.num_heads == 0, "a multiple of model.num_heads"),
-        Demand("normalize", lambda m: not weights_sum_to_one(m), "false: weights of the softmax over all experts"),
+        AS_THEY_ARE,
     ),
     varies=("q_lora_rank", *YARN),
     constants={
@@ -241,21 +240,16 @@ DEEPSEEK_V2 = Family(
     write=_write_deepseek_v2,
 )
 
-DEEPSEEK_V3_TABLE = (*DEEPSEEK_V2_TABLE, *CHOICE_BIAS, *MTP)
-
 
 def sums_weights(model: ModelConfig) -> bool:
     """Return whether the sigmoid gate makes a token's combine weights sum to one. False if ``top_k`` is 1."""
     return model.normalize is not False and model.top_k > 1
 
 
-# The sigmoid gate, dropless in evaluation.
 SIGMOID = (
-    Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
     Demand("gate", lambda m: m.gate == "sigmoid", "sigmoid"),
     Demand("score", lambda m: m.score in (None, "sigmoid"), "sigmoid"),
-    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
-    next(demand for demand in SOFTMAX if demand.ours == "eval_capacity_factor"),
+    *SPARSE,
     GROUPS,
     Demand(
         "gate_options",
@@ -297,13 +291,13 @@ def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str,
     """
     first = f"model.layers.{config.get('num_hidden_layers')}."
     has_mtp = any(name.startswith(first) for name in folder.tensors)
-    return {**config, **({} if has_mtp else {"num_nextn_predict_layers": 0})}
+    return dict(config) if has_mtp else {**config, "num_nextn_predict_layers": 0}
 
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    tables=(DEEPSEEK_V3_TABLE, (*DEEPSEEK_V2_STACKED, *CHOICE_BIAS, *MTP)),
+    tables=((*_V3, *EXPERTS), (*_V3, *STACKED)),
     keys=(
         *LATENT_KEYS,
         Key("n_shared_experts", "num_shared_experts", int, 1),

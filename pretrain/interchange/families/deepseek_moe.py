@@ -22,14 +22,15 @@ from pretrain.interchange.families.llama import (
     ATTENTION,
     COMMON,
     DENSE,
+    EXPERTS,
     FIXED,
     LAYER,
     QWEN3_MOE,
+    SHARED,
     STACKED,
-    expert_entries,
     shared_entries,
 )
-from pretrain.interchange.family import Demand, Only
+from pretrain.interchange.family import Only
 from pretrain.interchange.tensors import Entry, Sizes
 
 
@@ -49,32 +50,24 @@ class Twice:
         return theirs[0] / 2
 
 
-SHARED_EXPERTS = (
+_NO_BIASES = {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"}
+_TABLE = (
+    *COMMON,
+    Entry("layer", "", _NO_BIASES),
+    *DENSE,
     *shared_entries("shared_expert", Twice()),
     Entry("moe", "", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
-)
-NO_BIASES = Entry(
-    "layer",
-    "",
-    {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"},
-)
-DEEPSEEK_MOE_TABLE = (
-    *COMMON,
-    NO_BIASES,
-    *DENSE,
-    *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"),
-    *SHARED_EXPERTS,
 )
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return QWEN3_MOE.write(model) | {
-        "shared_expert_intermediate_size": model.num_shared_experts * model.ffn_hidden_size
-    }
+    width = model.num_shared_experts * model.ffn_hidden_size
+    return QWEN3_MOE.write(model) | {"shared_expert_intermediate_size": width}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    width, expert = config.get("shared_expert_intermediate_size"), config["moe_intermediate_size"]
+    width = config.get("shared_expert_intermediate_size")
+    expert = config["moe_intermediate_size"]
     if type(width) is not int or width < 1 or width % expert:
         raise UserError(
             f"shared_expert_intermediate_size={width!r} must be a positive multiple of moe_intermediate_size={expert}"
@@ -86,9 +79,9 @@ DEEPSEEK_MOE = replace(
     QWEN3_MOE,
     name="deepseek_moe",
     architecture="Qwen2MoeForCausalLM",
-    tables=(DEEPSEEK_MOE_TABLE, (*COMMON, NO_BIASES, *DENSE, *STACKED, *SHARED_EXPERTS)),
+    tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     fixed=FIXED,
-    demands=(*QWEN3_MOE.demands, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),
+    demands=(*QWEN3_MOE.demands, SHARED),
     constants={
         "model_type": "qwen2_moe",
         "fmoe_format": "deepseek_moe",

@@ -4,6 +4,7 @@ The combine weights are divided by their sum. transformers uses at least 1e-12 a
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.families.deepseek import EXPERTS, SHARED_EXPERTS, SIGMOID
+from pretrain.interchange.families.deepseek import SHARED_EXPERTS, SIGMOID
 from pretrain.interchange.families.llama import (
     COMMON,
     DENSE,
     DROPLESS,
+    EXPERTS,
     FIXED,
     KEYS,
     LAYER,
@@ -25,7 +27,7 @@ from pretrain.interchange.families.llama import (
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key, Only, read_int, toml
+from pretrain.interchange.family import Demand, Family, Key, Only, read_int, toml, without
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
@@ -44,7 +46,8 @@ class PairedQueryKeyValue:
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         query, key, value = theirs
         halves = [part.view(-1, sizes["d"] // 2, 2, *part.shape[1:]).transpose(1, 2) for part in (query, key)]
-        return QueryKeyValue().join((halves[0].reshape(query.shape), halves[1].reshape(key.shape), value), sizes)
+        straight = halves[0].reshape(query.shape), halves[1].reshape(key.shape), value
+        return QueryKeyValue().join(straight, sizes)
 
 
 class Row:
@@ -58,13 +61,10 @@ class Row:
 
 
 _ATTENTION = tuple(
-    Entry(e.where, e.ours, e.theirs, PairedQueryKeyValue()) if isinstance(e.transform, QueryKeyValue) else e
-    for e in COMMON
+    replace(entry, transform=PairedQueryKeyValue()) if isinstance(entry.transform, QueryKeyValue) else entry
+    for entry in COMMON
 )
-_SHARED = tuple(
-    Entry(e.where, e.ours, e.theirs, e.transform, when=lambda model: model.num_shared_experts > 0)
-    for e in SHARED_EXPERTS
-)
+_SHARED = tuple(replace(entry, when=lambda model: model.num_shared_experts > 0) for entry in SHARED_EXPERTS)
 
 
 def _choice_bias(module: str) -> Entry:
@@ -72,9 +72,7 @@ def _choice_bias(module: str) -> Entry:
     return Entry("moe", f"{OUR_LAYER}.mlp.gate.expert_bias_E", {name: "1 E"}, Row(), dtype=torch.float32)
 
 
-_REST = (*_ATTENTION, *DENSE, *_SHARED)
-ERNIE_TABLE = (*_REST, *EXPERTS, _choice_bias("moe_statics"))
-ERNIE_STACKED = (*_REST, *STACKED, _choice_bias("gate.moe_statics"))
+_TABLE = (*_ATTENTION, *DENSE, *_SHARED)
 
 
 def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
@@ -90,13 +88,13 @@ def _indices(model: ModelConfig) -> tuple[int, int, int]:
 
     The step is taken from the first two such layers; 1 if there is only one.
     """
-    found = model.layers_with_experts
-    return found[0] - 1, found[-1] - 1, found[1] - found[0] if len(found) > 1 else 1
+    layers = model.layers_with_experts
+    return layers[0] - 1, layers[-1] - 1, layers[1] - layers[0] if len(layers) > 1 else 1
 
 
 def _is_regular(model: ModelConfig) -> bool:
-    found = model.layers_with_experts
-    return not found or _range(*_indices(model)) == found
+    layers = model.layers_with_experts
+    return not layers or _range(*_indices(model)) == layers
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -111,35 +109,46 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    values = {
-        "moe_layer_start_index": (config.get("moe_layer_start_index", 1), 0, layers - 1),
-        "moe_layer_end_index": (config.get("moe_layer_end_index", -1), -1, layers - 1),
-        "moe_layer_interval": (config.get("moe_layer_interval", 1), 1, layers),
-        "moe_num_shared_experts": (config.get("moe_num_shared_experts", 2), 0, 1 << 16),
-    }
-    for name, (value, low, high) in values.items():
+    def number(key: str, default: int, low: int, high: int) -> int:
+        value = config.get(key, default)
         if type(value) is not int or not low <= value <= high:
-            raise UserError(f"{name}={toml(value)} must be an integer from {low} to {high}")
-    start, end, interval, shared = (value for value, _, _ in values.values())
+            raise UserError(f"{key}={toml(value)} must be an integer from {low} to {high}")
+        return value
+
+    layers = config["num_hidden_layers"]
+    start = number("moe_layer_start_index", 1, 0, layers - 1)
+    end = number("moe_layer_end_index", -1, -1, layers - 1)
+    interval = number("moe_layer_interval", 1, 1, layers)
     if config["moe_k"] == 1:
         raise UserError("moe_k=1 is not supported: it must be at least 2")
-    found = _range(start, layers - 1 if end == -1 else end, interval)
-    if not found:
-        keys = ", ".join(f"{name}={value}" for name, (value, _, _) in list(values.items())[:3])
-        raise UserError(f"{keys} leave no layer with experts")
-    read = read_llama(config) | DROPLESS | {"gate": "sigmoid", "score": "softmax", "num_shared_experts": shared}
-    if len(found) < layers:
-        read |= {"moe_layers": found, "dense_ffn_hidden_size": read_int(config, "intermediate_size")}
-    return read
+    with_experts = _range(start, layers - 1 if end == -1 else end, interval)
+    if not with_experts:
+        raise UserError(
+            f"moe_layer_start_index={start}, moe_layer_end_index={end}, moe_layer_interval={interval} leave no layer "
+            "with experts"
+        )
+    values = {
+        **read_llama(config),
+        **DROPLESS,
+        "gate": "sigmoid",
+        "score": "softmax",
+        "num_shared_experts": number("moe_num_shared_experts", 2, 0, 1 << 16),
+    }
+    if len(with_experts) < layers:
+        values["moe_layers"] = with_experts
+        values["dense_ffn_hidden_size"] = read_int(config, "intermediate_size")
+    return values
 
 
 ERNIE4_5_MOE = Family(
     name="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
-    tables=(ERNIE_TABLE, ERNIE_STACKED),
+    tables=(
+        (*_TABLE, *EXPERTS, _choice_bias("moe_statics")),
+        (*_TABLE, *STACKED, _choice_bias("gate.moe_statics")),
+    ),
     keys=(
-        *(key for key in KEYS if key.ours not in ("top_k", "balance_loss", "tie_embeddings")),
+        *without(KEYS, "top_k", "balance_loss", "tie_embeddings"),
         Key("moe_num_experts", "num_experts", int, alias="num_experts"),
         Key("moe_k", "top_k", int, alias="num_experts_per_tok"),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
@@ -149,7 +158,7 @@ ERNIE4_5_MOE = Family(
     ),
     fixed=FIXED | {"score": "softmax"},
     demands=(
-        *(demand for demand in SIGMOID if demand.ours not in ("score", "gate_options")),
+        *without(SIGMOID, "score", "gate_options"),
         Demand("normalize", lambda m: m.normalize is not False, "true: weights that sum to one"),
         Demand("top_k", lambda m: m.top_k > 1, "at least 2, whose weights sum to one"),
         Demand("moe_layers", _is_regular, "the multiples of a number in a range of layers, such as 4, 6, 8"),

@@ -16,18 +16,21 @@ from pretrain.interchange.families.llama import (
     ATTENTION,
     COMMON,
     DROPLESS,
+    EQUAL_BIASES,
     EVERY_LAYER,
     FIXED,
     KEYS,
     LAYER,
+    ONLY,
     OUR_LAYER,
+    OUTPUT_BIAS,
     QKV_BIAS,
     SOFTMAX,
-    weights_sum_to_one,
+    SUM_TO_ONE,
     write_llama,
 )
 from pretrain.interchange.families.mxfp4 import FromMXFP4
-from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml, without
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, Same, Sizes, Transform
@@ -62,12 +65,7 @@ _OURS, _THEIRS = f"{OUR_LAYER}.mlp", f"{LAYER}.mlp"
 ATTENTION_TABLE = (
     *COMMON,
     QKV_BIAS,
-    Entry(
-        "layer",
-        f"{OUR_LAYER}.self_attention.linear_proj.bias",
-        {f"{ATTENTION}.o_proj.bias": "D"},
-        when=lambda model: model.attention_output_bias,
-    ),
+    OUTPUT_BIAS,
     Entry("layer", f"{OUR_LAYER}.self_attention.core_attention.softmax_offset", {f"{ATTENTION}.sinks": "Q"}),
     Entry("moe", f"{_OURS}.gate.weight", {f"{_THEIRS}.router.weight": "E D"}),
     Entry("moe", f"{_OURS}.gate.bias", {f"{_THEIRS}.router.bias": "E"}),
@@ -115,16 +113,21 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types", [_KINDS[(n + 1) % 2] for n in range(layers)])
+    kinds = config.get("layer_types", [_KINDS[n % 2] for n in range(1, layers + 1)])
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
         raise UserError(f"layer_types={toml(kinds)} must be a list of {layers} entries, each {' or '.join(_KINDS)}")
-    near = tuple(n + 1 for n in range(layers) if kinds[n] == "sliding_attention")
-    values: dict[str, Any] = {"head_dim": read_int(config, "head_dim", 64)}
-    if near:
-        values["sliding_window"] = read_int(config, "sliding_window")
-        values["sliding_layers"] = near if len(near) < layers else ()
-    values["attention_output_bias"] = read_bool(config, "attention_bias", True)
-    return values | DROPLESS | {"normalize": True, "expert_options": {"bias": True}}
+    sliding = tuple(n for n, kind in enumerate(kinds, start=1) if kind == "sliding_attention")
+    windows = {}
+    if sliding:
+        windows["sliding_window"] = read_int(config, "sliding_window")
+        windows["sliding_layers"] = sliding if len(sliding) < layers else ()
+    return DROPLESS | {
+        "head_dim": read_int(config, "head_dim", 64),
+        "attention_output_bias": read_bool(config, "attention_bias", True),
+        "normalize": True,
+        "expert_options": {"bias": True},
+        **windows,
+    }
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
@@ -155,30 +158,22 @@ GPT_OSS = Family(
     ),
     fixed=FIXED | {"activation": "swiglu_oai", "attention_sinks": True, "gate_options": {"bias": True}},
     demands=(
-        *(demand for demand in SOFTMAX if demand.ours != "expert_options"),
+        *without(SOFTMAX, "expert_options"),
         *EVERY_LAYER,
-        Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
-        Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+        *SUM_TO_ONE,
         Demand(
             "expert_options",
             lambda m: m.expert_options.get("bias") is True and not m.expert_options.keys() - {"bias", "dropout"},
             "model.expert_options.bias=true, and no other option except dropout",
         ),
-        Demand(
-            "attention_output_bias",
-            lambda m: m.attention_output_bias == m.qkv_bias,
-            "the value of model.qkv_bias",
-        ),
+        EQUAL_BIASES,
     ),
     varies=("head_dim", "sliding_window", "sliding_layers", *YARN),
     constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     only=(
-        Only("hidden_act", ("silu", None)),
-        Only("quantization_config", (None,)),
+        *without(ONLY, "attention_bias", "mlp_bias"),
         Only("swiglu_alpha", (1.702, None)),
         Only("swiglu_limit", (7.0, 7, None)),
-        Only("partial_rotary_factor", (1, 1.0, None)),
-        Only("is_encoder_decoder", (False, None)),
     ),
     read=_read,
     write=_write,

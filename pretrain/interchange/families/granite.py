@@ -13,11 +13,11 @@ from pretrain.interchange.families.llama import (
     ONLY,
     OUR_LAYER,
     SOFTMAX,
+    SUM_TO_ONE,
     read_llama,
-    weights_sum_to_one,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key
+from pretrain.interchange.family import Family, Key
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
@@ -31,9 +31,9 @@ def _experts(router: str, gate_and_value: str, output: str) -> tuple[Entry, ...]
     )
 
 
-GRANITE_MOE_TABLE = (*COMMON, *_experts("router.layer.weight", "input_linear.weight", "output_linear.weight"))
+_PUBLISHED = _experts("router.layer.weight", "input_linear.weight", "output_linear.weight")
 # transformers 5's in-memory names, which it writes on request.
-_IN_MEMORY = (*COMMON, *_experts("router.weight", "experts.gate_up_proj", "experts.down_proj"))
+_IN_MEMORY = _experts("router.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 GRANITE_MOE = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    tables=(GRANITE_MOE_TABLE, _IN_MEMORY),
+    tables=((*COMMON, *_PUBLISHED), (*COMMON, *_IN_MEMORY)),
     keys=(
         *KEYS,
         Key("num_local_experts", "num_experts", int),
@@ -58,17 +58,15 @@ GRANITE_MOE = Family(
         Key("residual_multiplier", "residual_scale", float, 1.0),
         Key("logits_scaling", "logit_divisor", float, 1.0),
         Key(
-            *("attention_multiplier", "attention_scale", float, 1.0),
+            "attention_multiplier",
+            "attention_scale",
+            float,
+            1.0,
             value=lambda m: m.head_width**-0.5 if m.attention_scale is None else m.attention_scale,
         ),
     ),
     fixed=FIXED,
-    demands=(
-        *SOFTMAX,
-        *EVERY_LAYER,
-        Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
-        Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
-    ),
+    demands=(*SOFTMAX, *EVERY_LAYER, *SUM_TO_ONE),
     varies=("head_dim", *YARN),
     constants={"attention_bias": False},
     only=ONLY,

@@ -1,6 +1,6 @@
 """The families Mixtral and Qwen3-MoE, and the tables and keys that they share with similar models with experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fmoe.errors import UserError
@@ -33,6 +33,12 @@ COMMON = (
     Entry("layer", f"{OUR_LAYER}.mlp.linear_fc1.layer_norm_weight", {f"{LAYER}.post_attention_layernorm.weight": "D"}),
     Entry("model", "model/decoder.final_layernorm.weight", {"model.norm.weight": "D"}),
     Entry("output", "model/output_layer.weight", {"lm_head.weight": "V D"}),
+)
+OUTPUT_BIAS = Entry(
+    "layer",
+    f"{OUR_LAYER}.self_attention.linear_proj.bias",
+    {f"{ATTENTION}.o_proj.bias": "D"},
+    when=lambda model: model.attention_output_bias,
 )
 QKV_BIAS = Entry(
     "layer",
@@ -99,19 +105,14 @@ STACKED = (
     Entry("moe", f"{OUR_LAYER}.mlp.experts.weight_out", {f"{LAYER}.mlp.experts.down_proj": "E D H"}),
 )
 
-MIXTRAL_TABLE = (*COMMON, *expert_entries("block_sparse_moe", "w1", "w3", "w2"))
-QWEN3_MOE_TABLE = (*COMMON, *QK_NORM, *DENSE, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"))
+# Experts in separate tensors, under the names that Mixtral has and those that most other families have.
+W1_W3_W2 = expert_entries("block_sparse_moe", "w1", "w3", "w2")
+EXPERTS = expert_entries("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def weights_sum_to_one(model: ModelConfig) -> bool:
     """Return whether a softmax gate makes the combine weights of a token sum to one in evaluation."""
     return model.gate != "switch" and model.normalize is not False
-
-
-def drops_in_evaluation(model: ModelConfig) -> bool:
-    """Return whether experts may drop tokens in evaluation: ``eval_capacity_factor < num_experts / top_k``."""
-    factor = model.eval_capacity_factor
-    return factor is not None and factor * model.top_k < model.num_experts
 
 
 KEYS = (
@@ -127,19 +128,40 @@ KEYS = (
     Key("tie_word_embeddings", "tie_embeddings", bool, False),
 )
 FIXED = {"kind": "gpt", "norm": "rms", "position": "rope", "activation": "silu", "gated": True}
-# The gate takes the top k of a softmax, and drops no token in evaluation.
-SOFTMAX = (
+# Experts without options, which drop no token in evaluation.
+SPARSE = (
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
-    Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),
-    Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "model.jitter=0, or model.gate=naive"),
-    Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
     Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
     Demand(
         "eval_capacity_factor",
-        lambda m: not drops_in_evaluation(m),
+        lambda m: m.eval_capacity_factor is None or m.eval_capacity_factor * m.top_k >= m.num_experts,
         "at least model.num_experts / model.top_k, or model.eval_capacity_factor=none, so that no token is dropped; "
         "or pass --no-drops",
     ),
+)
+SOFTMAX_SCORES = Demand("score", lambda m: m.score in (None, "softmax"), "softmax")
+# The gate takes the top k of a softmax.
+SOFTMAX = (
+    Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),
+    Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "model.jitter=0, or model.gate=naive"),
+    SOFTMAX_SCORES,
+    *SPARSE,
+)
+SUM_TO_ONE = (
+    Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
+    Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+)
+AS_THEY_ARE = Demand(
+    "normalize", lambda m: not weights_sum_to_one(m), "model.normalize=false: weights of the softmax over all experts"
+)
+SHARED = Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")
+ALL_WINDOWS = Demand(
+    "sliding_layers",
+    lambda m: len(m.layers_with_window) in (0, m.num_layers),
+    "[], so that all layers have a window",
+)
+EQUAL_BIASES = Demand(
+    "attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"
 )
 ONLY = (
     Only("hidden_act", ("silu", None)),
@@ -177,6 +199,14 @@ def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
 
 
+def in_layers(holds: Callable[[ModelConfig], bool], why: str) -> tuple[Demand, Demand]:
+    """Return a condition on the layers with experts: of ``moe_layers``, which comes first, or of ``moe_every``."""
+    return (
+        Demand("moe_layers", lambda m: not m.moe_layers or holds(m), why),
+        Demand("moe_every", lambda m: bool(m.moe_layers) or holds(m), why),
+    )
+
+
 _EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"
 
 
@@ -186,7 +216,7 @@ def _are_all_with_experts(model: ModelConfig) -> bool:
 
 EVERY_LAYER = (
     Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
-    Demand("moe_every", lambda m: _are_all_with_experts(m), _EVERY_LAYER),
+    Demand("moe_every", _are_all_with_experts, _EVERY_LAYER),
 )
 
 
@@ -202,7 +232,7 @@ def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
 MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    tables=(MIXTRAL_TABLE, (*COMMON, *STACKED)),
+    tables=((*COMMON, *W1_W3_W2), (*COMMON, *STACKED)),
     keys=(
         *KEYS,
         Key("num_local_experts", "num_experts", int, alias="num_experts"),
@@ -214,13 +244,8 @@ MIXTRAL = Family(
     demands=(
         *SOFTMAX,
         *EVERY_LAYER,
-        Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
-        Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
-        Demand(
-            "sliding_layers",
-            lambda m: len(m.layers_with_window) in (0, m.num_layers),
-            "[], so that all layers have a window",
-        ),
+        *SUM_TO_ONE,
+        ALL_WINDOWS,
     ),
     varies=("head_dim", "sliding_window", *YARN),
     constants={"router_jitter_noise": 0.0},
@@ -268,10 +293,11 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+_QWEN3 = (*COMMON, *QK_NORM, *DENSE)
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    tables=(QWEN3_MOE_TABLE, (*COMMON, *QK_NORM, *DENSE, *STACKED)),
+    tables=((*_QWEN3, *EXPERTS), (*_QWEN3, *STACKED)),
     keys=(
         *KEYS,
         Key("num_experts", "num_experts", int, other="num_local_experts"),

@@ -8,41 +8,39 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families.llama import (
-    ATTENTION,
+    ALL_WINDOWS,
     COMMON,
     DROPLESS,
+    EQUAL_BIASES,
     EVERY_LAYER,
     FIXED,
     KEYS,
     LAYER,
     ONLY,
     OUR_LAYER,
+    OUTPUT_BIAS,
     QKV_BIAS,
-    SOFTMAX,
+    SOFTMAX_SCORES,
+    SPARSE,
     STACKED,
-    expert_entries,
+    W1_W3_W2,
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key, read_int, toml
+from pretrain.interchange.family import Demand, Family, Key, read_int, toml, without
 from pretrain.interchange.tensors import Entry
 
 _MARGIN = 0.02  # default of the gate, and twice transformers' default
 
-_BIASES = (
+_TABLE = (
+    *COMMON,
     Entry("layer", f"{OUR_LAYER}.self_attention.linear_qkv.layer_norm_bias", {f"{LAYER}.input_layernorm.bias": "D"}),
     Entry("layer", f"{OUR_LAYER}.mlp.linear_fc1.layer_norm_bias", {f"{LAYER}.post_attention_layernorm.bias": "D"}),
     QKV_BIAS,
-    Entry(
-        "layer",
-        f"{OUR_LAYER}.self_attention.linear_proj.bias",
-        {f"{ATTENTION}.o_proj.bias": "D"},
-        when=lambda model: model.attention_output_bias,
-    ),
+    OUTPUT_BIAS,
     Entry("model", "model/decoder.final_layernorm.bias", {"model.norm.bias": "D"}),
     Entry("model", "model/output_layer.bias", {"lm_head.bias": "V"}, when=lambda model: model.output_bias),
 )
-_TABLE = (*COMMON, *_BIASES, *expert_entries("block_sparse_moe", "w1", "w3", "w2"))
 # In its in-memory layout of this family, transformers 5 has another name for the router.
 _ROUTER = {f"{LAYER}.mlp.router.weight": "E D"}
 _STACKED = tuple(replace(e, theirs=_ROUTER) if e.ours.endswith(".gate.weight") else e for e in STACKED)
@@ -70,7 +68,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 PHIMOE = Family(
     name="phimoe",
     architecture="PhimoeForCausalLM",
-    tables=(_TABLE, (*COMMON, *_BIASES, *_STACKED)),
+    tables=((*_TABLE, *W1_W3_W2), (*_TABLE, *_STACKED)),
     keys=(
         *KEYS,
         Key("num_local_experts", "num_experts", int, 16, alias="num_experts"),
@@ -82,21 +80,18 @@ PHIMOE = Family(
     ),
     fixed=FIXED | {"norm": "layer"},
     demands=(
-        *(demand for demand in SOFTMAX if demand.ours != "gate"),
+        SOFTMAX_SCORES,
+        *SPARSE,
         *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "sparsemixer", "sparsemixer"),
         Demand("gate_options", lambda m: not m.gate_options.keys() - {"margin"}, "no options except margin"),
         Demand("top_k", lambda m: m.top_k == 2, "2"),
-        Demand(
-            "sliding_layers",
-            lambda m: len(m.layers_with_window) in (0, m.num_layers),
-            "[], so that all layers have a window",
-        ),
-        Demand("attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"),
+        ALL_WINDOWS,
+        EQUAL_BIASES,
     ),
-    varies=("head_dim", "sliding_window"),
+    varies=("head_dim", "sliding_window", "jitter"),
     constants={"input_jitter_noise": 0.0},
-    only=tuple(only for only in ONLY if only.theirs != "attention_bias"),
+    only=without(ONLY, "attention_bias"),
     read=_read,
     write=_write,
 )

@@ -1,44 +1,39 @@
 """Qwen2-MoE (Qwen1.5-MoE): biases of queries, keys and values, and a gated shared expert (arXiv 2407.10671)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pretrain.interchange.families.llama import (
     COMMON,
     DENSE,
+    EXPERTS,
     FIXED,
     KEYS,
     LAYER,
     ONLY,
     OUR_LAYER,
     QKV_BIAS,
+    SHARED,
     SOFTMAX,
     STACKED,
-    expert_entries,
     read_qwen_moe,
     shared_entries,
     write_qwen_moe,
 )
-from pretrain.interchange.family import Demand, Family, Key
+from pretrain.interchange.family import Family, Key
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
-SHARED = (
+_TABLE = (
+    *COMMON,
+    QKV_BIAS,
+    *DENSE,
     *shared_entries("shared_expert"),
     Entry("moe", f"{OUR_LAYER}.mlp.shared.output_gate.weight", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
 )
-_REST = (*COMMON, QKV_BIAS, *DENSE, *SHARED)
-QWEN2_MOE_TABLE = (*_REST, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"))
-
-
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    return read_qwen_moe(config) | {"num_shared_experts": 1}
 
 
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    tables=(QWEN2_MOE_TABLE, (*_REST, *STACKED)),
+    tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     keys=(
         *KEYS,
         Key("num_experts", "num_experts", int),
@@ -50,10 +45,10 @@ QWEN2_MOE = Family(
         Key("rope_theta", "rope_theta", float, 1e4),
     ),
     fixed=FIXED | {"shared_expert_gate": True},
-    demands=(*SOFTMAX, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),
+    demands=(*SOFTMAX, SHARED),
     varies=("head_dim", "normalize", "moe_layers", "moe_every", *YARN),
     constants={"use_sliding_window": False, "sliding_window": None},
     only=ONLY,
-    read=_read,
+    read=lambda config: read_qwen_moe(config) | {"num_shared_experts": 1},
     write=write_qwen_moe,
 )

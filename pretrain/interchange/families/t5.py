@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.families.llama import drops_in_evaluation, weights_sum_to_one
+from pretrain.interchange.families.llama import SOFTMAX_SCORES, SPARSE, in_layers, weights_sum_to_one
 from pretrain.interchange.family import DENSE_ONLY, Demand, Family, Key, Only, read_int, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Sizes, Stack, Transform
 
-SHARED, HEAD = "shared.weight", "lm_head.weight"
+SHARED = "shared.weight"
+HEAD = "lm_head.weight"
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
@@ -91,8 +92,10 @@ class KeyValue:
 
 def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
     """Return the entries of the encoder or decoder; ``block`` is the Hugging Face name of a feed-forward block."""
-    ours, theirs = f"model/{stack}.layers.{{layer}}", f"{stack}.block.{{layer}}.layer"
-    attention, last = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if stack == 'decoder' else 1}"
+    ours = f"model/{stack}.layers.{{layer}}"
+    theirs = f"{stack}.block.{{layer}}.layer"
+    attention = f"{theirs}.0.SelfAttention"
+    last = f"{theirs}.{2 if stack == 'decoder' else 1}"
     entries = [
         Entry(
             "model",
@@ -136,7 +139,8 @@ def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
     return tuple(replace(entry, stack=stack) for entry in entries)
 
 
-_CROSS, _THEIR_CROSS = "model/decoder.layers.{layer}.cross_attention", "decoder.block.{layer}.layer.1.EncDecAttention"
+_CROSS = "model/decoder.layers.{layer}.cross_attention"
+_THEIR_CROSS = "decoder.block.{layer}.layer.1.EncDecAttention"
 _CROSS_ATTENTION = (
     Entry(
         "layer",
@@ -165,8 +169,6 @@ def _table(block: str) -> tuple[Entry, ...]:
         Entry("output", "model/output_layer.weight", {HEAD: "V D"}),
     )
 
-
-T5_TABLE, SWITCH_TABLE = _table("DenseReluDense"), _table("mlp")
 
 KEYS = (
     Key("vocab_size", "vocab_size", int),
@@ -260,13 +262,11 @@ def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str,
     # The default is the stored tie_word_embeddings. The weights then decide that key, because transformers 5 writes it
     # as true for every T5.
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-    parts = [folder.tensors.get(name) for name in (HEAD, SHARED)]
-    if None not in parts:
-        shapes = {part.shape for part in parts if part is not None}
-        config["tie_word_embeddings"] = len(shapes) == 1 and torch.equal(folder.read(HEAD), folder.read(SHARED))
-    else:
-        config["tie_word_embeddings"] = True
-    return config
+    is_tied = True
+    if HEAD in folder.tensors and SHARED in folder.tensors:
+        has_one_shape = folder.tensors[HEAD].shape == folder.tensors[SHARED].shape
+        is_tied = has_one_shape and torch.equal(folder.read(HEAD), folder.read(SHARED))
+    return config | {"tie_word_embeddings": is_tied}
 
 
 def _write_t5(model: ModelConfig) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _write_t5(model: ModelConfig) -> dict[str, Any]:
 T5 = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
-    tables=(T5_TABLE,),
+    tables=(_table("DenseReluDense"),),
     keys=(*KEYS, Key("d_ff", "ffn_hidden_size", int, value=lambda m: m.dense_width)),
     fixed=FIXED | {"num_experts": 0},
     demands=(
@@ -312,8 +312,8 @@ def _steps(model: ModelConfig) -> list[int] | None:
     """Return ``encoder_sparse_step`` and ``decoder_sparse_step``; None if the layers with experts match no step."""
     steps = []
     for first, depth in ((1, model.num_layers), (model.num_layers + 1, model.decoder_layers)):
-        found = [n - first for n in model.layers_with_experts if first <= n < first + depth]
-        step = next((step for step in range(depth + 1) if _with_experts(depth, step) == sorted(found)), None)
+        layers = sorted(n - first for n in model.layers_with_experts if first <= n < first + depth)
+        step = next((step for step in range(depth + 1) if _with_experts(depth, step) == layers), None)
         if step is None:
             return None
         steps.append(step)
@@ -338,36 +338,34 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name, (_, gated) in _BLOCKS.items() if not gated]
     if activation not in names:
         raise UserError(f"dense_act_fn={toml(activation)} is not supported: it must be one of {', '.join(names)}")
-    capacity = read_int(config, "expert_capacity", 64)
     return _read(config) | {
+        "gate": "switch",
+        "capacity_factor": None,
+        "eval_capacity_factor": None,
         "activation": _BLOCKS[activation][0],
         **({"moe_layers": tuple(layers)} if every is None else {"moe_every": every}),
         # No expert gets more than expert_capacity tokens of so short a sequence, so none is dropped.
-        "sequence_length": min(read_int(config, "n_positions", 512), capacity),
+        "sequence_length": min(read_int(config, "n_positions", 512), read_int(config, "expert_capacity", 64)),
     }
 
 
 def _write_switch(model: ModelConfig) -> dict[str, Any]:
-    steps = _steps(model) or [0, 0]
-    depths = model.num_layers, model.decoder_layers
-    sparse = [len(_with_experts(depth, step)) for depth, step in zip(depths, steps, strict=True)]
+    encoder, decoder = _steps(model) or [0, 0]
     return {
         "num_decoder_layers": model.decoder_layers,
-        "encoder_sparse_step": steps[0],
-        "decoder_sparse_step": steps[1],
-        "num_sparse_encoder_layers": sparse[0],
-        "num_sparse_decoder_layers": sparse[1],
+        "encoder_sparse_step": encoder,
+        "decoder_sparse_step": decoder,
+        "num_sparse_encoder_layers": len(_with_experts(model.num_layers, encoder)),
+        "num_sparse_decoder_layers": len(_with_experts(model.decoder_layers, decoder)),
         "dense_act_fn": next(n for n, block in _BLOCKS.items() if block == (model.activation, False)),
         "dropout_rate": model.dropout,
     }
 
 
-_STEPS = "experts in all layers of a stack, in none of them, or in layer 2 and every n-th after it"
-
 SWITCH = Family(
     name="switch_transformers",
     architecture="SwitchTransformersForConditionalGeneration",
-    tables=(SWITCH_TABLE,),
+    tables=(_table("mlp"),),
     keys=(
         *KEYS,
         Key("d_ff", "ffn_hidden_size", int),
@@ -378,25 +376,20 @@ SWITCH = Family(
     ),
     fixed=FIXED | {"gated": False, "top_k": 1, "tie_embeddings": True, "tied_output_bias": False, "output_scale": True},
     demands=(
-        Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
         *SCORES,
         Demand("gate", lambda m: m.gate in ("switch", "naive"), "switch, or naive with model.normalize=false"),
         Demand("normalize", lambda m: not weights_sum_to_one(m), "false, or model.gate=switch"),
-        Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
-        Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
-        Demand("moe_layers", lambda m: not m.moe_layers or _steps(m) is not None, _STEPS),
-        Demand("moe_every", lambda m: bool(m.moe_layers) or _steps(m) is not None, _STEPS),
+        SOFTMAX_SCORES,
+        *in_layers(
+            lambda m: _steps(m) is not None,
+            "experts in all layers of a stack, in none of them, or in layer 2 and every n-th after it",
+        ),
         Demand(
             "dense_ffn_hidden_size",
             lambda m: m.dense_width == m.ffn_hidden_size,
             "model.dense_ffn_hidden_size=none: dense blocks are as wide as experts",
         ),
-        Demand(
-            "eval_capacity_factor",
-            lambda m: not drops_in_evaluation(m),
-            "at least model.num_experts, or model.eval_capacity_factor=none, so that no token is dropped; "
-            "or pass --no-drops",
-        ),
+        *SPARSE,
     ),
     varies=("num_decoder_layers", "activation", "normalize", "moe_layers", "moe_every"),
     # An expert_capacity that no sequence exceeds.
@@ -416,9 +409,7 @@ SWITCH = Family(
         Only("router_ignore_padding_tokens", (False, None)),
         Only("is_gated_act", (False, None)),
     ),
-    read=lambda config: (
-        {"gate": "switch", "capacity_factor": None, "eval_capacity_factor": None} | _read_switch(config)
-    ),
+    read=_read_switch,
     write=_write_switch,
     copies=COPIES,
     ignored=IGNORED,
