@@ -104,7 +104,8 @@ def import_main(argv: Sequence[str]) -> int:
     _add_tokenizer(parser, "a tokenizer.json or sentencepiece model that replaces FOLDER's")
     arguments = parser.parse_args(argv)
     done = import_folder(arguments.folder, arguments.out, tokenizer=arguments.tokenizer)
-    recipe, out = done.recipe, printable(str(arguments.out))
+    recipe = done.recipe
+    out = printable(str(arguments.out))
     print(
         f"{out}: family {done.family.name}, {recipe.num_params():,} parameters, {recipe.num_active_params():,} "
         f"active per token, {recipe.train.precision}"
@@ -112,8 +113,9 @@ def import_main(argv: Sequence[str]) -> int:
     if done.tokenizer is None:
         print("  without a tokenizer: set data.tokenizer before training")
     else:
-        tokenizer, prefix = printable(str(done.tokenizer)), printable(recipe.data.train[0])
-        bos = " --bos" * recipe.data.bos
+        tokenizer = printable(str(done.tokenizer))
+        prefix = printable(recipe.data.train[0])
+        bos = " --bos" if recipe.data.bos else ""
         print(f"  prepare text:  fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}{bos}")
     print(f"  train further: fmoe train {out}/config.toml --run.folder NEW_RUN")
     return 0

@@ -29,9 +29,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises UserError if it is not supported."""
     key = "fmoe_format" if "fmoe_format" in config else "model_type"
     name = config.get(key)
-    known = [one.name for one in FAMILIES.values() if key == "fmoe_format" or "model_type" not in one.constants]
-    if not isinstance(name, str) or name not in known:
-        raise UserError(f"{key}={toml(name)} is not supported: it must be one of {', '.join(known)}")
+    names = [each for each, family in FAMILIES.items() if key == "fmoe_format" or "model_type" not in family.constants]
+    if name not in names:
+        raise UserError(f"{key}={toml(name)} is not supported: it must be one of {', '.join(names)}")
     return FAMILIES[name]
 
 
@@ -47,26 +47,21 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     config = {**config, **read_rope(config)}
     for only in family.only:
         value = config.get(only.theirs)
-        if not any(value == one and type(value) is type(one) for one in only.values):
-            can_be = " or ".join(toml(one) for one in only.values if one is not None) or "null or missing"
-            raise UserError(f"{only.theirs}={toml(value)} is not supported: it must be {can_be}")
+        if not any(value == allowed and type(value) is type(allowed) for allowed in only.values):
+            choices = " or ".join(toml(allowed) for allowed in only.values if allowed is not None)
+            raise UserError(f"{only.theirs}={toml(value)} is not supported: it must be {choices or 'null or missing'}")
     if config.get("num_key_value_heads", 0) is None:  # null means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
     values = {key.ours: _value(key, config) for key in family.keys} | read_yarn(config)
     if "rope_scaling" in values and "rope_scaling" not in family.varies:
         raise UserError(f"rope_type=yarn is not supported by {family.name}: it must be default")
-    return family, ModelConfig(**_without_defaults({**family.fixed, **values, **family.read(config)}))
-
-
-def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``values``. Omit ``num_query_groups`` and ``head_dim`` where they have their default values."""
-    values = dict(values)
-    if values.get("num_query_groups") == values["num_heads"]:
+    values = {**family.fixed, **values, **family.read(config)}
+    if values.get("num_query_groups") == values["num_heads"]:  # the default of the recipe
         del values["num_query_groups"]
     if values.get("head_dim") == values["hidden_size"] / values["num_heads"]:
         del values["head_dim"]
-    return values
+    return family, ModelConfig(**values)
 
 
 def _value(key: Key, config: Mapping[str, Any]) -> Any:

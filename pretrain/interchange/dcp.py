@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from pretrain.checkpoint import Checkpoint
 from pretrain.checkpoint.geometry import Region, Shape, first_overlap
 from pretrain.checkpoint.shard import dtype_named, name_of
@@ -306,8 +306,7 @@ def reading(path: Path, what: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of many kinds, from torch, zipfile and pickle
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged or cannot be read: {what}{reason}") from error
+        raise UserError(f"{path} is damaged or cannot be read: {what}{one_line(error, 200)}") from error
 
 
 class _Part(io.RawIOBase):

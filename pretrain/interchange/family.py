@@ -144,7 +144,8 @@ class Family:
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
         """Return (key, allowed values) for each key of ``[model]`` whose value the family does not support."""
         allowed: dict[str, str] = {}
-        free = {*self.varies, *ONLY_TRAINING, *(row.ours for row in (*self.demands, *self.keys))} - self.fixed.keys()
+        mentioned = {demand.ours for demand in self.demands} | {key.ours for key in self.keys}
+        free = (mentioned | ONLY_TRAINING).union(self.varies) - self.fixed.keys()
         for key, default in dataclasses.asdict(ModelConfig()).items():
             value = self.fixed.get(key, default)
             if key not in free and getattr(model, key) != value:

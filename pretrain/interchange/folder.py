@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,8 +26,10 @@ from pretrain.checkpoint.files import free_bytes
 from pretrain.checkpoint.shard import CODES, bytes_of, header_of
 from pretrain.data.files import read_object
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _NUM_OPEN = 16
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
@@ -59,29 +61,21 @@ class SafetensorsFolder:
             raise UserError(f"{path} is not a folder")
         self._open = lru_cache(_NUM_OPEN)(self._open_anew)
 
-    def json(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object in a file of the folder; None if the file is missing.
-
-        Raises:
-            UserError: the file is unreadable, or is not a JSON object.
-        """
-        return read_object(self.path / name)
-
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """All tensors by name, from the headers of the files."""
-        found: dict[str, Stored] = {}
+        tensors: dict[str, Stored] = {}
         for name in self._files():
             file = self._open(name)
             for key in file.keys():  # noqa: SIM118 - no mapping
-                if key in found:
-                    raise UserError(f"{self.path}: {found[key].file} and {name} both have the tensor {key}")
-                part = file.get_slice(key)
-                code = part.get_dtype()
+                if key in tensors:
+                    raise UserError(f"{self.path}: {tensors[key].file} and {name} both have the tensor {key}")
+                header = file.get_slice(key)
+                code = header.get_dtype()
                 if code not in _DTYPES:
                     raise UserError(f"{self.path / name}: {key} has dtype {code}, which is not supported")
-                found[key] = Stored(name, _DTYPES[code], tuple(part.get_shape()))
-        return found
+                tensors[key] = Stored(name, _DTYPES[code], tuple(header.get_shape()))
+        return tensors
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Read a tensor by name, or only ``rows`` of its first axis."""
@@ -93,7 +87,7 @@ class SafetensorsFolder:
             raise UserError(f"{self.path / stored.file} cannot be read: {name}: {error}") from error
 
     def _files(self) -> list[str]:
-        index = self.json(INDEX)
+        index = read_object(self.path / INDEX)
         if index is None:
             if (self.path / WEIGHTS).is_file():
                 return [WEIGHTS]
@@ -104,10 +98,10 @@ class SafetensorsFolder:
                         "convert them to safetensors"
                     )
             raise UserError(f"{self.path} has no weights: neither {WEIGHTS} nor {INDEX}")
-        places = index.get("weight_map")
-        if not isinstance(places, dict) or not places:
+        file_of = index.get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
             raise UserError(f"{self.path / INDEX} has no weight_map with entries")
-        files = sorted(set(map(str, places.values())))
+        files = sorted(set(map(str, file_of.values())))
         for name in files:
             if not _PLAIN_NAME.fullmatch(name):
                 raise UserError(
@@ -138,7 +132,7 @@ class HuggingFaceFolder(SafetensorsFolder):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        config = self.json(CONFIG)
+        config = read_object(path / CONFIG)
         if config is None:
             raise UserError(f"{path} is not a Hugging Face model: it has no {CONFIG}")
         self.config: dict[str, Any] = config
@@ -180,51 +174,46 @@ def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tenso
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    source = iter(tensors)
+    values = iter(tensors)
+    file_of: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
-        with _created(folder / name) as file:
-            _write_shard(file, shard, source)
+        write_new(folder / name, _bytes_of_shard(shard, values))
+        file_of |= {planned.name: name for planned in shard}
     if len(names) > 1:
-        write_json(
-            folder / INDEX,
-            {
-                "metadata": {"total_size": sum(planned.nbytes for planned in plan)},
-                "weight_map": {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard},
-            },
-        )
+        total_size = sum(planned.nbytes for planned in plan)
+        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": file_of})
     return names
 
 
-def _write_shard(file: BinaryIO, shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
-    file.write(header_of(((p.name, p.dtype, p.shape) for p in shard), {"format": "pt"}))
+def _bytes_of_shard(shard: Sequence[Planned], values: Iterator[Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file. The library's own writer needs all tensors of a file at once."""
+    yield header_of(((planned.name, planned.dtype, planned.shape) for planned in shard), {"format": "pt"})
     for planned in shard:
-        left = planned.shape[0] if planned.shape else 1
+        nbytes_left = planned.nbytes
         while True:
-            tensor = next(tensors)
-            assert (tensor.dtype, tuple(tensor.shape[1:])) == (planned.dtype, planned.shape[1:]), planned.name
-            file.write(bytes_of(tensor.cpu().contiguous()))
-            left -= tensor.shape[0] if planned.shape else 1
-            if left <= 0:
+            value = next(values)
+            assert (value.dtype, tuple(value.shape[1:])) == (planned.dtype, planned.shape[1:]), planned.name
+            yield bytes_of(value.cpu().contiguous())
+            nbytes_left -= value.nbytes
+            if nbytes_left <= 0:
                 break
-        assert left == 0, planned.name
+        assert nbytes_left == 0, planned.name
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write and sync a JSON file."""
-    with _created(path) as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+    """Write and sync a new JSON file."""
+    write_new(path, [json_bytes(value)])
 
 
-def write_bytes(path: Path, value: bytes) -> None:
-    """Write and sync a file."""
-    with _created(path) as file:
-        file.write(value)
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Return the contents of a JSON file."""
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-@contextlib.contextmanager
-def _created(path: Path) -> Iterator[BinaryIO]:
+def write_new(path: Path, buffers: Iterable[bytes | memoryview]) -> None:
+    """Write and sync a new file."""
     with open(path, "xb") as file:
-        yield file
+        file.writelines(buffers)
         file.flush()
         os.fsync(file.fileno())
 
@@ -256,7 +245,8 @@ def appearing(out: Path, needed: int) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot write in {out.parent}: {error.strerror}") from error
     try:
-        if (free := free_bytes(temporary)) < needed:
+        free = free_bytes(temporary)
+        if free < needed:
             raise UserError(f"{out}: disk full: {needed} bytes are needed, {free} are free")
         yield temporary
         sync(temporary)

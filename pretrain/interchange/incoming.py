@@ -1,7 +1,7 @@
 """Conversion of a Hugging Face folder to a run with one checkpoint: ``fmoe import``."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
+from pretrain.data.files import read_object
 from pretrain.data.inputs import naming
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.interchange.configs import family_of, model_of
@@ -20,17 +21,17 @@ from pretrain.interchange.family import Family
 from pretrain.interchange.folder import (
     GENERATION_CONFIG,
     HuggingFaceFolder,
-    Stored,
     appearing,
     refuse_output,
-    write_bytes,
+    write_new,
 )
 from pretrain.interchange.outgoing import NO_TOKENIZER, TOKEN_IDS
 from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER, check_tokenizer, files_of, find_tokenizer
 from pretrain.start.resume import PUBLISHED, without_ids
-from pretrain.tracking.folder import CONFIG
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG
 
+TOKENIZER_FOLDER = "tokenizer"
 _PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Learning rate of the written recipe, for continued training.
 _LR = 1e-5
@@ -68,10 +69,10 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     config = family.adapt(folder.config, folder)  # may read weights, whose errors name their file
     with naming(str(source / "config.json")):
         _, model = model_of(config)
-    found, dtype = _match(folder, family, model)
+    places, dtype = _match(folder, family, model)
     loaded = _tokenizer(folder, model, tokenizer)
     files = {} if loaded is None else files_of(loaded)
-    path = out / "tokenizer" / next(iter(files)) if files else None
+    path = out / TOKENIZER_FOLDER / next(iter(files)) if files else None
     recipe = Recipe(
         run=RunConfig(folder=str(out)),
         model=model,
@@ -84,69 +85,90 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         optimizer=OptimizerConfig(lr=_LR, min_lr=0.0, warmup_steps=0),
         train=TrainConfig(precision=_PRECISIONS[dtype], init_from=str(out)),
     )
-    try:
+    with naming(str(source)):
         recipe.check()
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    nbytes = sum(
-        prod(shape) * (2 if place.dtype == torch.uint8 else 1)  # a byte of MXFP4 has two weights
-        for place in found
-        if place.ours
-        for shape in place.theirs.values()
-    )
-    nbytes *= dtype.itemsize
-    state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # so --resume is refused
-    state[PUBLISHED] = {
-        "config": {key: folder.config[key] for key in TOKEN_IDS if folder.config.get(key) is not None},
-        "generation_config": folder.json(GENERATION_CONFIG) or {},
-    }
-    if not _is_own(folder, tokenizer, loaded):
-        state[PUBLISHED] = without_ids(state[PUBLISHED])
+    nbytes = 0
+    for place in places:
+        size = sum(map(prod, place.theirs.values())) if place.ours else 0
+        nbytes += size * dtype.itemsize * (2 if place.dtype == torch.uint8 else 1)  # a byte of MXFP4 has two weights
+    state = weights_only(recipe) | {PUBLISHED: _published(folder, tokenizer, loaded)}
     if loaded is not None:
         state["data"] = {"tokenizer": loaded.fingerprint, "end_of_document": loaded.end_of_document}
-    with appearing(out, nbytes) as temporary:
-        save_parts(temporary / "checkpoints", 0, _pieces(folder, family, model, found, dtype), state, nbytes=nbytes)
-        write_recipe(recipe, temporary / CONFIG)
-        if files:
-            (temporary / "tokenizer").mkdir()
-        for name, data in files.items():
-            write_bytes(temporary / "tokenizer" / name, data)
-    return Imported(family, recipe, out / "checkpoints", path)
+    write_run(out, recipe, _pieces(folder, family, model, places, dtype), nbytes, state, tokenizer=files)
+    return Imported(family, recipe, out / CHECKPOINTS, path)
 
 
-def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, given: str | None) -> Tokenizer | None:
-    """Load a folder's tokenizer, or the ``given`` one.
+def write_run(
+    out: Path,
+    recipe: Recipe,
+    pieces: Iterable[Piece],
+    nbytes: int,
+    state: dict[str, Any],
+    *,
+    rank_states: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a run with one checkpoint; the folder appears when it is complete.
+
+    Args:
+        pieces: the tensors, in total ``nbytes``.
+        state, rank_states: states of the run and of the ranks; see `save_parts`.
+        tokenizer: files for the run's folder of the tokenizer, by name.
+    """
+    with appearing(out, nbytes) as folder:
+        save_parts(folder / CHECKPOINTS, state["step"], pieces, state, nbytes=nbytes, rank_states=rank_states)
+        write_recipe(recipe, folder / CONFIG)
+        if tokenizer:
+            (folder / TOKENIZER_FOLDER).mkdir()
+            for name, data in tokenizer.items():
+                write_new(folder / TOKENIZER_FOLDER / name, [data])
+
+
+def weights_only(recipe: Recipe) -> dict[str, Any]:
+    """Return the state of a checkpoint that ``train.init_from`` can load, but from which no run can resume."""
+    return {"step": 0, "recipe": asdict(recipe), "weights_only": True}
+
+
+def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, file: str | None) -> Tokenizer | None:
+    """Load a folder's tokenizer, or the one in ``file``.
 
     Raises:
         UserError: the tokenizer is damaged or does not fit the model.
     """
-    if given == NO_TOKENIZER:
+    if file == NO_TOKENIZER:
         return None
     try:
-        path = find_tokenizer(folder.path if given is None else Path(given))
+        path = find_tokenizer(folder.path if file is None else Path(file))
         if path is None:
             return None
         tokenizer = load_tokenizer(path)
-        if given is None:
-            check_tokenizer(tokenizer, folder.config.get("model_type"), model.vocab_size)
-        if given is None and tokenizer.vocab_size > model.vocab_size:
+        if file is not None:
+            return tokenizer
+        check_tokenizer(tokenizer, folder.config.get("model_type"), model.vocab_size)
+        if tokenizer.vocab_size > model.vocab_size:
             raise UserError(
                 f"the vocabulary of {path} has {tokenizer.vocab_size} entries, which exceeds vocab_size="
                 f"{model.vocab_size} of config.json"
             )
-        if given is None and tokenizer.adds_bos and tokenizer.bos is None and model.objective == "gpt":
+        if tokenizer.adds_bos and tokenizer.bos is None and model.objective == "gpt":
             raise UserError(f"{path} puts several tokens in front of a text, but data.bos supports only one")
     except UserError as error:
         raise UserError(f"{error}; pass --tokenizer FILE to use a file as it is, or --tokenizer none") from error
     return tokenizer
 
 
-def _is_own(folder: HuggingFaceFolder, given: str | None, loaded: Tokenizer | None) -> bool:
-    """Return whether the folder's token ids are those of the ``loaded`` tokenizer."""
-    if given is None or loaded is None:
-        return given is None
-    own = [folder.path / name for name in (TOKENIZER, SENTENCEPIECE)]
-    return any(path.is_file() and path.read_bytes() == loaded.path.read_bytes() for path in own)
+def _published(folder: HuggingFaceFolder, file: str | None, loaded: Tokenizer | None) -> dict[str, Any]:
+    """Return the folder's settings that exports keep, without token ids if another tokenizer replaces the folder's."""
+    published = {
+        "config": {key: folder.config[key] for key in TOKEN_IDS if folder.config.get(key) is not None},
+        "generation_config": read_object(folder.path / GENERATION_CONFIG) or {},
+    }
+    if file is None:
+        return published
+    for path in (folder.path / TOKENIZER, folder.path / SENTENCEPIECE):
+        if loaded is not None and path.is_file() and path.read_bytes() == loaded.path.read_bytes():
+            return published
+    return without_ids(published)
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> tuple[list[Place], torch.dtype]:
@@ -155,37 +177,34 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> tup
     Raises:
         UserError: a tensor is missing or unexpected, or has another shape or an unsupported dtype.
     """
+    stored = folder.tensors
     forms = family.forms(model)
-    names = set(folder.tensors)
-    found = max(forms, key=lambda form: sum(name in names for place in form for name in place.theirs))
-    wanted: dict[str, tuple[int, ...]] = {}
-    for place in found:
-        wanted |= place.theirs
-    for name, shape in wanted.items():
-        if name not in names:
+    places = max(forms, key=lambda form: sum(name in stored for place in form for name in place.theirs))
+    shapes = {name: shape for place in places for name, shape in place.theirs.items()}
+    for name, shape in shapes.items():
+        if name not in stored:
             raise UserError(f"{folder.path} has no tensor {name}")
-        if folder.tensors[name].shape != shape:
+        if stored[name].shape != shape:
             raise UserError(
-                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json implies "
-                f"{list(shape)}"
+                f"{folder.path}: {name} has shape {list(stored[name].shape)}, but config.json implies {list(shape)}"
             )
-    dtype = _dtype(folder, found)  # first: quantized weights come with tensors of scales
-    left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
+    dtype = _dtype(folder, places)  # first: quantized weights come with tensors of scales
+    unexpected = {name for name in stored.keys() - shapes.keys() if not name.endswith((_IGNORED, *family.ignored))}
     for copy, name in family.copies.items():
-        if copy not in left:
+        if copy not in unexpected:
             continue
-        if folder.tensors[copy].shape != wanted[name] or not torch.equal(folder.read(copy), folder.read(name)):
+        if stored[copy].shape != shapes[name] or not torch.equal(folder.read(copy), folder.read(name)):
             raise UserError(f"{folder.path}: {copy} differs from {name}, but the model shares them")
-        left.remove(copy)
-    if left:
-        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of this {family.name} model")
-    return found, dtype
+        unexpected.remove(copy)
+    if unexpected:
+        name = min(unexpected)
+        raise UserError(f"{folder.path} has the tensor {name}, which is not part of this {family.name} model")
+    return places, dtype
 
 
-def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
+def _dtype(folder: HuggingFaceFolder, places: Sequence[Place]) -> torch.dtype:
     """Return the weights' common dtype; float32 if they differ."""
-    stored: Mapping[str, Stored] = folder.tensors
-    dtypes = {stored[name].dtype: name for place in found if place.dtype is None for name in place.theirs}
+    dtypes = {folder.tensors[name].dtype: name for place in places if place.dtype is None for name in place.theirs}
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
@@ -196,10 +215,11 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
 
 
 def _pieces(
-    folder: HuggingFaceFolder, family: Family, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
+    folder: HuggingFaceFolder, family: Family, model: ModelConfig, places: Sequence[Place], dtype: torch.dtype
 ) -> Iterator[Piece]:
-    sizes, stacks = sizes_of(model), Counter(place.ours for place in found)
-    for place in found:
+    sizes = sizes_of(model)
+    num_slices = Counter(place.ours for place in places)
+    for place in places:
         theirs = [folder.read(name).to(place.dtype or dtype) for name in place.theirs]
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
@@ -213,8 +233,10 @@ def _pieces(
         except UserError as error:
             raise UserError(f"{folder.path}: {next(iter(place.theirs))}: {error}") from error
         ours = ours.to(dtype) if place.dtype == torch.uint8 else ours
+        shape = tuple(ours.shape)
+        begin = (0,) * len(shape)
         if place.expert is None:
-            yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
+            yield Piece(place.ours, shape, begin, shape, ours)
         else:
-            block, offset = (1, *ours.shape), (place.expert, *(0 for _ in ours.shape))
-            yield Piece(place.ours, (stacks[place.ours], *ours.shape), offset, block, ours.unsqueeze(0))
+            whole = (num_slices[place.ours], *shape)
+            yield Piece(place.ours, whole, (place.expert, *begin), (1, *shape), ours.unsqueeze(0))

@@ -161,9 +161,8 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
         command += [str(named), "--outfile", str(folder / GGUF), "--outtype", _TYPES[dtype]]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode or not (folder / GGUF).is_file():
-        lines = done.stderr.split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")
-        raise UserError(f"{llama_cpp / SCRIPT} failed: {printable(last)}")
+        lines = done.stderr.strip().split("\n")
+        raise UserError(f"{llama_cpp / SCRIPT} failed: {printable(lines[-1]) or f'exit code {done.returncode}'}")
     return GGUF
 
 
@@ -209,10 +208,14 @@ def _name_as_deepseek_moe(script: Any) -> None:
 
     def load_hparams(*arguments: Any) -> dict[str, Any]:
         config = load(*arguments)
-        dense, step, layers = config["mlp_only_layers"], config["decoder_sparse_step"], config["num_hidden_layers"]
+        dense = [
+            layer
+            for layer in range(config["num_hidden_layers"])
+            if layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]
+        ]
         return config | {
             "architectures": ["DeepseekForCausalLM"],
-            "first_k_dense_replace": sum(n in dense or (n + 1) % step != 0 for n in range(layers)),
+            "first_k_dense_replace": len(dense),
             "n_routed_experts": config["num_experts"],
             "n_shared_experts": config["shared_expert_intermediate_size"] // config["moe_intermediate_size"],
         }
@@ -224,11 +227,9 @@ def _name_as_deepseek_moe(script: Any) -> None:
         name, tensor = item
         if name.endswith(("shared_expert_gate.weight", "_proj.bias")):  # zeros
             return None
-        if name.endswith("shared_expert.down_proj.weight"):
-            return keep(
-                (name.replace("shared_expert", "shared_experts"), lambda: tensor() / 2)
-            )  # the export doubled it
-        return keep((name.replace("shared_expert.", "shared_experts."), tensor))
+        renamed = name.replace("shared_expert.", "shared_experts.")
+        is_doubled = name.endswith("shared_expert.down_proj.weight")  # by the export
+        return keep((renamed, (lambda: tensor() / 2) if is_doubled else tensor))
 
     script.ModelBase.load_hparams = staticmethod(load_hparams)
     model.filter_tensors = staticmethod(filter_tensors)

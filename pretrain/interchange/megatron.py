@@ -11,7 +11,7 @@ them.
 
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -30,7 +30,7 @@ from pretrain.interchange.pickled import Made
 
 COMMON = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
-_IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+_IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<inside>.+)")
 # Names that are not the model's: optimizer states, and extra states of modules.
 _NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
 # Pairs of names of one norm: as a separate module, and within the linear layer after it (Transformer Engine).
@@ -62,18 +62,19 @@ class Renamed:
     is_stacked: bool
 
 
-def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
+def rename(folder: DcpFolder, required: Collection[str]) -> list[Renamed]:
     """Return the model's tensors in a Megatron-core folder, with their names in fmoe.
 
     The optimizer's tensors are left out.
 
     Args:
-        wanted: names of the model's tensors in fmoe. They determine the number of layers and the names of norms.
+        required: names of the model's tensors in fmoe. They determine the number of layers and the names of norms.
 
     Raises:
         UserError: a tensor is empty, has no axis of layers, or has another number of layers than the recipe's model.
     """
-    found, layers = [], _num_layers(wanted)
+    renamed = []
+    num_layers = _num_layers(required)
     for theirs, tensor in folder.tensors.items():
         if _NOT_THE_MODELS.fullmatch(theirs):
             continue
@@ -81,31 +82,35 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
             raise UserError(f"{folder.path}: {theirs} is empty: it has shape {list(tensor.shape)}")
         match = _IN_LAYER.fullmatch(theirs)
         if match is None:
-            found.append(Renamed(f"model/{theirs}", tensor.shape, tensor.dtype, theirs, None, False))
+            renamed.append(Renamed(f"model/{theirs}", tensor.shape, tensor.dtype, theirs, None, False))
             continue
-        if match["number"] is None and not tensor.shape:
-            raise UserError(f"{folder.path}: {theirs} has no axis of layers")
-        count = layers.get(match["stack"], 0)
-        if match["number"] is None and tensor.shape[0] != count:
-            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but the recipe's model has {count}")
-        rows = [None] if match["number"] is not None else list(range(tensor.shape[0]))
-        shape = tensor.shape if match["number"] is not None else tensor.shape[1:]
-        for row in rows:
-            layer = f"model/{match['stack']}.{match['number'] if row is None else row}."
-            rest, is_stacked = _renamed_in_layer(match["rest"])
-            name = _with_norms_of(wanted, layer, rest)
-            found.append(Renamed(name, (1, *shape) if is_stacked else shape, tensor.dtype, theirs, row, is_stacked))
-    return found
+        inside, is_stacked = _renamed_in_layer(match["inside"])
+        layers: list[tuple[Any, int | None]] = [(match["number"], None)]
+        shape = tensor.shape
+        if match["number"] is None:
+            if not shape:
+                raise UserError(f"{folder.path}: {theirs} has no axis of layers")
+            count = num_layers.get(match["stack"], 0)
+            if shape[0] != count:
+                raise UserError(f"{folder.path}: {theirs} has {shape[0]} layers, but the recipe's model has {count}")
+            layers = [(row, row) for row in range(count)]
+            shape = shape[1:]
+        if is_stacked:
+            shape = (1, *shape)
+        for number, row in layers:
+            name = _with_norms_of(required, f"model/{match['stack']}.{number}.", inside)
+            renamed.append(Renamed(name, shape, tensor.dtype, theirs, row, is_stacked))
+    return renamed
 
 
-def _num_layers(wanted: Collection[str]) -> dict[str, int]:
+def _num_layers(names: Iterable[str]) -> dict[str, int]:
     """Return the number of layers by the name of their stack, such as ``decoder.layers``."""
-    found: dict[str, int] = {}
-    for name in wanted:
+    numbers: dict[str, int] = {}
+    for name in names:
         match = _IN_LAYER.fullmatch(name.removeprefix("model/"))
         if match is not None and match["number"] is not None:
-            found[match["stack"]] = max(found.get(match["stack"], 0), int(match["number"]) + 1)
-    return found
+            numbers[match["stack"]] = max(numbers.get(match["stack"], 0), int(match["number"]) + 1)
+    return numbers
 
 
 def _renamed_in_layer(name: str) -> tuple[str, bool]:
@@ -115,29 +120,31 @@ def _renamed_in_layer(name: str) -> tuple[str, bool]:
     return (name, False) if ours is None else (f"{before}{mlp}{ours}", ours.startswith("shared.expert."))
 
 
-def _with_norms_of(wanted: Collection[str], layer: str, rest: str) -> str:
-    if f"{layer}{rest}" not in wanted:
-        for pair in _SAME_NORMS:
-            for old, new in (pair, pair[::-1]):
-                if old in rest and f"{layer}{rest.replace(old, new)}" in wanted:
-                    return f"{layer}{rest.replace(old, new)}"
-    return f"{layer}{rest}"
+def _with_norms_of(required: Collection[str], layer: str, name: str) -> str:
+    """Return a tensor's full name. If it is not required, replace its norm by the other name of the same norm."""
+    for one, other in _SAME_NORMS:
+        for candidate in (name, name.replace(one, other), name.replace(other, one)):
+            if f"{layer}{candidate}" in required:
+                return f"{layer}{candidate}"
+    return f"{layer}{name}"
 
 
 def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
     """Read renamed tensors from a folder chunk by chunk, and yield the data under fmoe's names."""
-    by_name: dict[str, dict[int | None, Renamed]] = {}
-    for each in tensors:
-        by_name.setdefault(each.theirs, {})[each.row] = each
-    for theirs, chunk in chunks_of(folder, by_name):
-        data, rows = folder.read(theirs, chunk), by_name[theirs]
-        whole = rows.get(None)
-        parts = [(whole, chunk.offset, data)] if whole is not None else []
-        if whole is None:
+    rows_of: dict[str, dict[int | None, Renamed]] = {}
+    for tensor in tensors:
+        rows_of.setdefault(tensor.theirs, {})[tensor.row] = tensor
+    for theirs, chunk in chunks_of(folder, rows_of):
+        data = folder.read(theirs, chunk)
+        rows = rows_of[theirs]
+        if None in rows:
+            parts = [(rows[None], chunk.offset, data)]
+        else:
             parts = [(rows[chunk.offset[0] + n], chunk.offset[1:], part) for n, part in enumerate(data)]
         for ours, offset, part in parts:
             if ours.is_stacked:
-                offset, part = (0, *offset), part.unsqueeze(0)
+                offset = (0, *offset)
+                part = part.unsqueeze(0)
             yield Piece(ours.name, ours.shape, offset, tuple(part.shape), part)
 
 
@@ -155,7 +162,9 @@ def check_arguments(folder: DcpFolder, model: ModelConfig) -> bool:
     where, arguments = _arguments_in(folder)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
         # Megatron-LM lacks these settings or, as for its own YaRN, has arguments for them that are not compared here.
-        if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
+        value = getattr(model, ours)
+        default = getattr(ModelConfig, ours)
+        if value != default:
             raise UserError(
                 f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({where}): "
                 f"if the model was trained with {toml(default)}, import with model.{ours}={toml(default)}, then set "

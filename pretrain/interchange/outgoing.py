@@ -24,8 +24,8 @@ from pretrain.interchange.folder import (
     Planned,
     appearing,
     refuse_output,
-    write_bytes,
     write_json,
+    write_new,
     write_weights,
 )
 from pretrain.interchange.llama_cpp import check_convertible, write_gguf
@@ -83,31 +83,32 @@ def export_checkpoint(
     if no_drops:
         recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
     family = family_for(recipe.model, form)
-    found = family.tensors(recipe.model)
-    dtype = _check_tensors(checkpoint, family, found)
-    loaded = load_tokenizer(checkpoint, recipe, tokenizer)
+    places = family.tensors(recipe.model)
+    dtype = _check_tensors(checkpoint, family, places)
+    loaded = _load_tokenizer(checkpoint, recipe, tokenizer)
     config = config_of(family, recipe.model, name_of(dtype))
     files = dict(family.files())
     if loaded is not None:
         bos = recipe.data.bos if recipe.model.objective == "gpt" else None
         files |= files_for(loaded, recipe.model.sequence_length, bos=bos, model_type=config["model_type"])
-    plan = [Planned(name, place.dtype or dtype, shape) for place in found for name, shape in place.theirs.items()]
+    plan = [Planned(name, place.dtype or dtype, shape) for place in places for name, shape in place.theirs.items()]
     nbytes = sum(planned.nbytes for planned in plan)
     pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
-        names = write_weights(folder, plan, _tensors(checkpoint, recipe, found, dtype), shard_bytes)
+        names = write_weights(folder, plan, _tensors(checkpoint, recipe, places, dtype), shard_bytes)
         generation = _token_settings(checkpoint, recipe, loaded, config)
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
-            write_bytes(folder / name, data)
+            write_new(folder / name, [data])
         names += [CONFIG, GENERATION_CONFIG, *files]
         if llama_cpp is not None:
             names.append(write_gguf(llama_cpp, folder, out.resolve().name, dtype, pre))
     notes = family.notes(recipe.model)
-    if form == "auto" and (why := why_own(recipe.model)):
-        notes = (f"--format auto chose {family.name}: {why}", *notes)
-    weights = [place for place in found if place.ours and place.dtype is None]
+    reason = why_own(recipe.model) if form == "auto" else ""
+    if reason:
+        notes = (f"--format auto chose {family.name}: {reason}", *notes)
+    weights = [place for place in places if place.ours and place.dtype is None]
     num_params = sum(prod(shape) for place in weights for shape in place.theirs.values())
     return Exported(family, num_params, tuple(names), notes)
 
@@ -126,6 +127,7 @@ def _token_settings(
     if tokenizer is None:
         return generation
     end = tokenizer.end_of_document
+    pad = end if tokenizer.pad is None else tokenizer.pad
     is_trained = not checkpoint.state.get("weights_only")
     for settings in (config, generation):
         eos = settings.get("eos_token_id")
@@ -137,14 +139,14 @@ def _token_settings(
         if recipe.data.bos:
             settings["bos_token_id"] = tokenizer.bos
     if generation.get("pad_token_id") is None:
-        generation["pad_token_id"] = end if tokenizer.pad is None else tokenizer.pad
+        generation["pad_token_id"] = pad
     unused = range(tokenizer.vocab_size, recipe.model.vocab_size)
     if unused:  # as `fmoe generate` does
         generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or ()), *unused})
     if recipe.model.kind == "t5":  # the decoder starts with the padding token
-        pad = end if tokenizer.pad is None else tokenizer.pad
-        config["pad_token_id"] = config["decoder_start_token_id"] = pad
-        generation["pad_token_id"] = generation["decoder_start_token_id"] = pad
+        starts = {"pad_token_id": pad, "decoder_start_token_id": pad}
+        config |= starts
+        generation |= starts
     return generation
 
 
@@ -161,34 +163,22 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
     return recipe
 
 
-def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) -> Tokenizer | None:
-    """Load the tokenizer that a model was trained with.
-
-    Args:
-        given: path of the tokenizer, if it has moved; None for the path in the recipe, "none" for no tokenizer.
-
-    Returns:
-        The tokenizer; None for "none", and if neither ``given`` nor the recipe has one.
-
-    Raises:
-        UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has more
-            tokens than the model's vocabulary.
-    """
-    if given == NO_TOKENIZER or (given is None and not recipe.data.tokenizer):
+def _load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, file: str | None) -> Tokenizer | None:
+    """Load the tokenizer that a model was trained with, from ``file`` if it has moved; None without one."""
+    if file == NO_TOKENIZER or (file is None and not recipe.data.tokenizer):
         return None
     try:
-        return open_trained_tokenizer(recipe, given, checkpoint.state.get("data", {}))
+        return open_trained_tokenizer(recipe, file, checkpoint.state.get("data", {}))
     except UserError as error:
         raise UserError(f"{error}; pass the model's tokenizer with --tokenizer FILE, or --tokenizer none") from error
 
 
-def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
+def _check_tensors(checkpoint: Checkpoint, family: Family, places: Sequence[Place]) -> torch.dtype:
     """Return the weights' common dtype, after a check of the tensors' names and sizes."""
-    ours = {place.ours: place for place in found if place.ours}
-    known = [name for name in checkpoint.names() if name.startswith("model/")]
-    known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
-    for name in known:
-        if name not in ours:
+    ours = {place.ours: place for place in places if place.ours}
+    for name in checkpoint.names():
+        is_left_out = family.left_out and name.startswith(family.left_out)
+        if name.startswith("model/") and not is_left_out and name not in ours:
             raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name} model")
     for name, place in ours.items():
         shape = checkpoint.shape(name)
@@ -203,9 +193,9 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     return dtypes.pop()
 
 
-def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
+def _tensors(checkpoint: Checkpoint, recipe: Recipe, places: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
     sizes = sizes_of(recipe.model)
-    for place in found:
+    for place in places:
         if not place.ours:
             yield from (torch.zeros(shape, dtype=dtype, device="cpu") for shape in place.theirs.values())
             continue

@@ -33,10 +33,12 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is None:
         return {"rope_scaling": None, "rope_parameters": rope}
-    left_out = () if model.rope_mscale_all_dim else ("mscale", "mscale_all_dim")
-    rope |= {theirs: getattr(model, ours) for theirs, ours, _ in _NUMBERS if theirs not in left_out}
+    rope |= {theirs: getattr(model, ours) for theirs, ours, _ in _NUMBERS}
     rope |= {"rope_type": "yarn", _LENGTH: model.rope_original_length}
-    rope |= {} if model.rope_truncate else {"truncate": False}
+    if not model.rope_mscale_all_dim:
+        del rope["mscale"], rope["mscale_all_dim"]
+    if not model.rope_truncate:
+        rope["truncate"] = False
     return {"rope_scaling": rope, "rope_parameters": dict(rope)}
 
 
@@ -49,11 +51,16 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: ``rope_parameters`` or ``rope_scaling`` is invalid or has a scaling other than YaRN, or the two
             differ.
     """
-    found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    if "partial_rotary_factor" in found and found["partial_rotary_factor"] is None:
-        found["partial_rotary_factor"] = 1.0  # unlike a missing key, which has the family's default
     rope = _rope(config)
-    return found | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    values = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            values[key] = rope[key]
+        elif key in config:
+            values[key] = config[key]
+            if key == "partial_rotary_factor" and config[key] is None:
+                values[key] = 1.0  # unlike a missing key, which has the family's default
+    return values
 
 
 def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +80,10 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers uses mscale and mscale_all_dim only if both are set; others assume a default for a missing one.
     if values["rope_mscale_all_dim"] and "mscale" not in rope:
         raise UserError(f"mscale_all_dim={values['rope_mscale_all_dim']} is not supported without mscale")
-    lengths = {_LENGTH: config.get("max_position_embeddings")} | rope
-    lengths |= {_LENGTH: config[_LENGTH]} if config.get(_LENGTH) is not None else {}
-    values["rope_original_length"] = read_int(lengths, _LENGTH)
+    length = config.get(_LENGTH)
+    if length is None:
+        length = rope.get(_LENGTH, config.get("max_position_embeddings"))
+    values["rope_original_length"] = read_int({_LENGTH: length}, _LENGTH)
     if "attention_factor" in rope:
         usual = rotary_factor(ModelConfig(**values))
         if not math.isclose(_number("attention_factor", rope["attention_factor"], 0), usual, rel_tol=1e-9):
@@ -85,21 +93,22 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``rope_parameters`` or ``rope_scaling`` of config.json; empty if both are missing."""
-    found: Mapping[str, Any] = {}
+    first: Mapping[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):  # transformers replaces the first by the second
         rope = config.get(key)
-        if not rope and rope in (None, {}):
+        if rope in (None, {}):
             continue
         if not isinstance(rope, Mapping):
             raise UserError(f"{key}={toml(rope)} must be an object")
         if _kind(rope) not in ("default", "yarn"):
             raise UserError(f"{key}={toml(rope)} is not supported: rope_type must be default or yarn")
-        if others := sorted(set(rope) - set(_PLAIN if _kind(rope) == "default" else _YARN)):
-            raise UserError(f"{key}={toml(rope)} has the key {others[0]}, which is not supported")
-        if found not in ({}, rope):
+        others = set(rope) - set(_PLAIN if _kind(rope) == "default" else _YARN)
+        if others:
+            raise UserError(f"{key}={toml(rope)} has the key {min(others)}, which is not supported")
+        if first not in ({}, rope):
             raise UserError(f"{key}={toml(rope)} differs from rope_parameters: leave out one of them")
-        found = rope
-    return found
+        first = rope
+    return first
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:

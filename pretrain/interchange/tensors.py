@@ -51,9 +51,11 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
     """Return the shape that letters spell: ``(2 * H, D)`` for ``"2H D"``."""
-    return tuple(
-        prod(int(f) if f.isdigit() else sizes[f] for f in re.findall(r"\d+|[A-Za-z]", axis)) for axis in letters.split()
-    )
+
+    def size_of(axis: str) -> int:
+        return prod(int(factor) if factor.isdigit() else sizes[factor] for factor in re.findall(r"\d+|[A-Za-z]", axis))
+
+    return tuple(map(size_of, letters.split()))
 
 
 class Transform(Protocol):
@@ -108,14 +110,12 @@ class QueryKeyValue:
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
-        groups, head, width = sizes["G"], sizes["d"], ours.shape[1:]
-        queries = sizes["Q"] // groups
-        rows = ours.view(groups, queries + 2, head, *width)
-        return tuple(part.reshape(-1, *width) for part in rows.split([queries, 1, 1], 1))
+        queries = sizes["Q"] // sizes["G"]
+        rows = ours.unflatten(0, (sizes["G"], queries + 2, sizes["d"]))
+        return tuple(part.flatten(0, 2) for part in rows.split([queries, 1, 1], 1))
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[1:]
-        return torch.cat([part.view(groups, -1, head, *width) for part in theirs], 1).view(-1, *width)
+        return torch.cat([part.unflatten(0, (sizes["G"], -1, sizes["d"])) for part in theirs], 1).flatten(0, 2)
 
 
 Where = Literal["model", "output", "layer", "dense", "moe", "expert", "mtp"]
@@ -174,22 +174,22 @@ class Place:
 def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
     """Yield all tensors of a model, layer by layer."""
     sizes = sizes_of(model)
-    table = [entry for entry in table if entry.when(model)]
-    in_layers = [entry for entry in table if entry.where not in ("model", "output")]
-    first, *rest = [entry for entry in table if entry.where in ("model", "output")]
-    yield from _apply(first, sizes)
+    table = [entry for entry in table if entry.when(model) and not (entry.where == "output" and model.tie_embeddings)]
+    embedding, *outside = [entry for entry in table if entry.where in ("model", "output")]
+    yield from _apply(embedding, sizes)
     for number in model.layer_numbers:
-        kinds = {"layer"} | ({"moe", "expert"} if number in model.layers_with_experts else {"dense"})
+        kinds = {"layer", "moe", "expert"} if number in model.layers_with_experts else {"layer", "dense"}
         depth = number - model.mtp_numbers.start
+        if depth >= 0:
+            kinds.add("mtp")
         in_decoder = model.decoder_layers > 0 and number > model.num_layers
+        stacks = (None, "decoder" if in_decoder else "encoder")
         layer = number - 1 - (model.num_layers if in_decoder else 0)
-        for entry in in_layers:
-            in_stack = entry.stack in (None, "decoder" if in_decoder else "encoder")
-            if in_stack and (entry.where in kinds or (entry.where == "mtp" and depth >= 0)):
+        for entry in table:
+            if entry.where in kinds and entry.stack in stacks:
                 yield from _apply(entry, sizes, layer, depth)
-    for entry in rest:
-        if entry.where == "model" or not model.tie_embeddings:
-            yield from _apply(entry, sizes)
+    for entry in outside:
+        yield from _apply(entry, sizes)
 
 
 def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = -1) -> Iterator[Place]:
@@ -198,7 +198,8 @@ def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = -1) -> Itera
         ours = ours.replace(f"/decoder.layers.{layer}.", f"/mtp.layers.{depth}.transformer_layer.")
     experts: Sequence[int | None] = range(sizes["E"]) if entry.where == "expert" else [None]
     if not sizes["E"] and "{layer}" in entry.ours:  # Megatron-core saves equal layers as one tensor
-        ours, experts = entry.ours.replace("{layer}.", ""), [layer]
+        ours = entry.ours.replace("{layer}.", "")
+        experts = [layer]
     for expert in experts:
         theirs = {
             name.format(layer=layer, expert=expert): shape_of(letters, sizes) for name, letters in entry.theirs.items()

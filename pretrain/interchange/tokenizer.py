@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, one_line, require
-from pretrain.data.tokenizers import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.base import ADDED, PUBLISHED_NAMES, SPECIAL_MAP, SPECIAL_NAMES, read_declared
 from pretrain.data.tokenizers.base import SETTINGS as CONFIG
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer, load_json
 from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer, parse_model
+from pretrain.interchange.folder import json_bytes
 
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -36,21 +37,36 @@ _OTHERS = (
 _DECIDED = frozenset(
     ("auto_map", "tokenizer_file", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "sp_model_kwargs")
 )
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # sentencepiece's types of pieces
-_UNIGRAM, _BPE = 1, 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # sentencepiece's types of pieces
+# sentencepiece's types of models.
+_UNIGRAM = 1
+_BPE = 2
 _SPACE_MARK = "\u2581"  # sentencepiece's symbol for a space
 _NEVER = -1e6  # score of a piece that no text produces
 
+_PLAIN_PROBES = (
+    "",
+    " ",
+    "a",
+    " leading and trailing ",
+    "two  three   four    five     spaces",
+    "".join(" " * n + "x" for n in range(40)),
+    "\n",
+    "\n\n\n",
+    "line\r\nline\r\tindented\n\t\ttwice\n    four",
+    "".join(map(chr, range(32, 127))),
+    "0123456789 3.14159 1e-05 0x1F",
+    "def f(x):\n    return x ** 2  # squared\n",
+    "naïve café Привет мир",
+    "日本語のテキスト。中文",
+    "🙂 e\u0301 \u00a0\u2003\u200b\u200d\ufeff\U0001f469\u200d\U0001f467",
+)
+# AutoTokenizer may treat these otherwise than the tokenizer.json does.
 _PROBES = (
-    *("", " ", "a", " leading and trailing ", "two  three   four    five     spaces"),
-    *("".join(" " * n + "x" for n in range(40)), "\n", "\n\n\n", "line\r\nline\r\tindented\n\t\ttwice\n    four"),
-    *("".join(map(chr, range(32, 127))), "0123456789 3.14159 1e-05 0x1F", "def f(x):\n    return x ** 2  # squared\n"),
-    *(
-        "naïve café Привет мир",
-        "日本語のテキスト。中文",
-        "🙂 e\u0301 \u00a0\u2003\u200b\u200d\ufeff\U0001f469\u200d\U0001f467",
-    ),
-    *("\u2581 \u2581\u2581 a\u2581b", "<0x0A> <unk> <s> </s> <pad>", "\x00\x01\x7f\x85\u2028"),
+    *_PLAIN_PROBES,
+    "\u2581 \u2581\u2581 a\u2581b",
+    "<0x0A> <unk> <s> </s> <pad>",
+    "\x00\x01\x7f\x85\u2028",
 )
 
 # Text as people write it: contractions, capitals, numbers, punctuation, indentation, several scripts.
@@ -108,13 +124,14 @@ def files_for(
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         data = tokenizer.data
     names = {i: piece for piece, i in tokenizer.ids.items()}
-    model = json.loads(data)
-    model |= {"post_processor": None, "padding": None, "truncation": None}
-    if begin:
-        model["post_processor"] = _template(names[begin[0]], begin[0])
+    bos_token = names[begin[0]] if begin else None
+    model = json.loads(data) | {"post_processor": None, "padding": None, "truncation": None}
+    if bos_token is not None:
+        model["post_processor"] = _template(bos_token, begin[0])
     data = json.dumps(model, ensure_ascii=False).encode()
     _compare(tokenizer, data)
-    config: dict[str, Any] = {key: value for key, value in settings.items() if key not in _DECIDED} | {
+    config: dict[str, Any] = {
+        **{key: value for key, value in settings.items() if key not in _DECIDED},
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model_max_length,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -125,13 +142,13 @@ def files_for(
     }
     if tokenizer.pad is not None:
         config["pad_token"] = names[tokenizer.pad]
-    if begin:
-        config["bos_token"] = names[begin[0]]
-    unknown = next((name for name in ("<unk>", "[UNK]") if name in names.values()), None)
-    if unknown is not None:
-        config.setdefault("unk_token", unknown)
+    if bos_token is not None:
+        config["bos_token"] = bos_token
+    for unknown in ("<unk>", "[UNK]"):
+        if unknown in tokenizer.ids:
+            config.setdefault("unk_token", unknown)
     beside = _without(beside, [key for key in config if key.endswith("_token")])  # special_tokens_map.json comes first
-    return {TOKENIZER: data, CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(), **beside}
+    return {TOKENIZER: data, CONFIG: json_bytes(config), **beside}
 
 
 def _template(name: str, number: int) -> dict[str, Any]:
@@ -149,31 +166,11 @@ def _template(name: str, number: int) -> dict[str, Any]:
     }
 
 
-def files_from(source: Path) -> dict[str, bytes]:
-    """Return the contents of tokenizer files, by name.
-
-    Args:
-        source: folder, or a tokenizer file. The files in `BESIDE` next to it are included.
-
-    Returns:
-        The files, unchanged; {} for a folder without a tokenizer.
-
-    Raises:
-        UserError: the tokenizer is damaged or of another format, or has no end-of-document token.
-    """
-    path = find_tokenizer(source)
-    if path is None:
-        return {}
-    tokenizer = load_tokenizer(path)
-    return files_of(tokenizer)
-
-
 def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the tokenizer's file, under its name in a Hugging Face folder, and the files in `BESIDE` next to it."""
     name = SENTENCEPIECE if isinstance(tokenizer, SentencePieceTokenizer) else TOKENIZER
-    return {name: tokenizer.path.read_bytes()} | {
-        other: data for other, data in _beside(tokenizer.path).items() if other != name
-    }
+    own_file = {name: tokenizer.path.read_bytes()}
+    return own_file | _beside(tokenizer.path) | own_file
 
 
 def find_tokenizer(source: Path) -> Path | None:
@@ -187,7 +184,8 @@ def find_tokenizer(source: Path) -> Path | None:
     for name in (TOKENIZER, SENTENCEPIECE):
         if (source / name).is_file():
             return source / name
-    if others := [name for name in _OTHERS if (source / name).is_file()]:
+    others = [name for name in _OTHERS if (source / name).is_file()]
+    if others:
         raise UserError(
             f"{source} has a tokenizer in {', '.join(others)}, which is not supported without {TOKENIZER} or "
             f"{SENTENCEPIECE}: save it as {TOKENIZER} with transformers' AutoTokenizer"
@@ -210,13 +208,14 @@ def check_tokenizer(tokenizer: Tokenizer, model_type: str | None, vocab_size: in
     # The pieces of a sentencepiece model are fixed, but the model's vocabulary may have room for added tokens.
     new = {i: token["content"] for i, token in declared.added.items() if token["content"] not in tokenizer.ids}
     room = range(tokenizer.vocab_size, min(vocab_size, tokenizer.vocab_size + len(new)))
-    known = {*tokenizer.ids, *(name for i, name in new.items() if i in room)}
+    present = {*tokenizer.ids, *(name for i, name in new.items() if i in room)}
     absent = _absent(tokenizer)
     names = {f"{role}_token": name for role, name in declared.names.items()}
     required = [(key, name) for key, name in names.items() if key not in absent]
     required += [("added_tokens_decoder", token["content"]) for token in declared.added.values()]
-    for key, name in (*required, *(("additional_special_tokens", name) for name in declared.others)):
-        if name not in known:
+    required += [("additional_special_tokens", name) for name in declared.others]
+    for key, name in required:
+        if name not in present:
             raise UserError(
                 f"{declared.files.get(key, path.with_name(CONFIG))} declares the token {name!r}, which {path.name} "
                 "does not have: AutoTokenizer would give it an id that the model was not trained with; remove it"
@@ -224,23 +223,24 @@ def check_tokenizer(tokenizer: Tokenizer, model_type: str | None, vocab_size: in
     for key in absent:
         logger.warning(
             "%s declares %s=%r, which %s does not have: an export omits it",
-            *(declared.files[key], key, names[key], path.name),
+            declared.files[key],
+            key,
+            names[key],
+            path.name,
         )
     if isinstance(tokenizer, SentencePieceTokenizer):  # export converts it
         return
-    if reason := _why_different(tokenizer, model_type):
+    reason = _why_different(tokenizer, model_type)
+    if reason:
         logger.warning("%s: fmoe uses %s, and an export of a GPT converts it", reason, path)
 
 
 def _absent(tokenizer: Tokenizer) -> list[str]:
     """Return keys of declared tokens without an id, which a language model can do without."""
     declared = read_declared(tokenizer.path)
-    known = {*tokenizer.ids, *(token["content"] for token in declared.added.values())}
-    return [
-        f"{role}_token"
-        for role in ("pad", "cls", "sep", "mask")
-        if role in declared.names and declared.names[role] not in known
-    ]
+    present = {*tokenizer.ids, *(token["content"] for token in declared.added.values())}
+    roles = [role for role in ("pad", "cls", "sep", "mask") if role in declared.names]
+    return [f"{role}_token" for role in roles if declared.names[role] not in present]
 
 
 def _why_different(tokenizer: Tokenizer, model_type: str | None) -> str:
@@ -302,17 +302,13 @@ def _difference(theirs: Any, tokenizer: Tokenizer, begin: Sequence[int] | None) 
         begin: ids that AutoTokenizer must put in front of a text; None to compare without any.
     """
     names = [name for name in theirs.get_added_vocab() if name.strip()]  # AutoTokenizer finds them in a text
-    for text in (*_REAL, *_PROBES[:-3], *map(_docstring, dir(str))):
+    for text in (*_REAL, *_PLAIN_PROBES, *(getattr(str, name).__doc__ or "" for name in dir(str))):
         if any(name in text for name in names):
             continue
         ids = theirs(text, add_special_tokens=begin is not None)["input_ids"]
         if list(ids) != [*(begin or ()), *tokenizer.encode(text)]:
             return text
     return None
-
-
-def _docstring(name: str) -> str:
-    return getattr(str, name).__doc__ or ""
 
 
 def _beside(path: Path) -> dict[str, bytes]:
@@ -328,7 +324,7 @@ def _without(files: Mapping[str, bytes], keys: Sequence[str]) -> dict[str, bytes
         values = json.loads(files.get(name, b"{}"))
         kept = {key: value for key, value in values.items() if key not in keys}
         if kept != values:
-            changed[name] = (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+            changed[name] = json_bytes(kept)
     return changed
 
 
@@ -352,7 +348,8 @@ def _converted(tokenizer: Tokenizer, proto: Any) -> bytes:
             f"{tokenizer.path} has pieces that differ only in a space or U+2581, which export does not support: pass "
             "--tokenizer none"
         )
-    kind, has_bytes = proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback
+    kind = proto.trainer_spec.model_type
+    has_bytes = proto.trainer_spec.byte_fallback
     unknown = next(piece for piece, _, type_ in pieces if type_ == UNKNOWN)
     if kind == _BPE:
         merges = list(_merges(pieces, vocabulary))
@@ -411,9 +408,10 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
     exported = load_json(data, tokenizer.path)
     spelled = "".join(name for name in SPECIAL_NAMES if name in tokenizer.ids)
     for text in (*_PROBES, f"a{spelled}b"):
-        found, expected = exported.encode(text), tokenizer.encode(text)
+        ids = exported.encode(text)
+        expected = tokenizer.encode(text)
         # Of two equally likely ways to cut a text, either is accepted, because rounding decides between them.
-        if found != expected and not are_equally_likely(tokenizer, found, expected):
+        if ids != expected and not are_equally_likely(tokenizer, ids, expected):
             raise UserError(
                 f"the tokenizer {tokenizer.path} is not supported: written as {TOKENIZER}, it tokenizes {text!r} "
                 "differently; pass --tokenizer none"

@@ -6,7 +6,7 @@ checkpoints of Megatron-core, and renames their tensors. Values are not converte
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, codec, open_checkpoint, save_parts
+from pretrain.checkpoint import Piece, codec, open_checkpoint
 from pretrain.checkpoint.folders import STATE, rank_name
 from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import ModelConfig, Recipe, build_recipe, load_recipe, write_recipe
 from pretrain.config.imports import import_plugins, import_stored
+from pretrain.data.inputs import naming
 from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
 from pretrain.interchange.family import toml
 from pretrain.interchange.folder import (
@@ -30,16 +31,20 @@ from pretrain.interchange.folder import (
     SafetensorsFolder,
     appearing,
     refuse_output,
-    write_bytes,
+    write_new,
     write_weights,
 )
+from pretrain.interchange.incoming import weights_only, write_run
 from pretrain.interchange.outgoing import SHARD_BYTES, recipe_of
-from pretrain.tracking.folder import CHECKPOINTS, CONFIG
 
 RECIPE = "recipe.toml"
 # Files of Megatron-core beside .metadata, and of Megatron-LM in the folder of all iterations.
-MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
-MODEL, OPTIMIZER, MEMORY = "model/", "optimizer/", "memory/"
+MEGATRON = "metadata.json"
+LATEST = "latest_checkpointed_iteration.txt"
+# Beginnings of tensor names.
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+MEMORY = "memory/"
 SLICE_BYTES = 1 << 30
 PRECISIONS = {torch.float32, torch.bfloat16, torch.float16}
 # Keys of a run's state that resuming reads, beside its recipe, and their types.
@@ -114,25 +119,27 @@ def export_tensors(
             write_weights(folder, plan, tensors, shard_bytes)
         write_recipe(recipe, folder / RECIPE)
         if optimizer:
-            write_bytes(folder / STATE, codec.dumps({**checkpoint.state, "step": checkpoint.step}, "state"))
+            write_new(folder / STATE, [codec.dumps({**checkpoint.state, "step": checkpoint.step}, "state")])
             for rank in range(checkpoint.num_ranks):
-                write_bytes(folder / rank_name(rank), codec.dumps(checkpoint.rank_state(rank), "rank_state"))
+                write_new(folder / rank_name(rank), [codec.dumps(checkpoint.rank_state(rank), "rank_state")])
     return Transferred(len(plan), nbytes, optimizer)
 
 
 @dataclass(frozen=True)
-class Source:
-    """Tensors of a folder, by name.
+class StoredTensors:
+    """Tensors of a folder.
 
     Attributes:
         layouts: shape and dtype by name.
-        nbytes: bytes of all tensors.
         pieces: function that yields all tensors, each in one or more blocks.
     """
 
     layouts: Mapping[str, Layout]
-    nbytes: int
     pieces: Callable[[], Iterable[Piece]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.layouts.values())
 
 
 def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Transferred:
@@ -155,21 +162,28 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
     if recipe is None and not path.is_file():
         raise UserError(f"{source} has no {RECIPE}: pass the model's recipe with --recipe")
     if recipe is None:
-        found = load_recipe(str(path))
+        loaded = load_recipe(str(path))
         try:
-            import_stored(found, source)
+            import_stored(loaded, source)
         except UserError as error:
             raise UserError(f"{error}; if you trust this code, pass the recipe with --recipe") from error
     else:
-        found = import_plugins(load_recipe(recipe))
-    wanted = _layouts(found)
-    opened, is_checked = source_of(folder), True
+        loaded = import_plugins(load_recipe(recipe))
+    loaded = replace(loaded, run=replace(loaded.run, folder=str(out)))
+    required = _layouts(loaded)
+    stored = stored_tensors(folder)
+    is_checked = True
     if megatron is not None:
-        opened, is_checked = _of_megatron(folder, found.model, wanted)
-    _check_tensors(source, opened.layouts, wanted)
-    state, rank_states = _states(source, opened, found)
-    write_run(out, found, opened, state, rank_states)
-    return Transferred(len(opened.layouts), opened.nbytes, "weights_only" not in state, is_checked)
+        stored, is_checked = _of_megatron(folder, loaded.model, required)
+    _check_tensors(source, stored.layouts, required)
+    is_resumable = any(name.startswith(OPTIMIZER) for name in stored.layouts)
+    if is_resumable:
+        state, rank_states = _states(source, loaded)
+    else:
+        loaded = replace(loaded, train=replace(loaded.train, init_from=str(out)))
+        state, rank_states = weights_only(loaded), [{}]
+    write_run(out, loaded, stored.pieces(), stored.nbytes, state, rank_states=rank_states)
+    return Transferred(len(stored.layouts), stored.nbytes, is_resumable, is_checked)
 
 
 def find_megatron(path: Path) -> Path | None:
@@ -213,47 +227,37 @@ def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
     raise UserError(f"{path} is of an unknown format: it has neither {METADATA} nor {WEIGHTS} nor {INDEX}")
 
 
-def source_of(folder: DcpFolder | SafetensorsFolder) -> Source:
+def stored_tensors(folder: DcpFolder | SafetensorsFolder) -> StoredTensors:
     """Return the tensors of a folder, under the names that they have there."""
-    return _dcp_source(folder) if isinstance(folder, DcpFolder) else _safetensors_source(folder)
+    layouts = {name: (tensor.shape, tensor.dtype) for name, tensor in folder.tensors.items()}
+    if isinstance(folder, DcpFolder):
+        return StoredTensors(layouts, lambda: _dcp_pieces(folder))
+    return StoredTensors(layouts, lambda: _safetensors_pieces(folder))
 
 
-def _dcp_source(folder: DcpFolder) -> Source:
-    tensors = folder.tensors
-
-    def pieces() -> Iterator[Piece]:
-        for name, chunk in chunks_of(folder, tensors):
-            yield Piece(name, tensors[name].shape, chunk.offset, chunk.shape, folder.read(name, chunk))
-
-    nbytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-    return Source({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, nbytes, pieces)
+def _dcp_pieces(folder: DcpFolder) -> Iterator[Piece]:
+    for name, chunk in chunks_of(folder, folder.tensors):
+        yield Piece(name, folder.tensors[name].shape, chunk.offset, chunk.shape, folder.read(name, chunk))
 
 
-def _safetensors_source(folder: SafetensorsFolder) -> Source:
-    tensors = folder.tensors
-
-    def pieces() -> Iterator[Piece]:
-        for name, stored in tensors.items():
-            for offset, block in blocks(stored.shape, stored.dtype.itemsize, SLICE_BYTES):
-                rows = slice(offset[0], offset[0] + block[0]) if block else None
-                yield Piece(name, stored.shape, offset, block, folder.read(name, rows))
-
-    nbytes = sum(prod(stored.shape) * stored.dtype.itemsize for stored in tensors.values())
-    return Source({name: (stored.shape, stored.dtype) for name, stored in tensors.items()}, nbytes, pieces)
+def _safetensors_pieces(folder: SafetensorsFolder) -> Iterator[Piece]:
+    for name, stored in folder.tensors.items():
+        for offset, shape in blocks(stored.shape, stored.dtype.itemsize, SLICE_BYTES):
+            rows = slice(offset[0], offset[0] + shape[0]) if shape else None
+            yield Piece(name, stored.shape, offset, shape, folder.read(name, rows))
 
 
 def _of_megatron(
-    folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Layout]
-) -> tuple[Source, bool]:
+    folder: DcpFolder | SafetensorsFolder, model: ModelConfig, required: Mapping[str, Layout]
+) -> tuple[StoredTensors, bool]:
     """Return the model's tensors under fmoe's names, and the result of `check_arguments`."""
     from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
 
     assert isinstance(folder, DcpFolder)
     is_checked = check_arguments(folder, model)
-    found = rename(folder, wanted)
-    nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in found)
-    layouts = {each.name: (each.shape, each.dtype) for each in found}
-    return Source(layouts, nbytes, lambda: pieces_of(folder, found)), is_checked
+    renamed = rename(folder, required)
+    layouts = {tensor.name: (tensor.shape, tensor.dtype) for tensor in renamed}
+    return StoredTensors(layouts, lambda: pieces_of(folder, renamed)), is_checked
 
 
 def _layouts(recipe: Recipe) -> dict[str, Layout]:
@@ -263,67 +267,49 @@ def _layouts(recipe: Recipe) -> dict[str, Layout]:
     return {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(recipe).items()}
 
 
-def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
-    """Raise UserError unless ``layouts`` has the names, shapes and dtypes of ``wanted``."""
-    for name, (shape, dtype) in wanted.items():
+def _check_tensors(source: Path, layouts: Mapping[str, Layout], required: Mapping[str, Layout]) -> None:
+    """Raise UserError unless ``layouts`` has the names, shapes and dtypes of ``required``."""
+    for name, (shape, dtype) in required.items():
         if name not in layouts:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
-        found, found_dtype = layouts[name]
-        if found != shape:
-            raise UserError(f"{source}: {name} has shape {list(found)}, but the recipe's model has {list(shape)}")
-        # A weight may have another precision than the recipe's.
-        if found_dtype != dtype and not {found_dtype, dtype} <= PRECISIONS:
+        stored_shape, stored_dtype = layouts[name]
+        if stored_shape != shape:
             raise UserError(
-                f"{source}: {name} has dtype {name_of(found_dtype)}, but the recipe's model has {name_of(dtype)}"
+                f"{source}: {name} has shape {list(stored_shape)}, but the recipe's model has {list(shape)}"
+            )
+        # A weight may have another precision than the recipe's.
+        if stored_dtype != dtype and not {stored_dtype, dtype} <= PRECISIONS:
+            raise UserError(
+                f"{source}: {name} has dtype {name_of(stored_dtype)}, but the recipe's model has {name_of(dtype)}"
             )
     for name in layouts:
-        if name not in wanted and not name.startswith((OPTIMIZER, MEMORY)):
+        if name not in required and not name.startswith((OPTIMIZER, MEMORY)):
             raise UserError(f"{source} has the tensor {name}, which the model of the recipe does not have")
 
 
-def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the run's state, and a list of the ranks' states.
+def _states(source: Path, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the state of the run in a folder with optimizer tensors, and the states of its ranks.
 
-    Without optimizer tensors, the run's state is that of `weights_only`, and the list has one empty state.
+    Raises:
+        UserError: a file is missing or damaged, or lacks what resuming reads; the recipe has another model.
     """
-    if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
-        return weights_only(recipe), [{}]
-    values = []
-    for number in range(-1, len(list(source.glob("rank-*.json")))):
-        path = source / (STATE if number < 0 else rank_name(number))
-        try:
-            values.append(codec.loads(path.read_bytes()))
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}; it belongs to the optimizer's state") from error
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}") from error
-        if not isinstance(values[-1], dict):
-            raise UserError(f"{path} is damaged: it is not a JSON object")
-    state, *rank_states = values
+    state = _read_state(source / STATE)
+    rank_states = [_read_state(source / rank_name(rank)) for rank in range(len(list(source.glob("rank-*.json"))))]
     if not rank_states:
         raise UserError(f"{source / rank_name(0)} is missing; it belongs to the optimizer's state")
-    if type(state.get("step")) is not int or state["step"] < 0:
-        raise UserError(f"{source / STATE} is damaged: it has no valid step")
-    _check_resumable(source, state, rank_states, recipe)
-    return state, rank_states
-
-
-def _check_resumable(
-    source: Path, state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]], recipe: Recipe
-) -> None:
     path = source / STATE
+    if type(state.get("step")) is not int or state["step"] < 0:
+        raise UserError(f"{path} is damaged: it has no valid step")
     if state.get("weights_only"):
         raise UserError(f"{path} has weights_only=true, but {source} has tensors of the optimizer")
     if not isinstance(state.get("recipe"), dict):
         raise UserError(f"{path} is damaged: it has no recipe")
-    try:
-        then = build_recipe(state["recipe"])
-    except UserError as error:
-        raise UserError(f"the recipe of {path}: {error}") from error
-    now = asdict(recipe.model)
-    for key, was in asdict(then.model).items():
-        if was != (value := now[key]):
-            raise UserError(f"{path} has model.{key}={toml(was)}, but the recipe has {toml(value)}")
+    with naming(f"the recipe of {path}"):
+        stored = build_recipe(state["recipe"])
+    for key, value in asdict(stored.model).items():
+        required = getattr(recipe.model, key)
+        if value != required:
+            raise UserError(f"{path} has model.{key}={toml(value)}, but the recipe has {toml(required)}")
     for section, keys in _RESUMING_READS.items():
         table = state.get(section)
         for key, kind in keys.items():
@@ -332,28 +318,16 @@ def _check_resumable(
     for rank, rank_state in enumerate(rank_states):
         if "rng" not in rank_state:
             raise UserError(f"{source / rank_name(rank)} is damaged: it has no rng")
+    return state, rank_states
 
 
-def weights_only(recipe: Recipe) -> dict[str, Any]:
-    """Return the state of a checkpoint that ``train.init_from`` can load, but from which no run can resume."""
-    return {"step": 0, "recipe": asdict(recipe), "weights_only": True}
-
-
-def write_run(
-    out: Path, recipe: Recipe, opened: Source, state: dict[str, Any], rank_states: Sequence[dict[str, Any]]
-) -> None:
-    """Write a run with one checkpoint; the folder appears when it is complete."""
-    recipe = replace(recipe, run=replace(recipe.run, folder=str(out)))
-    if state.get("weights_only"):
-        recipe = replace(recipe, train=replace(recipe.train, init_from=str(out)))
-        state = {**state, "recipe": asdict(recipe)}
-    with appearing(out, opened.nbytes) as folder:
-        save_parts(
-            folder / CHECKPOINTS,
-            state["step"],
-            opened.pieces(),
-            state,
-            nbytes=opened.nbytes,
-            rank_states=rank_states,
-        )
-        write_recipe(recipe, folder / CONFIG)
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = codec.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; it belongs to the optimizer's state") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object")
+    return state

@@ -117,7 +117,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
         raise UserError(f"layer_types={toml(kinds)} must be a list of {layers} entries, each {' or '.join(_KINDS)}")
     sliding = tuple(n for n, kind in enumerate(kinds, start=1) if kind == "sliding_attention")
-    windows = {}
+    windows: dict[str, Any] = {}
     if sliding:
         windows["sliding_window"] = read_int(config, "sliding_window")
         windows["sliding_layers"] = sliding if len(sliding) < layers else ()

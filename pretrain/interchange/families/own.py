@@ -36,12 +36,15 @@ def tensors(model: ModelConfig) -> Iterator[Place]:
     """
     model = without_mtp(model)
     for name, shape in _shapes(model):
-        ours, layer = name, None
+        ours = name
+        layer = None
         if model.kv_lora_rank is None:  # in a checkpoint, norms belong to the matrices that follow
             ours = ours.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
             ours = ours.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        if not model.num_experts and (found := re.search(r"\.layers\.(\d+)\.", name)):  # equal layers are stacked
-            ours, layer = ours.replace(found[0], ".layers."), int(found[1])
+        match = re.search(r"\.layers\.(\d+)\.", name)
+        if not model.num_experts and match is not None:  # equal layers are stacked
+            ours = ours.replace(match[0], ".layers.")
+            layer = int(match[1])
         is_bias = name.endswith(".gate.expert_bias_E")  # float32 in models of 16 bits, too
         yield Place(f"model/{ours}", layer, {name: shape}, Same(), torch.float32 if is_bias else None)
 
@@ -77,7 +80,9 @@ def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tupl
 
 
 def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    width, heads, head = model.hidden_size, model.num_heads, model.head_width
+    width = model.hidden_size
+    heads = model.num_heads
+    head = model.head_width
     yield f"{name}.linear_proj.weight", (width, heads * model.value_width)
     if model.kv_lora_rank is None:
         rows = (heads + 2 * model.query_groups) * head
@@ -95,12 +100,12 @@ def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, 
             yield from _norm(model, f"{name}.{part}_layernorm", head * (number if model.qk_norm_over == "all" else 1))
         return
     assert model.qk_head_dim is not None and model.qk_rope_head_dim is not None
-    if (rank := model.q_lora_rank) is None:
+    if model.q_lora_rank is None:
         yield f"{name}.linear_q_proj.weight", (heads * head, width)
     else:
-        yield f"{name}.linear_q_down_proj.weight", (rank, width)
-        yield from _norm(model, f"{name}.q_layernorm", rank)
-        yield f"{name}.linear_q_up_proj.weight", (heads * head, rank)
+        yield f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, width)
+        yield from _norm(model, f"{name}.q_layernorm", model.q_lora_rank)
+        yield f"{name}.linear_q_up_proj.weight", (heads * head, model.q_lora_rank)
     rank = model.kv_lora_rank
     yield f"{name}.linear_kv_down_proj.weight", (rank + model.qk_rope_head_dim, width)
     yield from _norm(model, f"{name}.kv_layernorm", rank)

@@ -362,14 +362,14 @@ def test_a_full_disk_is_told_before_anything_is_written(mixtral, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("when", ["created", "written"])
+@pytest.mark.parametrize("when", ["write_new", "bytes_of"])
 def test_a_disk_that_fills_up(mixtral, tmp_path, monkeypatch, when):
     import_folder(mixtral, tmp_path / "run")
 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "a file")
 
-    monkeypatch.setattr("pretrain.interchange.folder." + {"created": "_created", "written": "_write_shard"}[when], fail)
+    monkeypatch.setattr(f"pretrain.interchange.folder.{when}", fail)
     with pytest.raises(UserError, match=r"cannot write .*out: No space left on device"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

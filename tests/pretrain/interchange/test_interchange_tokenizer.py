@@ -11,7 +11,15 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
-from pretrain.interchange.tokenizer import CONFIG, SENTENCEPIECE, TOKENIZER, are_equally_likely, files_for, files_from
+from pretrain.interchange.tokenizer import (
+    CONFIG,
+    SENTENCEPIECE,
+    TOKENIZER,
+    are_equally_likely,
+    files_for,
+    files_of,
+    find_tokenizer,
+)
 
 PYTHON = "def f(x):\n\tif x:\r\n        return  'ünïcode' * 3  # 日本\n\n\n    1234567890\n"
 
@@ -133,14 +141,8 @@ def test_a_tokenizer_keeps_its_companions(tmp_path, corpus):
     (theirs / CONFIG).write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eod>"}')
     (theirs / "chat_template.jinja").write_text("{{ messages }}")
     (theirs / SENTENCEPIECE).write_bytes(b"not read")
-    found = files_from(theirs)
+    found = files_of(load_tokenizer(find_tokenizer(theirs)))
     assert {name: (theirs / name).read_bytes() for name in found} == found
     assert found.keys() == {TOKENIZER, CONFIG, "chat_template.jinja", SENTENCEPIECE}
     assert files_for(load_tokenizer(theirs / TOKENIZER), 64) == found
-    assert files_from(tmp_path) == {}
-
-
-def test_a_damaged_tokenizer_is_told(tmp_path):
-    (tmp_path / TOKENIZER).write_text('{"model": 1}')
-    with pytest.raises(UserError, match=r"is not a tokenizer\.json"):
-        files_from(tmp_path)
+    assert find_tokenizer(tmp_path) is None

@@ -22,7 +22,7 @@ from pretrain.checkpoint.cli import main
 from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder, transfer
 from pretrain.interchange.dcp import DcpFolder, blocks
-from pretrain.interchange.transfer import export_tensors, open_folder, source_of
+from pretrain.interchange.transfer import export_tensors, open_folder, stored_tensors
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -232,13 +232,13 @@ def test_every_dtype_and_shape(tmp_path, value):
     for form in FORMS:
         export_tensors(tmp_path, tmp_path / form, form, slice_bytes=8)
         found = torch.empty_like(value)
-        for piece in source_of(open_folder(tmp_path / form)).pieces():
+        for piece in stored_tensors(open_folder(tmp_path / form)).pieces():
             index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.block, strict=True))
             found[index] = piece.data
         assert_same({"w": found}, {"w": value})
     strange = torch.randn(6, 4).t()[1:]
     dcp.save({"w": strange}, checkpoint_id=tmp_path / "strange dcp", no_dist=True)
-    (piece,) = source_of(open_folder(tmp_path / "strange dcp")).pieces()
+    (piece,) = stored_tensors(open_folder(tmp_path / "strange dcp")).pieces()
     assert torch.equal(piece.data, strange)
 
 
@@ -445,19 +445,18 @@ STATES = {
 
 
 def test_states_that_cannot_resume_are_refused(exported, tmp_path):
-    opened = source_of(open_folder(exported["dcp", True]))
     state = codec.loads((exported["dcp", True] / "state.json").read_bytes())
     for word, changes in STATES.items():
         (tmp_path / "state.json").write_bytes(codec.dumps(state | changes, "state"))
         (tmp_path / "rank-00000.json").write_bytes(codec.dumps({"rng": 1}, "state"))
         with pytest.raises(UserError) as error:
-            transfer._states(tmp_path, opened, RECIPE)
+            transfer._states(tmp_path, RECIPE)
         assert word in str(error.value) and "\n" not in str(error.value)
     (tmp_path / "state.json").write_bytes(codec.dumps(state, "state"))
-    assert transfer._states(tmp_path, opened, RECIPE)[0] == state
+    assert transfer._states(tmp_path, RECIPE)[0] == state
     (tmp_path / "rank-00000.json").write_bytes(b"{}")
     with pytest.raises(UserError, match=r"rank-00000.json is damaged: it has no rng"):
-        transfer._states(tmp_path, opened, RECIPE)
+        transfer._states(tmp_path, RECIPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.float8_e4m3fn])
@@ -490,8 +489,8 @@ def test_the_index_of_safetensors_has_every_tensor(exported):
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    assert transfer.OPTIMIZER + "master/output_layer.weight" in source_of(open_folder(path)).layouts
+    assert transfer.OPTIMIZER + "master/output_layer.weight" in stored_tensors(open_folder(path)).layouts
     only_file = path.parent / "one file"
     only_file.mkdir()
     save_file({"model/w": torch.ones(2)}, only_file / "model.safetensors")
-    assert source_of(open_folder(only_file)).layouts == {"model/w": ((2,), torch.float32)}
+    assert stored_tensors(open_folder(only_file)).layouts == {"model/w": ((2,), torch.float32)}
