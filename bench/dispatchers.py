@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe.exchange import build_exchange
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.routing import Routing
 
 Experts = Callable[[Tensor, list[int]], Tensor]  # rows sorted by expert, and rows per expert, to outputs

@@ -21,7 +21,7 @@ from fmoe.build import Spec
 from fmoe.errors import UserError
 from fmoe.exchange import Exchange
 from fmoe.experts import initial
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.gates import external
 from fmoe.gates.router import Router, routes_by_logits
 from fmoe.kernels import gates as gate_kernels
@@ -166,7 +166,7 @@ class MoE(nn.Module):
         return external.checked(gate, routing, groups, self.num_experts, name=self.name, check=self.check)
 
     def call(self, tokens: LocalTokens) -> ExpertCall:
-        """Return the `fmoe.experts.ffn.ExpertCall` that runs the experts in this forward pass."""
+        """Return the `fmoe.experts.call.ExpertCall` that runs the experts in this forward pass."""
         return ExpertCall(self.experts, self.name, tokens.x_TD, self.training)
 
     def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ from fmoe.auxiliary import AuxLosses
 from fmoe.build import Spec
 from fmoe.errors import option_names
 from fmoe.experts import taken_options
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.gates import GATES
 from fmoe.layout import LocalTokens
 from fmoe.moe import ONE_RANK

@@ -26,7 +26,7 @@ from fmoe import parallel, random
 from fmoe.cli import Parser
 from fmoe.errors import UserError, ranks_text
 from fmoe.exchange import build_exchange
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.moe import MoE
 from fmoe.routing import Routing
 from fmoe.runtime import collectives, launcher

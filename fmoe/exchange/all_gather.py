@@ -7,16 +7,17 @@ holds the tokens of all ranks.
 Shape letters: T tokens of this rank, T' of the rank with the most tokens, others as in `fmoe.exchange.base`.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.exchange.base import TOKENS, GroupExchange
+from fmoe.exchange.base import Forward, GroupExchange, grad_flag
 from fmoe.exchange.collectives import all_gather, all_to_all
 from fmoe.exchange.hops import join_graph, tie
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
@@ -37,10 +38,10 @@ class AllGatherExchange(GroupExchange):
         count_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_N.device)
         return routing.expert_TK, count_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
 
-    @torch.no_grad()
-    def open(self, plan: tuple[Tensor, Tensor], depth: int) -> "_Gathered":
-        (expert_TK, count_E), device = plan, plan[0].device
-        head = torch.tensor([0, *expert_TK.shape, depth], dtype=torch.int64, device="cpu")
+    def open(self, plan: tuple[Tensor, Tensor], needs_grad: bool) -> Forward:
+        expert_TK, count_E = plan
+        device = expert_TK.device
+        head = torch.tensor([0, *expert_TK.shape, grad_flag(needs_grad)], dtype=torch.int64, device="cpu")
         heads = self.exchange_heads(torch.cat([head.to(device), count_E]), None)
         longest = max(row[1] for row in heads)
         top_k = max(row[2] for row in heads)
@@ -50,44 +51,37 @@ class AllGatherExchange(GroupExchange):
         first = self.ep_rank * self.num_local_experts
         local = everyones - first
         local = torch.where((local >= 0) & (local < self.num_local_experts), local, -1)
-        local_plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
         counts = [sum(row[4 + first + e] for row in heads) for e in range(self.num_local_experts)]
-        depth = self.agreed_depth(depth, max(row[3] for row in heads))
-        return _Gathered(self, local_plan, counts, longest, top_k, depth)
+        local_plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts).kept_only(counts)
+        needs_grad = self.needs_grad_on_any(needs_grad, [row[3] for row in heads])
+        return functools.partial(self._run, local_plan, (longest, top_k), needs_grad)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
         head[0] = 1
         self.exchange_heads(head, error)
 
-
-class _Gathered:
-    def __init__(
+    def _run(
         self,
-        exchange: AllGatherExchange,
         plan: DispatchPlan,
-        counts: list[int],
-        longest: int,
-        top_k: int,
-        depth: int,
-    ):
-        self._depth = depth
-        self._group, self._wire_dtype = exchange.group, exchange.wire_dtype
-        self._plan, self._counts, self._longest, self._top_k = plan, counts, longest, top_k
-
-    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        tokens = [self._gather(join_graph(x, self._depth >= TOKENS)) for x in inputs]
-        weight_TK = join_graph(weight_TK, self._depth >= TOKENS)
-        lacking = self._top_k - weight_TK.shape[1]
-        weights = weight_TK if not lacking else torch.nn.functional.pad(weight_TK, (0, lacking))
-        weights = _Gather.apply(weights, self._longest, self._group, None)
-        shares = experts.combined(tokens, weights, self._plan, self._counts)
-        tied = [tie(join_graph(share, self._depth > 0), [*tokens, weights]) for share in shares]
-        return [_SumScatter.apply(share, weight_TK.shape[0], self._group, self._wire_dtype) for share in tied]
-
-    def _gather(self, x_TD: Tensor) -> Tensor:
-        wire = self._wire_dtype if x_TD.is_floating_point() else None
-        return _Gather.apply(x_TD, self._longest, self._group, wire)
+        shape: tuple[int, int],
+        needs_grad: bool,
+        inputs: list[Tensor],
+        weight_TK: Tensor,
+        experts: ExpertCall,
+    ) -> list[Tensor]:
+        # 1. Gather the tokens and weights of all ranks, each padded to the largest number of tokens and choices.
+        longest, top_k = shape
+        tokens = []
+        for x in inputs:
+            wire_dtype = self.wire_dtype if x.is_floating_point() else None
+            tokens.append(_Gather.apply(join_graph(x, needs_grad), longest, self.group, wire_dtype))
+        padded_TK = torch.nn.functional.pad(join_graph(weight_TK, needs_grad), (0, top_k - weight_TK.shape[1]))
+        weights = _Gather.apply(padded_TK, longest, self.group, None)
+        # 2. Compute the share of this rank's experts in the outputs of all tokens.
+        shares = tie(experts.combined(tokens, weights, plan), [*tokens, weights], needs_grad)
+        # 3. Sum the shares of all ranks, each for its own tokens.
+        return [_SumScatter.apply(share, weight_TK.shape[0], self.group, self.wire_dtype) for share in shares]
 
 
 def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
@@ -109,7 +103,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-        ctx.length, ctx.group, ctx.wire = x.shape[0], group, wire
+        ctx.length = x.shape[0]
+        ctx.group, ctx.wire = group, wire
         return _gather(x, longest, group, wire)
 
     @staticmethod

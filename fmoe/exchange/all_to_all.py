@@ -7,39 +7,37 @@ Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows tha
 (`fmoe.exchange.hops`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fmoe.errors import UserError
-from fmoe.exchange import base
+from fmoe.exchange.base import NO_GRAD, Forward, GroupExchange, grad_flag
+from fmoe.exchange.checks import raise_on_all_ranks
 from fmoe.exchange.collectives import all_gather, all_reduce, all_to_all
-from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
+from fmoe.exchange.dispatch import ChunkedDispatch, Dispatch
+from fmoe.exchange.hops import Counts, HopCounts
 from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
-from fmoe.experts.ffn import ExpertCall
-from fmoe.kernels.padded import PaddedPlan
-from fmoe.kernels.rows import DispatchPlan, combine_unsaved
+from fmoe.kernels.rows import DispatchPlan
 
-_DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
+_FLAGS = NO_GRAD + 1  # number of flags of ranks that did not fail
 
 
 class _Agreed(NamedTuple):
-    tensors: list[Tensor]  # the first result of `_exchange_counts`
-    on_host: list[Counts]  # the same as lists
+    hops: list[HopCounts]
     shadowed: list[tuple[int, int]]  # (id, number of this rank's rows) of each shadowed expert
     needed: int  # number of chunks that ``max_rows`` requires
-    depth: int
+    needs_grad: bool  # on any rank
 
 
-class AllToAllExchange(base.GroupExchange):
+class AllToAllExchange(GroupExchange):
     """All-to-all without padding, optionally in chunks and with shadowed experts.
 
     Args:
-        group, num_experts, wire_dtype: see `base.GroupExchange`.
+        group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: number of chunks of rows. One chunk is sent while the experts compute another one. 1 for no overlap.
         max_rows: maximum number of rows that a rank receives at a time, at least ``2 * num_experts``; None for no
             maximum. If any rank would receive more, all ranks exchange the rows in more chunks, one after the other.
@@ -51,6 +49,8 @@ class AllToAllExchange(base.GroupExchange):
     Raises:
         UserError: an option is invalid.
     """
+
+    order_E: list[int] | None = None  # expert ids in the order in which a rank sends rows; None for ascending ids
 
     def __init__(
         self,
@@ -73,11 +73,15 @@ class AllToAllExchange(base.GroupExchange):
                 f"exchange_options.max_rows={max_rows!r} must be a whole number of at least {2 * num_experts}, twice "
                 f"num_experts={num_experts}"
             )
-        self.chunks, self.max_rows, self.shadow, self.cost = chunks, max_rows, shadow, cost
+        self.chunks = chunks
+        self.max_rows = max_rows
+        self.shadow = shadow
+        self.cost = cost
 
     def prepare(self, facts: Mapping[str, Any], experts: nn.Module, device: torch.device) -> None:
         if not self.shadow:
-            return super().prepare(facts, experts, device)
+            super().prepare(facts, experts, device)
+            return
         try:
             parameters = self._first_expert(experts)
         except UserError as error:
@@ -87,17 +91,17 @@ class AllToAllExchange(base.GroupExchange):
         super().prepare({**facts, "expert shapes": shapes}, experts, device)
         if self.cost is None:
             self.cost = measure(self.group, parameters, facts["d_model"], device)
-        return None
 
     def _first_expert(self, experts: nn.Module) -> list[Tensor]:
         """Return the parameters of this rank's first expert. Raise UserError if experts cannot be shadowed."""
-        if (shadow := getattr(experts, "shadow", None)) is None:
+        if not hasattr(experts, "shadow"):
             raise UserError(
                 f"exchange_options.shadow={self.shadow} is not supported for {type(experts).__name__}: shadow "
                 "needs FFNExperts, or modules of one class without buffers"
             )
         if getattr(experts, "_is_fsdp_managed_module", False):
             raise UserError(f"exchange_options.shadow={self.shadow} is not supported with fully_shard: use shadow=0")
+        shadow: Any = experts.shadow
         return shadow(0)
 
     def describe(self) -> str:
@@ -106,48 +110,43 @@ class AllToAllExchange(base.GroupExchange):
             f"shadow={self.shadow}, cost={self.cost})"
         )
 
-    def open(self, plan: DispatchPlan, depth: int) -> "Dispatch | ChunkedDispatch":
-        agreed = self._agree(plan.count_E, None, depth)
-        hops, counts_PX, order_E = self._hops(agreed.tensors, agreed.on_host)
-        if max(self.chunks, agreed.needed) > 1 or agreed.shadowed:
-            return self._chunked(plan, agreed, hops, counts_PX, order_E)
-        plan = plan if order_E is None else plan.arranged(1, order_E)
-        return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), agreed.depth)
+    def open(self, plan: DispatchPlan, needs_grad: bool) -> Forward:
+        agreed = self._agree(plan.count_E, needs_grad)
+        num_chunks = max(self.chunks, agreed.needed)
+        plan = plan.arranged(num_chunks, self.order_E, [expert for expert, _ in agreed.shadowed])
+        chunks = []
+        for chunk in range(num_chunks):
+            counts = [hop.chunk(chunk, num_chunks) for hop in agreed.hops]
+            hops = [count.hop(self.wire_dtype) for count in counts]
+            chunks.append(Dispatch(plan, hops, self._per_expert(counts[-1].receive_PX), agreed.needs_grad))
+        if num_chunks == 1 and not agreed.shadowed:
+            return chunks[0].run
+        shadowed = None
+        if agreed.shadowed:
+            shadowed = Shadowed(self.group, self.num_local_experts, agreed.shadowed, agreed.needs_grad)
+        return ChunkedDispatch(plan, chunks, shadowed, is_bounded=agreed.needed > 1).run
 
     def abort(self, error: Exception, device: torch.device) -> None:
         """Send counts of zero rows and a failure flag to the other ranks, so that all ranks raise."""
-        self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
+        self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), False, error)
 
-    def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
-        """Exchange the counts of rows and the depths of all ranks. Raise on every rank if one has an ``error``."""
-        shadowed, count_E = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else ([], count_E)
-        # A failed rank has a flag larger than every depth.
-        flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
-        tensors, received = self._exchange_counts(count_E, flag)
-        bound = [] if self.max_rows is None else [self._chunks_needed(received, self.max_rows)]
+    def _agree(self, count_E: Tensor, needs_grad: bool, error: Exception | None = None) -> "_Agreed":
+        """Exchange the counts of rows and the flags of all ranks. Raise on every rank if one has an ``error``."""
+        shadowed: list[tuple[int, int]] = []
+        if self.shadow and self.cost is not None:
+            shadowed, count_E = self._choose_shadows(count_E, self.cost)
+        # A failed rank has a flag larger than the others.
+        flag = grad_flag(needs_grad) if error is None else _FLAGS * (self.ep_rank + 1)
+        tensors = self._exchange_counts(count_E, flag)
+        bound = [] if self.max_rows is None else [self._chunks_needed(tensors[1:], self.max_rows)]
         on_host = _to_host([*tensors, *bound])  # the only synchronization with the device
         needed = on_host.pop()[0][0] if bound else 1
         flags = [row[-1] for row in on_host[-1]]
-        if max(flags) >= _DEPTHS:
-            self.raise_on_all_ranks(sorted({f // _DEPTHS - 1 for f in flags if f >= _DEPTHS}), error, count_E.device)
-        return _Agreed(tensors, on_host, shadowed, needed, self.agreed_depth(depth, max(flags)))
-
-    def _chunked(
-        self,
-        plan: DispatchPlan,
-        agreed: _Agreed,
-        hops: list[HopCounts],
-        counts_PX: Counts,
-        order_E: Iterable[int] | None,
-    ) -> "ChunkedDispatch":
-        num_chunks, depth, shadowed = max(self.chunks, agreed.needed), agreed.depth, agreed.shadowed
-        plan, chunks = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed]), []
-        for chunk in range(num_chunks):
-            counts_L = self._per_expert(chunk_of(counts_PX, chunk, num_chunks))
-            parts = [hop.chunk(chunk, num_chunks).hop(self.wire_dtype) for hop in hops]
-            chunks.append(Dispatch(plan, parts, counts_L, depth))
-        at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
-        return ChunkedDispatch(plan, chunks, at_home, is_bounded=agreed.needed > 1)
+        failed = sorted({flag // _FLAGS - 1 for flag in flags if flag >= _FLAGS})
+        if failed:
+            raise_on_all_ranks(self.group, failed, error, count_E.device)
+        hops = self._hops(tensors, on_host)
+        return _Agreed(hops, shadowed, needed, self.needs_grad_on_any(needs_grad, flags))
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
         """Return the number of rows of each local expert."""
@@ -164,32 +163,32 @@ class AllToAllExchange(base.GroupExchange):
         return [(expert, loads_WE[self.ep_rank][expert]) for expert in chosen], count_E.index_fill(0, ids, 0)
 
     def _chunks_needed(self, received: list[Tensor], max_rows: int) -> Tensor:
-        num_rows = torch.stack([counts.sum() for counts in received]).max()
+        num_rows = torch.stack([counts[:, :-1].sum() for counts in received]).max()
         # Each sender's rows of each expert are split as evenly as possible: a chunk has at most R / chunks + E rows.
         needed = -(-num_rows // (max_rows - self.num_experts))
         needed = torch.where(num_rows <= max_rows, 1, needed).view(1, 1)
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
-    def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _exchange_counts(self, count_E: Tensor, flag: int) -> list[Tensor]:
         """Send each rank the row counts of its experts and the flag.
 
-        The first result has the counts sent and received, with flags. The second has those received, without flags.
+        Returns:
+            Tensors [P, X + 1] for P peers and X kinds of rows: the counts sent in the first hop, then those received in
+            each hop. The last column of the last tensor holds flags, among them the largest of all ranks.
         """
-        # The first result is tensors [P, X + 1] for P peers and X experts: the counts sent in the first hop, then those
-        # received in each hop. The last column of the last tensor holds flags, among them the largest of all ranks.
-        # The second result is the received counts of each hop, without the last column.
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
-        receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
-        return [send, receive], [receive[:, :-1]]
+        return [send, all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)]
 
-    def _hops(
-        self, tensors: list[Tensor], on_host: list[Counts]
-    ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """Return each hop's counts, the counts received in the last hop, and the expert ids in the order of sending."""
-        # None in place of expert ids stands for ascending ids.
-        send, receive = ([row[:-1] for row in rows] for rows in on_host)
-        return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
+    def _hops(self, tensors: list[Tensor], on_host: list[Counts]) -> list[HopCounts]:
+        """Return each hop's counts, given the result of `_exchange_counts` on the device and on the host."""
+        send, receive = (without_last(counts) for counts in on_host)
+        return [hop_counts(self.group, send, receive, tensors[1][:, :-1])]
+
+
+def without_last(counts: Counts) -> Counts:
+    """Return counts without their last column, which holds flags."""
+    return [row[:-1] for row in counts]
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
@@ -207,123 +206,6 @@ def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, re
 
 def _to_host(tensors: list[Tensor]) -> list[Counts]:
     """Return the matrices as nested lists on the host. One copy moves them all."""
-    values = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())
-    return [[[next(values) for _ in range(t.shape[1])] for _ in range(t.shape[0])] for t in tensors]
-
-
-class RowDispatch:
-    """Base class of `Dispatch` and `ChunkedDispatch`, which permute, exchange and combine rows.
-
-    If any rank needs the gradients of its combine weights, the weights are sent too, as a tensor [M]. The backward
-    pass sends their gradients back (`fmoe.kernels.rows.weigh_gradient`).
-
-    Attributes:
-        plan: order of this rank's rows.
-        num_rows: M, the number of this rank's rows. For one chunk, it is the number of this rank's rows in the chunk.
-        depth: how far the backward pass reaches (`base.GroupExchange.open`).
-    """
-
-    plan: DispatchPlan | PaddedPlan
-    num_rows: int
-    depth: int
-
-    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Permute and exchange rows, compute, and return the combined outputs (`base.Dispatch.run`)."""
-        rows = [self.plan.permute(join_graph(x, self.depth >= base.TOKENS), self.num_rows) for x in inputs]
-        if self.depth < base.WEIGHTS:
-            return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
-        rows.append(join_graph(self.plan.weights(weight_TK, self.num_rows), True))
-        return [combine_unsaved(y, weight_TK, self.plan) for y in self.through(*rows, experts=experts)]
-
-    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Return the outputs of the experts for ``rows``, which are in the order of ``self.plan``.
-
-        Args:
-            rows: tensors [M, ...]. If ``self.depth`` is `base.WEIGHTS`, the last one holds the combine weights.
-        """
-        raise NotImplementedError
-
-
-class Dispatch(RowDispatch):
-    """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
-
-    Args:
-        plan, depth: see `RowDispatch`. The chunks of a `ChunkedDispatch` share one plan.
-        hops: the all-to-alls to the experts' ranks, one after the other: two in the hierarchical exchange, else one.
-        counts: number of rows of each local expert.
-    """
-
-    def __init__(self, plan: DispatchPlan | PaddedPlan, hops: list[Hop], counts: list[int], depth: int):
-        self.plan, self.num_rows, self.depth = plan, sum(hops[0].send), depth
-        self.hops, self.counts = hops, counts
-
-    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
-        arrived = list(rows)
-        for hop in self.hops:
-            arrived = [hop.forward(r) for r in arrived]
-        outputs = self.compute(arrived, experts)
-        for hop in reversed(self.hops):
-            outputs = [hop.back(y) for y in outputs]
-        return outputs
-
-    def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Return the outputs of this rank's experts for their rows."""
-        is_weighed = self.depth == base.WEIGHTS
-        out = experts.weighed(rows[:-1], self.counts, rows[-1]) if is_weighed else experts(rows, self.counts)
-        return [tie(join_graph(y, self.depth > 0), rows) for y in out]
-
-
-class ChunkedDispatch(RowDispatch):
-    """Sends rows in chunks. While the experts compute a chunk, the next one is sent and the previous one is returned.
-
-    Args:
-        plan: order of this rank's rows: by chunk, with the rows of shadowed experts at the end.
-        chunks: a dispatch for each chunk.
-        shadowed: experts whose weights are sent to all ranks, so that their rows stay on this rank; None if there are
-            none.
-        is_bounded: process the chunks one after the other without overlap, and recompute them in the backward pass.
-    """
-
-    def __init__(
-        self,
-        plan: DispatchPlan | PaddedPlan,
-        chunks: list[Dispatch],
-        shadowed: Shadowed | None = None,
-        is_bounded: bool = False,
-    ):
-        self.sizes = [chunk.num_rows for chunk in chunks] + ([shadowed.num_rows] if shadowed else [])
-        self.plan, self.num_rows, self.depth = plan, sum(self.sizes), chunks[0].depth
-        self.chunks, self.shadowed, self.is_bounded = chunks, shadowed, is_bounded
-
-    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
-        parts = list(zip(*(r.split(self.sizes) for r in rows), strict=True))
-        at_home = list(parts.pop()) if self.shadowed else []
-        if len(parts) == 1:
-            outputs = [self.chunks[0].through(*parts[0], experts=experts)]
-        elif self.is_bounded:
-            outputs = [
-                checkpoint(chunk.through, *part, experts=experts, use_reentrant=False)
-                for chunk, part in zip(self.chunks, parts, strict=True)
-            ]
-        else:
-            outputs = self._overlapped(parts, experts)
-        if self.shadowed:
-            weight_R = at_home.pop() if self.depth == base.WEIGHTS else None
-            outputs.append(self.shadowed.run(at_home, experts, weight_R))
-        return [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
-
-    def _overlapped(self, parts: list[tuple[Tensor, ...]], experts: ExpertCall) -> list[list[Tensor]]:
-        chunks, returning = self.chunks, []
-        sending = [chunks[0].hops[0].start(r) for r in parts[0]]
-        for index, chunk in enumerate(chunks):
-            first, *rest = chunk.hops
-            rows = [handle.wait() for handle in sending]
-            for hop in rest:
-                rows = [hop.forward(r) for r in rows]
-            if index + 1 < len(chunks):
-                sending = [chunks[index + 1].hops[0].start(r) for r in parts[index + 1]]
-            outputs = chunk.compute(rows, experts)
-            for hop in reversed(rest):
-                outputs = [hop.back(y) for y in outputs]
-            returning.append([first.start(y, back=True) for y in outputs])
-        return [[handle.wait() for handle in handles] for handles in returning]
+    flat = torch.cat([t.reshape(-1) for t in tensors]).cpu()
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view(t.shape).tolist() for part, t in zip(parts, tensors, strict=True)]

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.errors import UserError, one_line
-from fmoe.exchange.base import NO_GRAD, TOKENS, GroupExchange
+from fmoe.exchange.base import Forward, GroupExchange, grad_flag
 from fmoe.exchange.collectives import PeerError, fence, monitor_of
 from fmoe.exchange.hops import join_graph, tie
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
@@ -105,26 +105,24 @@ class DeepEPExchange(GroupExchange):
             raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}, the maximum")
         return routing.expert_TK
 
-    @torch.no_grad()
-    def open(self, plan: Tensor, depth: int) -> "_Sent":
+    def open(self, plan: Tensor, needs_grad: bool) -> Forward:
         expert_TK = plan.to(getattr(self._package, "topk_idx_t", torch.int64)).contiguous()
         layout = self.buffer.get_dispatch_layout(expert_TK, self.num_experts)[:4]
-        head = torch.tensor([0, depth, expert_TK.shape[1]], dtype=torch.int64, device="cpu").to(plan.device)
+        numbers = [0, grad_flag(needs_grad), expert_TK.shape[1]]
+        head = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(plan.device)
         heads = self.exchange_heads(torch.cat([head, layout[0].long()]), None)
         others = [rank for rank in range(self.ep_size) if rank != self.ep_rank]
-        sent = sum(heads[self.ep_rank][3 + rank] for rank in others)
-        received = sum(heads[rank][3 + self.ep_rank] for rank in others)
-        depths = {row[1] for row in heads}
-        if depth == NO_GRAD and depths - {0, NO_GRAD}:  # that rank raises, and nothing would end this one's dispatch
-            context = monitor_of(self.group).context
+        num_sent = sum(heads[self.ep_rank][3 + rank] for rank in others)
+        num_received = sum(heads[rank][3 + self.ep_rank] for rank in others)
+        flags = [row[1] for row in heads]
+        if not torch.is_grad_enabled() and 1 in flags:  # that rank raises, and nothing would end this one's dispatch
             raise PeerError(
-                f"{context}: another rank of moe_group trains while this one runs under torch.no_grad(): run all ranks "
-                "with gradients, or all without"
+                f"{monitor_of(self.group).context}: another rank of moe_group trains while this one runs under "
+                "torch.no_grad(): run all ranks with gradients, or all without"
             )
-        depth = self.agreed_depth(depth, max(depths))
         top_k = max(row[2] for row in heads)  # the gate expert_choice has another K on each rank
         expert_TK = F.pad(expert_TK, (0, top_k - expert_TK.shape[1]), value=-1)
-        return _Sent(self, expert_TK, layout, sent, received, depth)
+        return _Sent(self, expert_TK, layout, num_sent, num_received, self.needs_grad_on_any(needs_grad, flags)).run
 
     def abort(self, error: Exception, device: torch.device) -> None:
         """Send counts of zero tokens and a failure flag to the other ranks, so that all ranks raise."""
@@ -134,46 +132,62 @@ class DeepEPExchange(GroupExchange):
 
 
 class _Sent:
-    """The `fmoe.exchange.base.Dispatch` of a `DeepEPExchange`."""
+    """The tokens of one forward pass, which are sent to the ranks of their experts.
+
+    Args:
+        expert_TK: chosen experts.
+        layout: DeepEP's layout of the dispatch.
+        num_sent, num_received: numbers of tokens to and from other ranks.
+        needs_grad: whether any rank needs gradients.
+    """
 
     def __init__(
         self,
         exchange: DeepEPExchange,
         expert_TK: Tensor,
         layout: Sequence[Any],
-        sent: int,
-        received: int,
-        depth: int,
+        num_sent: int,
+        num_received: int,
+        needs_grad: bool,
     ):
-        self._exchange, self._buffer, self._group = exchange, exchange.buffer, exchange.group
-        self._expert_TK, self._layout, self._depth = expert_TK, layout, depth
-        self._sent, self._received = sent, received  # numbers of tokens to and from other ranks
+        self._exchange = exchange
+        self._buffer = exchange.buffer
+        self._group = exchange.group
+        self._expert_TK = expert_TK
+        self._layout = layout
+        self._num_sent = num_sent
+        self._num_received = num_received
+        self._needs_grad = needs_grad
         self._handle: Any = None
         self._received_RK: Tensor | None = None
         self._counts: list[int] = []
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
+        """Run the rest of the forward pass (`fmoe.exchange.base.GroupExchange.open`)."""
         if len(inputs) != 1 or inputs[0].dim() != 2:
             raise UserError(
                 "exchange='deepep' sends one matrix of tokens: experts with dropout or several inputs need another "
                 "exchange, such as all_to_all"
             )
         self._exchange.check_dtype(inputs[0].dtype)  # the model may have been converted since the first pass
-        x_TD, weight_TK = (join_graph(t, self._depth >= TOKENS) for t in (inputs[0], weight_TK))
+        # 1. Send the tokens and weights.
+        x_TD, weight_TK = (join_graph(t, self._needs_grad) for t in (inputs[0], weight_TK))
         weight_TK = F.pad(weight_TK, (0, self._expert_TK.shape[1] - weight_TK.shape[1]))
         received_RD, weight_RK = _Dispatch.apply(x_TD.to(SENT), weight_TK.float(), self)
         received_RD = received_RD.to(x_TD.dtype)
+        # 2. Compute the share of this rank's experts.
         expert_RK = self._received_RK
         assert expert_RK is not None
         plan = DispatchPlan.from_routing(Routing(expert_RK, expert_RK), self._exchange.num_local_experts)
-        shares = experts.combined([received_RD], weight_RK, plan, self._counts)
-        tied = [tie(join_graph(share, self._depth > 0), [received_RD, weight_RK]) for share in shares]
-        return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in tied]
+        shares = experts.combined([received_RD], weight_RK, plan.kept_only(self._counts))
+        shares = tie(shares, [received_RD, weight_RK], self._needs_grad)
+        # 3. Return the shares, and sum those of each token.
+        return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in shares]
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens and weights; return the received ones. The host waits for the counts of received tokens."""
         per_rank, per_node, per_expert, is_in_rank = self._layout
-        with self._call("dispatch of tokens", self._sent, x_TD, weight_TK, self._expert_TK):
+        with self._call("dispatch of tokens", self._num_sent, x_TD, weight_TK, self._expert_TK):
             x_RD, expert_RK, weight_RK, self._counts, self._handle, _event = self._buffer.dispatch(
                 x_TD.contiguous(),
                 topk_idx=self._expert_TK,
@@ -189,17 +203,16 @@ class _Sent:
     def dispatch_again(self, x_TD: Tensor) -> Tensor:
         """Send the rows ``x_TD`` to the ranks to which `dispatch` sent the tokens, and return the rows received."""
         fence(self._group, x_TD.device)
-        with self._call("dispatch of gradients", self._sent, x_TD):
+        with self._call("dispatch of gradients", self._num_sent, x_TD):
             return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
 
     def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Send rows, and weights if given, back to their tokens' ranks, and return the sums for each token."""
         fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
         weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
-        with self._call("combination of tokens", self._received, y_RD, *weights):
-            return self._buffer.combine(y_RD.contiguous(), self._handle, topk_weights=weights[0] if weights else None)[
-                :2
-            ]
+        with self._call("combination of tokens", self._num_received, y_RD, *weights):
+            topk_weights = weights[0] if weights else None
+            return self._buffer.combine(y_RD.contiguous(), self._handle, topk_weights=topk_weights)[:2]
 
     @contextlib.contextmanager
     def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
@@ -264,7 +277,8 @@ def _buffer_of(group: dist.ProcessGroup, buffer: Any, row_bytes: int) -> Any:
         raise UserError(f"exchange='deepep' does not support {ranks} expert parallel ranks: {error}") from error
     near = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
     far = max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
-    found = _buffers.get(group)
-    if found is None or found.num_nvl_bytes < near or found.num_rdma_bytes < far:
-        _buffers[group] = found = buffer(group, near, far)
-    return found
+    made = _buffers.get(group)
+    if made is None or made.num_nvl_bytes < near or made.num_rdma_bytes < far:
+        made = buffer(group, near, far)
+        _buffers[group] = made
+    return made

@@ -9,7 +9,6 @@ Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w %
 """
 
 import weakref
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.exchange.all_to_all import AllToAllExchange
+from fmoe.exchange.all_to_all import AllToAllExchange, without_last
 from fmoe.exchange.collectives import PeerError, all_to_all, timeout_of
 from fmoe.exchange.hops import Counts, HopCounts
 from fmoe.runtime import launcher
@@ -33,17 +32,21 @@ def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
 
     Every rank of ``group`` must call this function. Later calls with the same arguments return the same groups.
     """
-    known = _subgroups.setdefault(group, {})
-    if node_size not in known:
-        ranks, own = dist.get_process_group_ranks(group), group.rank()
-        node = ranks[own // node_size * node_size :][:node_size]
-        peers = ranks[own % node_size :: node_size]
+    made = _subgroups.setdefault(group, {})
+    if node_size not in made:
         timeout = timedelta(seconds=timeout_of(group))
-        known[node_size] = (
-            dist.new_group(node, timeout, use_local_synchronization=True),
-            dist.new_group(peers, timeout, use_local_synchronization=True),
+        node, peers = (
+            dist.new_group(ranks, timeout, use_local_synchronization=True) for ranks in _ranks_of(group, node_size)
         )
-    return known[node_size]
+        made[node_size] = (node, peers)
+    return made[node_size]
+
+
+def _ranks_of(group: dist.ProcessGroup, node_size: int) -> tuple[list[int], list[int]]:
+    """Return the ranks of this node, and the ranks with this rank's index on each node."""
+    ranks = dist.get_process_group_ranks(group)
+    first = group.rank() // node_size * node_size
+    return ranks[first : first + node_size], ranks[group.rank() % node_size :: node_size]
 
 
 class HierarchicalExchange(AllToAllExchange):
@@ -79,25 +82,27 @@ class HierarchicalExchange(AllToAllExchange):
                 f"exchange_options.node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group "
                 "(default: LOCAL_WORLD_SIZE)"
             )
-        self.node_size, self.num_nodes = node_size, self.ep_size // node_size
+        self.node_size = node_size
+        self.num_nodes = self.ep_size // node_size
         self.node, self.peers = node_groups(group, node_size) if groups is None else groups
         self.groups = (group, self.node, self.peers)
-        ranks, first = dist.get_process_group_ranks(group), self.ep_rank // node_size * node_size
-        for key, part, expected in (
-            ("this node", self.node, ranks[first : first + node_size]),
-            ("this rank's index in each node", self.peers, ranks[self.ep_rank % node_size :: node_size]),
-        ):
-            if (found := dist.get_process_group_ranks(part)) != expected:
-                raise UserError(f"exchange_options.groups must have the ranks {expected} for {key}, not {found}")
+        names = ("this node", "this rank's index in each node")
+        for name, part, expected in zip(names, self.groups[1:], _ranks_of(group, node_size), strict=True):
+            ranks = dist.get_process_group_ranks(part)
+            if ranks != expected:
+                raise UserError(f"exchange_options.groups must have the ranks {expected} for {name}, not {ranks}")
+        # A rank sends rows sorted by (i, m, l): to rank i of its node, for expert l of rank i of node m.
+        ids_NIL = torch.arange(num_experts, device="cpu").view(self.num_nodes, node_size, -1)
+        self.order_E = ids_NIL.transpose(0, 1).flatten().tolist()
 
-    def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _exchange_counts(self, count_E: Tensor, flag: int) -> list[Tensor]:
         try:
             return self._exchange_in_stages(count_E, flag)
         except PeerError as error:  # only one stage's group knows of it; ranks of the other group wait for this one
             self.post_failure(error)
             raise
 
-    def _exchange_in_stages(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _exchange_in_stages(self, count_E: Tensor, flag: int) -> list[Tensor]:
         # [I, N * L + 1]: for each rank of the node, the counts for the ranks with its index, and the flag. The second
         # stage passes on the node's largest flag, so that every rank gets the largest of each node.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
@@ -108,32 +113,24 @@ class HierarchicalExchange(AllToAllExchange):
         flag_N1 = near[:, -1].max().expand(self.num_nodes, 1)
         pass_on = torch.cat([count_INL.transpose(0, 1).flatten(1), flag_N1], 1)
         far = all_to_all(self.peers, pass_on, what="exchange of counts between nodes").wait(for_host=True)
-        return [send, near, far], [near[:, :-1], far[:, :-1]]
+        return [send, near, far]
 
-    def _hops(self, tensors: list[Tensor], on_host: list[Counts]) -> tuple[list[HopCounts], Counts, Iterable[int]]:
+    def _hops(self, tensors: list[Tensor], on_host: list[Counts]) -> list[HopCounts]:
         node_size, num_nodes, num_local = self.node_size, self.num_nodes, self.num_local_experts
-        send, near, far = ([row[:-1] for row in rows] for rows in on_host)
-        pass_on = [[n for row in near for n in row[m * num_local : (m + 1) * num_local]] for m in range(num_nodes)]
+        send, near, far = (without_last(counts) for counts in on_host)
+        # Row m of the second stage's counts: for each rank of the node, its counts for node m.
+        near_INL = torch.tensor(near, dtype=torch.int64, device="cpu").view(node_size, num_nodes, num_local)
+        pass_on = near_INL.transpose(0, 1).flatten(1).tolist()
         device = tensors[0].device
         # Rows arrive from rank i of the node sorted by (node m, expert l), and must be sent on sorted by (m, i, l).
-        i, m, local = torch.meshgrid(
-            *(torch.arange(n, device=device, dtype=torch.int64) for n in (node_size, num_nodes, num_local)),
-            indexing="ij",
-        )
-        near_key = ((m * node_size + i) * num_local + local).flatten(1)
+        ids_NIL = torch.arange(self.num_experts, device=device, dtype=torch.int64).view(num_nodes, node_size, num_local)
+        near_key = ids_NIL.transpose(0, 1).flatten(1)
         # Then they arrive from node n sorted by (i, l), and experts need them sorted by l.
         far_key = torch.arange(num_local, device=device, dtype=torch.int64).repeat(num_nodes, node_size)
-        hops = [
+        return [
             HopCounts(self.node, send, near, tensors[1][:, :-1], near_key),
             HopCounts(self.peers, pass_on, far, tensors[2][:, :-1], far_key),
         ]
-        order_E = [
-            (m * node_size + i) * num_local + local
-            for i in range(node_size)
-            for m in range(num_nodes)
-            for local in range(num_local)
-        ]
-        return hops, far, order_E
 
     def describe(self) -> str:
         return f"{super().describe()}(node_size={self.node_size})"

@@ -3,12 +3,11 @@
 A peer sends rows of several kinds, such as the rows of one expert. Its rows of one kind are adjacent, and are a
 segment.
 
-Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends, S = P * X
-segments.
+Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.exchange.collectives import Pending, all_to_all
-from fmoe.kernels import backends, reorder
-from fmoe.kernels.cuda import calls
-from fmoe.kernels.rows import chunk_counts
+from fmoe.kernels.rows import gather, segment_order
 
 Counts = list[list[int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """One all-to-all: `forward` sends rows to the peers of ``group``, `back` returns one row for each row sent.
+    """One all-to-all, which sends rows to the peers of ``group`` and, on the way back, one row for each row received.
 
-    `start` runs one of the two asynchronously, so that experts can compute meanwhile. The gradients are exchanged
-    asynchronously too.
+    `AllToAll` is the differentiable operation. A `Handle` starts it asynchronously, so that experts can compute
+    meanwhile; the gradients are then exchanged asynchronously too.
 
     Attributes:
-        send, receive: number of rows to and from each peer in `forward`.
+        send, receive: number of rows to and from each peer on the way there.
         order: permutation from the order in which rows arrive to the order that the receiver needs, and its inverse;
             None if the two orders are equal.
         wire_dtype: dtype in which rows are sent; None for the dtype that they have.
@@ -43,41 +40,103 @@ class Hop:
     order: tuple[Tensor, Tensor] | None = None
     wire_dtype: torch.dtype | None = None
 
-    def forward(self, rows_MD: Tensor) -> Tensor:
-        """Send rows to the peers, and return those received, in the order that the receiver needs: [R, D]."""
-        return self.unpack(_AllToAll.apply(rows_MD.to(self._wire(rows_MD)), self, False), rows_MD.dtype)
-
-    def back(self, rows_RD: Tensor) -> Tensor:
-        """Send one row back for each row that `forward` received.
-
-        Returns:
-            The rows that come back, [M, D], in the order of the rows that `forward` sent.
-        """
-        return _AllToAll.apply(self.pack(rows_RD), self, True).to(rows_RD.dtype)
-
-    def start(self, rows: Tensor, back: bool = False) -> "Handle":
-        """Start `forward` or `back`; `Handle.wait` returns the rows."""
-        handle = Handle(self, back, rows.dtype)
-        handle.rows = _Start.apply(self.pack(rows) if back else rows.to(self._wire(rows)), handle)
-        return handle
+    def pack(self, rows: Tensor, back: bool) -> Tensor:
+        """Return the rows in the order and dtype in which they are sent; not differentiable."""
+        dtype = rows.dtype
+        # Keys, which are integers, and weights, which are vectors, are not rounded.
+        if self.wire_dtype is not None and rows.dim() > 1 and rows.is_floating_point():
+            dtype = self.wire_dtype
+        if self.order is None or not back:
+            return rows.to(dtype)
+        return gather(rows, self.order[1], dtype)
 
     def launch(self, rows: Tensor, back: bool) -> Pending:
-        """Start the collective of rows that are already sorted, without autograd."""
-        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
-        return all_to_all(self.group, rows, receive, send)
+        """Start the collective of packed rows, without autograd."""
+        if back:
+            return all_to_all(self.group, rows, self.send, self.receive)
+        return all_to_all(self.group, rows, self.receive, self.send)
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert received rows to ``dtype`` and to the order that the receiver needs, in one pass."""
-        return rows.to(dtype) if self.order is None else reorder(rows, *self.order, dtype)
+    def unpack(self, rows: Tensor, back: bool, dtype: torch.dtype) -> Tensor:
+        """Return received rows in ``dtype`` and in the order that the receiver needs; not differentiable."""
+        if self.order is None or back:
+            return rows.to(dtype)
+        return gather(rows, self.order[0], dtype)
 
-    def pack(self, rows: Tensor) -> Tensor:
-        """Convert rows to the order and dtype in which they are sent back; the inverse of `unpack`."""
-        dtype = self._wire(rows)
-        return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
-    def _wire(self, rows: Tensor) -> torch.dtype:
-        # Keys, which are integers, and weights, which are vectors, are not rounded.
-        return (rows.dim() > 1 and rows.is_floating_point() and self.wire_dtype) or rows.dtype
+class AllToAll(torch.autograd.Function):
+    """``AllToAll.apply(rows, hop, back)``: send rows there, [M, ...] -> [R, ...], or back, [R, ...] -> [M, ...].
+
+    Rows there arrive in the order that the receiver needs; rows back in that in which they were sent there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, hop: Hop, back: bool) -> Tensor:
+        ctx.hop, ctx.back = hop, back
+        arrived = hop.launch(hop.pack(rows, back), back).wait()
+        return hop.unpack(arrived, back, rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return AllToAll.apply(grad, ctx.hop, not ctx.back), None, None
+
+
+class Handle:
+    """An all-to-all in flight, from the constructor to `wait`.
+
+    Args:
+        hop, rows, back: as in `AllToAll`.
+    """
+
+    def __init__(self, hop: Hop, rows: Tensor, back: bool):
+        self.hop = hop
+        self.back = back
+        self.dtype = rows.dtype
+        self.pending: list[Pending] = []  # collective of the rows
+        self.grads: list[Pending] = []  # collective of their gradients
+        self._placeholder: Tensor | None = _Start.apply(rows, self)  # of the rows in the autograd graph
+
+    def wait(self) -> Tensor:
+        """Return the rows. Call it only once."""
+        placeholder = self._placeholder
+        self._placeholder = None  # its graph refers to this handle: otherwise a reference cycle
+        return _Wait.apply(placeholder, self)
+
+
+class _Start(torch.autograd.Function):
+    """Start the all-to-all of ``rows``. The result is a placeholder for `_Wait`, which returns the received rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
+        ctx.handle = handle
+        hop = handle.hop
+        handle.pending.append(hop.launch(hop.pack(rows, handle.back), handle.back))
+        # In the dtype of the rows, so that autograd does not cast their gradient.
+        num_rows = sum(hop.send if handle.back else hop.receive)
+        return rows.new_empty(()).expand(num_rows, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        handle = ctx.handle
+        if torch.is_grad_enabled():  # create_graph: `_Wait` leaves the exchange to this function
+            return AllToAll.apply(grad, handle.hop, not handle.back), None
+        return handle.hop.unpack(handle.grads.pop().wait(), not handle.back, handle.dtype), None
+
+
+class _Wait(torch.autograd.Function):
+    """Wait for rows. The backward pass starts the collective of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, placeholder: Tensor, handle: Handle) -> Tensor:
+        ctx.handle = handle
+        return handle.hop.unpack(handle.pending.pop().wait(), handle.back, handle.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        handle = ctx.handle
+        if torch.is_grad_enabled():
+            return grad, None
+        handle.grads.append(handle.hop.launch(handle.hop.pack(grad, not handle.back), not handle.back))
+        return grad.new_zeros(()).expand(grad.shape), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,36 +158,27 @@ class HopCounts:
 
     def hop(self, wire_dtype: torch.dtype | None = None) -> Hop:
         """Return a `Hop` for all rows of these counts."""
-        send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
+        send = [sum(row) for row in self.send_PX]
+        receive = [sum(row) for row in self.receive_PX]
         # With one segment per peer rows arrive in the order needed, because keys never decrease from peer to peer.
         is_sorted = self.key_PX.shape[1] == 1
         order = None if is_sorted else segment_order(self.receive, self.key_PX, sum(receive))
         return Hop(self.group, send, receive, order, wire_dtype)
 
     def chunk(self, chunk: int, num_chunks: int) -> "HopCounts":
-        """Return the counts of chunk ``chunk`` of ``num_chunks``."""
+        """Return the counts of chunk ``chunk`` of ``num_chunks`` (`DispatchPlan.arranged`)."""
         if num_chunks == 1:
             return self
-        send, receive = (chunk_of(counts, chunk, num_chunks) for counts in (self.send_PX, self.receive_PX))
-        begin, end = (-(-self.receive * c // num_chunks) for c in (chunk, chunk + 1))
-        return HopCounts(self.group, send, receive, end - begin, self.key_PX)
+        send = torch.tensor(self.send_PX, dtype=torch.int64, device="cpu")
+        receive = torch.tensor(self.receive_PX, dtype=torch.int64, device="cpu")
+        parts = [chunk_of(counts, chunk, num_chunks) for counts in (send, receive, self.receive)]
+        return HopCounts(self.group, parts[0].tolist(), parts[1].tolist(), parts[2], self.key_PX)
 
 
-def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
-    """Return the part of each count that is in chunk ``chunk`` of ``num_chunks`` (`fmoe.kernels.rows.chunk_counts`)."""
-    return [[chunk_counts(n, num_chunks)[chunk] for n in row] for row in counts]
-
-
-def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation that sorts received segments (rows of one peer and kind) by key, and its inverse."""
-    receive_S, order_S = receive_PX.reshape(-1), key_PX.reshape(-1).argsort(stable=True)
-    if backends.cuda_takes_segments(receive_S):
-        return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
-    sorted_S = receive_S[order_S]
-    shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (sorted_S.cumsum(0) - sorted_S)
-    row_R = torch.arange(num_rows, device=receive_S.device, dtype=torch.int64)
-    order_R = row_R + shift_S.repeat_interleave(sorted_S, output_size=num_rows)
-    return order_R, row_R - shift_S[order_S.argsort()].repeat_interleave(receive_S, output_size=num_rows)
+def chunk_of(counts: Tensor, chunk: int, num_chunks: int) -> Tensor:
+    """Return the part of each count that is in chunk ``chunk`` of ``num_chunks`` (`DispatchPlan.arranged`)."""
+    begin, end = (-(-counts * c // num_chunks) for c in (chunk, chunk + 1))
+    return end - begin
 
 
 def join_graph(x: Tensor, is_needed: bool) -> Tensor:
@@ -141,13 +191,13 @@ def join_graph(x: Tensor, is_needed: bool) -> Tensor:
     return x
 
 
-def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Return ``out``, an output of experts, made to depend on ``rows`` in the autograd graph.
+def tie(outputs: Sequence[Tensor], rows: Sequence[Tensor], is_needed: bool) -> list[Tensor]:
+    """Return the ``outputs`` of experts, made to depend on ``rows`` in the autograd graph, and joined to it.
 
     All ranks then run the same collectives in the backward pass and when a checkpoint recomputes. This holds even if no
     expert of this rank uses its rows or saves a tensor.
     """
-    return _Tie.apply(out, *rows)
+    return [_Tie.apply(join_graph(out, is_needed), *rows) for out in outputs]
 
 
 class _Tie(torch.autograd.Function):
@@ -160,75 +210,3 @@ class _Tie(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # makes a checkpoint start its recomputation
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, hop: Hop, back: bool) -> Tensor:
-        ctx.hop, ctx.back = hop, back
-        return hop.launch(rows, back).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _AllToAll.apply(grad, ctx.hop, not ctx.back), None, None
-
-
-@dataclass(eq=False)
-class Handle:
-    """An all-to-all in flight.
-
-    Attributes:
-        back: True for `Hop.back`, False for `Hop.forward`.
-        dtype: dtype of the rows before and after the exchange.
-        rows: placeholder of the rows in the autograd graph until `wait`.
-        pending, grads: running collectives of rows and of their gradients.
-    """
-
-    hop: Hop
-    back: bool
-    dtype: torch.dtype
-    rows: Tensor | None = None
-    pending: list[Pending] = field(default_factory=list)
-    grads: list[Pending] = field(default_factory=list)
-
-    def wait(self) -> Tensor:
-        """Return the rows. Call it only once."""
-        placeholder, self.rows = self.rows, None  # its graph refers to this handle: otherwise a reference cycle
-        rows = _Wait.apply(placeholder, self)
-        return rows.to(self.dtype) if self.back else self.hop.unpack(rows, self.dtype)
-
-
-class _Start(torch.autograd.Function):
-    """Start the all-to-all of ``rows``. The result is a placeholder for `_Wait`, which returns the received rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
-        ctx.handle = handle
-        handle.pending.append(handle.hop.launch(rows, handle.back))
-        # In the dtype of the rows, so that autograd does not cast their gradient.
-        size = sum(handle.hop.send if handle.back else handle.hop.receive)
-        return rows.new_empty(()).expand(size, *rows.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        handle = ctx.handle
-        if torch.is_grad_enabled():  # create_graph: `_Wait` leaves the exchange to this function
-            return _AllToAll.apply(grad, handle.hop, not handle.back), None
-        return handle.grads.pop().wait(), None
-
-
-class _Wait(torch.autograd.Function):
-    """Wait for rows. The backward pass starts the collective of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
-        ctx.handle = handle
-        return handle.pending.pop().wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        handle = ctx.handle
-        if torch.is_grad_enabled():
-            return grad, None
-        handle.grads.append(handle.hop.launch(grad, not handle.back))
-        return grad.new_zeros(()).expand(grad.shape), None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fmoe.exchange.collectives import Traffic
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
@@ -45,9 +45,5 @@ class LocalSession:
         pass
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Permute, compute and combine, in one fused operation if the experts have one."""
-        plan = DispatchPlan.from_routing(routing, self._num_experts)
-        if outputs := experts.fused(inputs, plan.count_E, **plan.fused_arguments(weight_TK)):
-            return outputs
-        rows = [plan.permute(x, sum(plan.counts)) for x in inputs]  # counts: the only wait for the device
-        return [plan.combine(y, weight_TK) for y in experts(rows, plan.counts)]
+        """Permute, compute and combine, in one operation if a backend has it (`Session.run`)."""
+        return experts.combined(inputs, weight_TK, DispatchPlan.from_routing(routing, self._num_experts))

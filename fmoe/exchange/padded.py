@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fmoe.errors import UserError
-from fmoe.exchange.all_to_all import ChunkedDispatch, Dispatch, hop_counts
-from fmoe.exchange.base import NO_GRAD, WEIGHTS, GroupExchange
+from fmoe.exchange.all_to_all import hop_counts
+from fmoe.exchange.base import Forward, GroupExchange
 from fmoe.exchange.collectives import all_reduce
+from fmoe.exchange.dispatch import ChunkedDispatch, Dispatch
 from fmoe.exchange.hops import HopCounts
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.routing import Routing
@@ -48,7 +49,8 @@ class PaddedExchange(GroupExchange):
         for name, value in (("chunks", chunks), ("slots", slots)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"exchange_options.{name}={value!r} is not a positive whole number")
-        self.chunks, self.slots = chunks, slots
+        self.chunks = chunks
+        self.slots = slots
         self._counts: dict[tuple[int, torch.device], HopCounts] = {}
 
     @property
@@ -79,22 +81,20 @@ class PaddedExchange(GroupExchange):
         slots = -(-slots // self.chunks) * self.chunks
         return PaddedPlan(super().plan(routing), slots, self.chunks)
 
-    def open(self, plan: PaddedPlan, depth: int) -> Dispatch | ChunkedDispatch:
+    def open(self, plan: PaddedPlan, needs_grad: bool) -> Forward:
         slots, device = plan.slots, plan.inverse_TK.device
         if (slots, device) not in self._counts:
             counts = [[slots] * self.num_local_experts] * self.ep_size
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)
             self._counts[slots, device] = hop_counts(self.group, counts, counts, on_device)
-        hops = self._counts[slots, device]
-        # The other ranks' depths are unknown, and this rank may be the only one that trains nothing: with gradients
-        # enabled, all ranks join the backward pass.
-        depth = 0 if depth == NO_GRAD else WEIGHTS
+        # This rank may be the only one that needs no gradients, and all ranks must run the same collectives.
+        needs_grad = torch.is_grad_enabled()
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
-        chunks = [
-            Dispatch(plan, [hops.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)
-            for chunk in range(self.chunks)
-        ]
-        return chunks[0] if self.chunks == 1 else ChunkedDispatch(plan, chunks)
+        chunks = []
+        for chunk in range(self.chunks):
+            hop = self._counts[slots, device].chunk(chunk, self.chunks).hop(self.wire_dtype)
+            chunks.append(Dispatch(plan, [hop], rows, needs_grad))
+        return chunks[0].run if self.chunks == 1 else ChunkedDispatch(plan, chunks).run
 
     def describe(self) -> str:
         return f"PaddedExchange(chunks={self.chunks}, slots={self.slots}, wire_dtype={self.wire_dtype})"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import all_reduce, all_to_all, broadcast, reduce
-from fmoe.experts.ffn import ExpertCall
+from fmoe.experts.call import ExpertCall
 
 
 @dataclass(frozen=True)
@@ -131,20 +131,22 @@ class Shadowed:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_local: int, rows: Sequence[tuple[int, int]], is_trained: bool):
-        self._group, self._num_local, self._is_trained = group, num_local, is_trained
-        self._ids, self._counts = [expert for expert, _ in rows], [count for _, count in rows]
+        self._group = group
+        self._num_local = num_local
+        self._is_trained = is_trained
+        self._ids = [expert for expert, _ in rows]
+        self._counts = [count for _, count in rows]
         self.num_rows = sum(self._counts)
 
     def run(self, rows: list[Tensor], experts: ExpertCall, weight_R: Tensor | None = None) -> list[Tensor]:
         """Return the shadowed experts' outputs for this rank's rows, computed on this rank."""
-        parameters = [self._parameters(expert, experts) for expert in self._ids]
-        return experts.run_with(parameters, rows, self._counts, weight_R)
-
-    def _parameters(self, expert: int, experts: ExpertCall) -> list[Tensor]:
-        owner, local = divmod(expert, self._num_local)
-        # Ranks other than the owner take only the shapes, from their first expert.
-        own = experts.shadow(local if owner == self._group.rank() else 0)
-        return broadcast_parameters(self._group, owner, own, self._is_trained)
+        parameters = []
+        for expert in self._ids:
+            owner, local = divmod(expert, self._num_local)
+            # Ranks other than the owner take only the shapes, from their first expert.
+            ours = experts.module.shadow(local if owner == self._group.rank() else 0)
+            parameters.append(broadcast_parameters(self._group, owner, ours, self._is_trained))
+        return experts.rows(rows, self._counts, weight_R, parameters)
 
 
 def broadcast_parameters(

@@ -8,7 +8,6 @@ Shape letters: see `fmoe.exchange.base`.
 """
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.exchange.all_to_all import AllToAllExchange
+from fmoe.exchange.all_to_all import AllToAllExchange, without_last
 from fmoe.exchange.collectives import Pending, all_gather, fence, monitor_of
-from fmoe.exchange.hops import Counts, Hop, HopCounts
+from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of
 
 
 class SymmetricExchange(AllToAllExchange):
@@ -46,24 +45,21 @@ class SymmetricExchange(AllToAllExchange):
         if dist.get_backend(group) != "fake" and (missing := why()) is not None:
             raise UserError(f"exchange='symmetric' is unavailable: {missing}")
 
-    def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _exchange_counts(self, count_E: Tensor, flag: int) -> list[Tensor]:
         # All ranks get all counts, so that they agree on the size of their buffers without another collective.
         head = torch.cat([count_E, torch.full_like(count_E[:1], flag)])
         heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True).view(self.ep_size, -1)
         count_WWL = heads[:, :-1].unflatten(1, (self.ep_size, self.num_local_experts))
-        most = torch.maximum(count_WWL.sum((1, 2)), count_WWL.sum((0, 2))).max()
-        send, receive = count_WWL[self.ep_rank], count_WWL[:, self.ep_rank]
-        send = torch.cat([send, most.expand(self.ep_size, 1)], 1)
-        return [send, torch.cat([receive, heads[:, -1:]], 1)], [receive]
+        capacity = torch.maximum(count_WWL.sum((1, 2)), count_WWL.sum((0, 2))).max()
+        send = torch.cat([count_WWL[self.ep_rank], capacity.expand(self.ep_size, 1)], 1)
+        return [send, torch.cat([count_WWL[:, self.ep_rank], heads[:, -1:]], 1)]
 
-    def _hops(
-        self, tensors: list[Tensor], on_host: list[Counts]
-    ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        send, receive = ([row[:-1] for row in rows] for rows in on_host)
-        sent, received = (t[:, :-1] for t in tensors)
+    def _hops(self, tensors: list[Tensor], on_host: list[Counts]) -> list[HopCounts]:
+        send, receive = (without_last(counts) for counts in on_host)
+        sent, received = (counts[:, :-1] for counts in tensors)
         key_WL = torch.arange(received.shape[1], device=received.device, dtype=torch.int64).expand_as(received)
         capacity = on_host[0][0][-1]
-        return [_Counts(self.group, send, receive, received, key_WL, sent, capacity)], receive, None
+        return [_Counts(self.group, send, receive, received, key_WL, sent, capacity)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +70,18 @@ class _Counts(HopCounts):
     capacity: int  # upper bound on the rows that any rank sends or receives
 
     def hop(self, wire_dtype: torch.dtype | None = None) -> "_SymmetricHop":
-        send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
+        send = [sum(row) for row in self.send_PX]
+        receive = [sum(row) for row in self.receive_PX]
         return _SymmetricHop(self.group, send, receive, None, wire_dtype, counts=self)
 
     def chunk(self, chunk: int, num_chunks: int) -> "_Counts":
         if num_chunks == 1:
             return self
-        begin, end = (-(-self.send * c // num_chunks) for c in (chunk, chunk + 1))
         part = super().chunk(chunk, num_chunks)
-        segments = self.key_PX.numel()
-        capacity = min(self.capacity, -(-self.capacity // num_chunks) + segments)  # each segment is rounded up once
-        return _Counts(self.group, part.send_PX, part.receive_PX, part.receive, self.key_PX, end - begin, capacity)
+        sent = chunk_of(self.send, chunk, num_chunks)
+        # Each segment is rounded up once.
+        capacity = min(self.capacity, -(-self.capacity // num_chunks) + self.key_PX.numel())
+        return _Counts(self.group, part.send_PX, part.receive_PX, part.receive, self.key_PX, sent, capacity)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fmoe import random
 from fmoe.errors import UserError, add_name, check_options, known_names, option_names
-from fmoe.experts.factories import Singles, call, call_for_all, makes_all, registers_all
+from fmoe.experts.factories import Singles, make, make_stacked, makes_all, registers_all
 from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
@@ -148,7 +148,7 @@ def build_experts(
         return ShardedFFNExperts(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if is_ffn or is_single:
         return factory(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
-    return call_for_all(factory, count, d_model, d_hidden, first_expert=local.start, seed=seed, options=options)
+    return make_stacked(factory, count, d_model, d_hidden, first_expert=local.start, seed=seed, options=options)
 
 
 def _build_each(
@@ -173,7 +173,7 @@ def _build_each(
         if not isinstance(source, nn.Module):
             _check_callable(source)
             with random.keyed("expert", seed, index):
-                source = call(source, sizes, {}, is_default_width=is_default_width)
+                source = make(source, sizes, {}, is_default_width=is_default_width)
         modules.append(source)
     return ModuleExperts(modules, first_expert=local.start, seed=seed)
 

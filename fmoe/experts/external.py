@@ -14,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import ModuleType
 from typing import Any
 
@@ -261,18 +261,26 @@ def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, exper
 
 
 def candidates(
-    rows: Tensor, w_in_LPD: Tensor, w_out_LDH: Tensor, activation: Callable[[Tensor], Tensor], gated: bool
-) -> tuple[str, ...]:
+    device: torch.device,
+    dtypes: Set[torch.dtype],
+    sizes: Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+) -> list[str]:
     """Return the installed backends that ``backend="auto"`` measures for these experts.
 
     These are "te" on GPUs, and "sonicmoe" for swiglu of supported sizes on sm_90. There are none for rows that are
     not 16-bit, and none under torch.compile, which cannot trace these backends.
+
+    Args:
+        dtypes: dtypes of rows and parameters.
+        sizes: number of experts, d_model and d_hidden.
     """
-    if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
-        return ()
-    fits = _fits_sonic(len(w_out_LDH), *w_out_LDH.shape[1:]) and gated and activation is F.silu
-    found = ["sonicmoe"] if fits and _architecture(rows.device) == 9 else []
-    return tuple(name for name in (*found, "te") if _is_installed(name))
+    if torch.compiler.is_compiling() or not dtypes <= set(_SIXTEEN_BITS) or not _architecture(device):
+        return []
+    fits_sonic = _architecture(device) == 9 and _fits_sonic(*sizes) and gated and activation is F.silu
+    names = ["sonicmoe", "te"] if fits_sonic else ["te"]
+    return [name for name in names if _is_installed(name)]
 
 
 def _architecture(device: torch.device) -> int:

@@ -61,7 +61,7 @@ class Singles:
     """Makes the experts of a rank by a factory of one expert, each under another random seed.
 
     Args:
-        func: the factory (`call`).
+        func: the factory (`make`).
         is_default_width: whether ``d_hidden`` is a default. Experts with a default of their own then keep that.
     """
 
@@ -75,11 +75,11 @@ class Singles:
         modules = []
         for index in range(first_expert, first_expert + num_experts):
             with random.keyed("expert", seed, index):
-                modules.append(call(self.func, sizes, options, is_default_width=self.is_default_width))
+                modules.append(make(self.func, sizes, options, is_default_width=self.is_default_width))
         return ModuleExperts(modules, first_expert=first_expert, seed=seed)
 
 
-def call(
+def make(
     factory: Factory, sizes: Mapping[str, int], options: Mapping[str, Any], *, is_default_width: bool = False
 ) -> nn.Module:
     """Call the factory with the ``sizes`` that its signature takes, and with the options as keywords.
@@ -174,7 +174,7 @@ def _is_refused_by_module(factory: Factory, error: TypeError) -> bool:
     return is_modules and type(last.f_locals["self"]) is factory
 
 
-def call_for_all(
+def make_stacked(
     factory: Factory,
     num_experts: int,
     d_model: int,
@@ -189,4 +189,4 @@ def call_for_all(
     own = {"first_expert": first_expert, "seed": seed}
     taken = {name: value for name, value in own.items() if name in names or not is_complete}
     sizes = {"num_experts": num_experts, "d_model": d_model, "d_hidden": d_hidden}
-    return call(factory, sizes, {**taken, **options})
+    return make(factory, sizes, {**taken, **options})

@@ -1,16 +1,15 @@
-"""Feed-forward experts with stacked weights, and `ExpertCall`, through which an exchange calls experts of any kind.
+"""Feed-forward experts with stacked weights.
 
 Shape letters: T tokens, K experts per token, R rows, L experts of this rank, D model width, H hidden width.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
 
 from fmoe import random
@@ -24,9 +23,7 @@ from fmoe.kernels.ffn import expert_ffn, grouped_linear
 from fmoe.kernels.glu import SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
-from fmoe.kernels.rows import DispatchPlan, weigh_gradient
 from fmoe.runtime import ownership
-from fmoe.runtime.adapters import adapted
 
 Activation = Callable[[Tensor], Tensor]
 Counts = Tensor | Sequence[int]  # number of rows of each expert
@@ -40,9 +37,6 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 # Activations for gated experts only: they also transform the second half.
 GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu_oai": SwiGLUOAI()}
-
-# Kinds of module hooks. They see rows and outputs, which a fused forward pass does not have.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _NUMBERS_AT_ONCE = 1 << 26  # initial weights drawn at once: 256 MiB
 
@@ -258,7 +252,7 @@ class FFNExperts(Stacked):
             counts_L: number of rows of each expert; a tensor on the CPU or numbers.
             keys_R: int64, random key (seed) of each row's dropout; None draws dropout from torch's default generator.
         """
-        return self._run((self.weight_in, self.bias_in, self.weight_out, self.bias_out), rows_RD, counts_L, keys_R)
+        return self._run(self._stacks(), rows_RD, counts_L, keys_R)
 
     @property
     def kind(self) -> str:
@@ -268,32 +262,30 @@ class FFNExperts(Stacked):
 
     def shadow(self, local: int) -> list[Tensor]:
         """Return the parameters of expert ``local`` of this rank, differentiable, for `run_with` on another rank."""
-        stacks = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-        return [stack[local] for stack in stacks if stack is not None]
+        return [stack[local] for stack in self._stacks() if stack is not None]
 
     def run_with(
-        self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None = None
+        self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Counts, keys_R: Tensor | None = None
     ) -> Tensor:
         """Run rows through experts of other ranks, given their parameters from `shadow`; otherwise like `forward`."""
         stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
-        weight_in, bias_in = next(stacks), None if self.bias_in is None else next(stacks)
-        weight_out, bias_out = next(stacks), None if self.bias_out is None else next(stacks)
-        return self._run((weight_in, bias_in, weight_out, bias_out), rows_RD, counts, keys_R)
+        own = self._stacks()
+        return self._run(tuple(None if stack is None else next(stacks) for stack in own), rows_RD, counts, keys_R)
+
+    def _stacks(self) -> Parameters:
+        return self.weight_in, self.bias_in, self.weight_out, self.bias_out
 
     def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
+        operation = self.operation(rows_RD)
         rows_RD, parameters = _autocast(rows_RD, parameters)
-        if operation := self._backend_ffn(rows_RD, parameters):
+        if operation is not None:
             return operation(rows_RD, *parameters, counts_L, self.activation, self.gated)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
-        if self.dropout and self.training:
-            return self._run_with_dropout(parameters, rows_RD, counts, keys_R)
-        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated)
-
-    def _run_with_dropout(
-        self, parameters: Parameters, rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None
-    ) -> Tensor:
+        if not (self.dropout and self.training):
+            return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated)
         weight_in, bias_in, weight_out, bias_out = parameters
-        hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
+        hidden_RP = grouped_linear(rows_RD, weight_in, bias_in, counts)
+        hidden_RH = gate(self.activation, hidden_RP) if self.gated else self.activation(hidden_RP)
         if keys_R is None:
             hidden_RH = F.dropout(hidden_RH, self.dropout)
         else:
@@ -301,10 +293,13 @@ class FFNExperts(Stacked):
             hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
-    def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
-        """Compute the experts by one operation of the backend; return None if no operation supports this input.
+    def fused_forward(
+        self, operation: Callable[..., Tensor], x_TD: Tensor, counts_L: Tensor, **arguments: Any
+    ) -> Tensor:
+        """Compute the experts by one operation of a backend.
 
         Args:
+            operation: result of the method `operation`.
             x_TD: tokens, or rows sorted by expert. For tokens, the operation also permutes them to the order of
                 experts, and combines the outputs.
             counts_L: number of rows of each expert.
@@ -312,47 +307,43 @@ class FFNExperts(Stacked):
                 rows, ``weight_TK`` of shape [R], if anything. With it, the backward pass multiplies the gradient of
                 output r by ``weight_TK[r]``.
         """
-        x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
-        operation = self._backend_ffn(x_TD, parameters)
-        return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments) if operation else None
+        x_TD, parameters = _autocast(x_TD, self._stacks())
+        return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments)
 
-    def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
-        """Return the backend's operation for these tensors; None if torch computes them."""
+    def operation(self, x_TD: Tensor) -> Callable[..., Tensor] | None:
+        """Return the backend's operation for tokens or rows like ``x_TD``; None if torch computes the experts.
+
+        Raises:
+            UserError: the ``backend`` that was chosen by name does not support dtype or device.
+        """
         if self.backend == "torch" or (self.dropout and self.training):
             return None
         if self.backend in external.BACKENDS:
             return functools.partial(external.ffn, self.backend)
-        if self.backend != "cuda" and backends.native_takes_ffn(rows_RD, self.activation, *parameters):
+        tensors = [x_TD, *(stack for stack in self._stacks() if stack is not None)]
+        dtype = autocast_dtype(x_TD.device, x_TD.dtype, tensors[1].dtype)
+        dtypes = {tensor.dtype for tensor in tensors} if dtype is None else {dtype}
+        devices = {tensor.device for tensor in tensors}
+        if self.backend != "cuda" and backends.native_takes_ffn(self.activation, devices, dtypes):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
-        if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
-            return self._cuda_ffn(rows_RD, parameters)
+        if self.backend != "native" and backends.cuda_takes_ffn(self.activation, devices, dtypes):
+            ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
+            others: Sequence[str] = ()
+            if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
+                sizes = (self.num_experts, self.d_model, self.d_hidden)
+                others = external.candidates(x_TD.device, dtypes, sizes, self.activation, self.gated)
+            return functools.partial(external.fastest_ffn, ours, others, self.training) if others else ours
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
-            self._refuse(rows_RD, parameters[0])
+            kinds = "float32 or bfloat16, on the CPU" if self.backend == "native" else "float32 or 16 bits, on a GPU"
+            raise UserError(
+                f"backend={self.backend!r} needs rows and weights in one dtype, {kinds}: rows are {x_TD.dtype} on "
+                f"{x_TD.device}, weights are {tensors[1].dtype} on {tensors[1].device}"
+            )
         return None
-
-    def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return fmoe's CUDA operation, or `external.fastest_ffn` where "auto" may choose another package."""
-        ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
-        if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
-            weights = (parameters[0], parameters[2])
-            if others := external.candidates(rows_RD, *weights, self.activation, self.gated):
-                return functools.partial(external.fastest_ffn, ours, others, self.training)
-        return ours
-
-    def _refuse(self, rows_RD: Tensor, weight: Tensor) -> NoReturn:
-        wants = "float32 or bfloat16, on the CPU" if self.backend == "native" else "float32 or 16 bits, on a GPU"
-        raise UserError(
-            f"backend={self.backend!r} needs rows and weights in one dtype, {wants}: rows are {rows_RD.dtype} on "
-            f"{rows_RD.device}, weights are {weight.dtype} on {weight.device}"
-        )
 
     def own_hidden(self, x_RH: Tensor) -> Tensor:
         """Return this rank's slice of ``x_RH`` along the hidden dimension."""
         return x_RH
-
-    def _activate(self, hidden: Tensor) -> Tensor:
-        """Apply the activation: [n, H] -> [n, H], gated [n, 2 H] -> [n, H]."""
-        return gate(self.activation, hidden) if self.gated else self.activation(hidden)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"
@@ -372,120 +363,3 @@ def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Paramete
         return rows_RD, parameters
     bias_in, bias_out = (None if bias is None else bias.to(dtype) for bias in (bias_in, bias_out))
     return rows_RD.to(dtype), (weight_in.to(dtype), bias_in, weight_out.to(dtype), bias_out)
-
-
-class ExpertCall:
-    """One forward pass of a layer's experts.
-
-    Module hooks of the experts, such as FSDP's, run in every call except `run_with`.
-
-    Args:
-        module: the experts.
-        name: the layer's name in errors.
-        x_TD: the tokens.
-        training: whether the layer is in training mode, in which dropout drops hidden units.
-
-    Attributes:
-        is_training: the argument ``training``.
-        needs_keys: whether a call requires dropout keys (`FFNExperts.wants_row_keys`). They are the last tensor of the
-            call's argument ``rows``, int64 [R, 1].
-
-    Raises:
-        UserError: tokens and experts have different dtypes, and autocast is off or one of the dtypes is float64.
-    """
-
-    module: Any  # an nn.Module; its type lacks the experts' own methods
-
-    def __init__(self, module: nn.Module, name: str, x_TD: Tensor, training: bool):
-        self.module, self.name, self.is_training = module, name, training
-        experts = module if isinstance(module, FFNExperts) else adapted(module)
-        self.needs_keys = training and getattr(experts, "wants_row_keys", False)
-        dtype = getattr(experts, "dtype", x_TD.dtype)
-        # The mixed precision policy of fully_shard casts weights and rows when the experts are called.
-        is_managed = getattr(module, "_is_fsdp_managed_module", False)
-        if x_TD.dtype != dtype and not is_managed and autocast_dtype(x_TD.device, x_TD.dtype, dtype) is None:
-            raise UserError(f"the input of {name} is {x_TD.dtype}, its experts are {dtype}: cast one, or use autocast")
-
-    def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """Return the experts' outputs for their rows.
-
-        Args:
-            rows: tensors [R, ...], sorted by expert.
-            counts: number of rows of each expert.
-        """
-        counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        rows, keys = (rows[:-1], [rows[-1].squeeze(1)]) if self.needs_keys else (rows, [])
-        return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
-
-    def weighed(self, rows: list[Tensor], counts: list[int], weight_R: Tensor) -> list[Tensor]:
-        """Like `__call__`, but the backward pass multiplies the gradient of row r by ``weight_R[r]``."""
-        counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        fused = self.fused(rows, counts_L, weight_TK=weight_R)
-        return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]
-
-    def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
-        return [self.module(rows[0], counts_L, *keys_R)]
-
-    def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
-        """Permute tokens to the order of experts, run the experts, and return the combined outputs.
-
-        Args:
-            inputs: the tokens, as tensors [T, ...].
-            plan: order of the rows. All its experts are on this rank.
-            counts: number of rows of each expert.
-        """
-        num_rows = sum(counts)
-        if outputs := self.fused(inputs, plan.count_E, **plan.kept_only(num_rows).fused_arguments(weight_TK)):
-            return outputs
-        rows = [plan.permute(x, num_rows) for x in inputs]
-        return [plan.combine(y, weight_TK) for y in self(rows, counts)]
-
-    def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
-        """Return the outputs of `FFNExperts.fused_forward`, or None if these experts cannot use it.
-
-        The result is None in these cases:
-
-        * `FFNExperts.fused_forward` returns None;
-        * the experts have module hooks;
-        * the experts apply dropout in this call;
-        * the experts are not `FFNExperts`, or override `FFNExperts.forward`.
-        """
-        if self.needs_keys or not self._is_plain():
-            return None
-        out = self.module.fused_forward(inputs[0], counts_L, **arguments)
-        return None if out is None else [out]
-
-    def _is_plain(self) -> bool:
-        is_ffn = isinstance(self.module, FFNExperts) and is_unchanged(self.module, "forward", FFNExperts.forward)
-        return is_ffn and not any(getattr(self.module, hooks) for hooks in _HOOKS) and not _has_any_global_hook()
-
-    def shadow(self, local: int) -> list[Tensor]:
-        """Return the parameters of expert ``local`` of this rank."""
-        return self.module.shadow(local)
-
-    def run_with(
-        self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None
-    ) -> list[Tensor]:
-        """Run rows through experts of other ranks, given their parameters from `shadow`.
-
-        With ``weight_R``, the backward pass multiplies gradients as in `weighed`.
-        """
-        rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
-        outputs = self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
-        return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]
-
-    def compute_with(
-        self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
-    ) -> list[Tensor]:
-        return [self.module.run_with(parameters, rows[0], counts, keys_R)]
-
-    def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:
-        for out in outputs:
-            if out.shape[0] != expected:
-                raise UserError(f"the experts of {self.name} returned {out.shape[0]} rows for {expected} rows of input")
-        return outputs
-
-
-def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:
-    """Return whether the method ``name`` of ``owner`` is ``function``: neither class nor instance overrides it."""
-    return getattr(type(owner), name) is function and name not in owner.__dict__

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import hop_counts
 from fmoe.exchange.collectives import all_to_all
-from fmoe.exchange.hops import Hop
+from fmoe.exchange.hops import AllToAll, Hop
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 from fmoe.runtime import collectives
@@ -126,7 +126,8 @@ class MOEScatter:
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD
-        return _transfer(local_expert_count, global_expert_count, world_size, inp.device).forward(rows_MD)
+        hop = _hop(local_expert_count, global_expert_count, world_size, inp.device)
+        return AllToAll.apply(rows_MD, hop, False)
 
 
 class MOEGather:
@@ -148,7 +149,8 @@ class MOEGather:
         """
         rows = global_output_buf
         if world_size > 1:
-            rows = _transfer(local_expert_count, global_expert_count, world_size, rows.device).back(rows)
+            hop = _hop(local_expert_count, global_expert_count, world_size, rows.device)
+            rows = AllToAll.apply(rows, hop, True)
         return _local_gather(rows, pos, local_batch_size, maybe_overlap=False)
 
 
@@ -207,7 +209,7 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
     return group
 
 
-def _transfer(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> Hop:
+def _hop(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> Hop:
     sent_WL, received_WL = sent.view(world_size, -1), received.view(world_size, -1)
     group = moe_group_of(world_size)
     return hop_counts(group, sent_WL.tolist(), received_WL.tolist(), received_WL.to(device)).hop()

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fmoe import random
 from fmoe.build import Spec
 from fmoe.errors import UserError
-from fmoe.experts.ffn import ExpertCall, is_unchanged
+from fmoe.experts.call import ExpertCall, is_unchanged
 from fmoe.experts.modules import ModuleExperts
 from fmoe.fastmoe import spelling
 from fmoe.fastmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_forward
@@ -111,25 +111,26 @@ class NestedCall(ExpertCall):
 
     def __init__(self, layer: "FMoE", tokens: NestedTokens):
         self._has_own_expert_fn = not is_unchanged(layer, "expert_fn", FMoE.expert_fn)  # which takes no dropout keys
+        self._expert_fn = layer.expert_fn
+        self._inputs = tokens.nest
+        self.nest = tokens.nest
         super().__init__(layer.experts, layer.name, tokens.x_TD, layer.training)
         self.needs_keys = self.needs_keys and not self._has_own_expert_fn
-        self._expert_fn, self._inputs, self.nest = layer.expert_fn, tokens.nest, tokens.nest
 
-    def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
-        rows = pytree.tree_unflatten(rows, self._inputs)
-        return self._flat(self.module(rows, counts_L, *keys_R) if keys_R else self._expert_fn(rows, counts_L))
-
-    def compute_with(
-        self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
-    ) -> list[Tensor]:
+    def compute(self, rows: list[Tensor], counts_L: Tensor, parameters: list[list[Tensor]] | None) -> list[Tensor]:
+        keys = [rows[-1].squeeze(1)] if self.needs_keys else []
+        inputs = pytree.tree_unflatten(rows[:-1] if keys else rows, self._inputs)
+        if parameters is None:
+            run = self.module if keys else self._expert_fn
+            return self._flat(run(inputs, counts_L, *keys))
         if self._has_own_expert_fn:
             raise UserError(
                 f"exchange_options.shadow is not supported for {self.name}, which overrides expert_fn: use shadow=0"
             )
-        return self._flat(self.module.run_with(parameters, pytree.tree_unflatten(rows, self._inputs), counts, keys_R))
+        return self._flat(self.module.run_with(parameters, inputs, counts_L, *keys))
 
-    def _is_plain(self) -> bool:
-        return not self._has_own_expert_fn and self._inputs.is_leaf() and super()._is_plain()
+    def is_plain(self) -> bool:
+        return not self._has_own_expert_fn and self._inputs.is_leaf() and super().is_plain()
 
     def _flat(self, out: Any) -> list[Tensor]:
         leaves, self.nest = pytree.tree_flatten(out)

@@ -4,7 +4,7 @@ CUDA kernels count as available on every device for which they are loaded. Tests
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
@@ -29,17 +29,20 @@ def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
     return ACTIVATIONS.index(activation) if activation in ACTIVATIONS else None
 
 
-def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `fmoe.kernels.native.ops.expert_ffn` takes these arguments.
+def native_takes_ffn(
+    activation: Callable[[Tensor], Tensor], devices: Set[torch.device], dtypes: Set[torch.dtype]
+) -> bool:
+    """Return whether `fmoe.kernels.native.ops.expert_ffn` takes rows and parameters on these devices, in these dtypes.
 
     The native backend must be loaded, and the activation must be one of `ACTIVATIONS`. All tensors must be on the CPU,
     and have the same dtype: float32 or bfloat16.
     """
-    given = [rows, *(p for p in parameters if p is not None)]
     return (
         native_is_loaded
         and activation_code(activation) is not None
-        and all(t.device.type == "cpu" and t.dtype == rows.dtype and t.dtype in _NATIVE_DTYPES for t in given)
+        and all(device.type == "cpu" for device in devices)
+        and len(dtypes) == 1
+        and all(dtype in _NATIVE_DTYPES for dtype in dtypes)
     )
 
 
@@ -68,25 +71,35 @@ def cuda_takes(*tensors: Tensor | None) -> bool:
     )
 
 
-def cuda_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `fmoe.kernels.cuda.ffn.expert_ffn` takes these arguments.
+def cuda_takes_ffn(
+    activation: Callable[[Tensor], Tensor], devices: Set[torch.device], dtypes: Set[torch.dtype]
+) -> bool:
+    """Return whether `fmoe.kernels.cuda.ffn.expert_ffn` takes rows and parameters on these devices, in these dtypes.
 
     The activation must be one of `ACTIVATIONS`. All tensors must have the same dtype, and be on one device with CUDA
     kernels.
     """
-    given = [rows, *(p for p in parameters if p is not None)]
-    return activation_code(activation) is not None and cuda_takes(*given) and all(t.dtype == rows.dtype for t in given)
+    return (
+        activation_code(activation) is not None
+        and len(devices) == len(dtypes) == 1
+        and all(cuda_is_loaded(device) for device in devices)
+        and all(dtype in DTYPES for dtype in dtypes)
+    )
 
 
 def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether `fmoe.kernels.cuda.rows` can permute, combine and reorder these rows.
+    """Return whether `fmoe.kernels.cuda.rows` can permute, combine and gather these rows.
 
     Args:
         others: other inputs of the operation, such as combine weights.
         dtype: dtype of the result; None for the dtype of the rows.
     """
-    is_matrix = rows.dim() == 2 and rows.is_floating_point()
-    return is_matrix and cuda_takes(rows, *others) and (dtype is None or dtype in DTYPES)
+    return (
+        rows.dim() == 2
+        and cuda_is_loaded(rows.device)
+        and all(tensor.device == rows.device and tensor.dtype in DTYPES for tensor in (rows, *others))
+        and (dtype is None or dtype in DTYPES)
+    )
 
 
 def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:

@@ -39,10 +39,7 @@ class PaddedPlan:
         valid_CES = position_CES < count_E.view(1, -1, 1)
         self.valid_P = valid_CES.reshape(-1)
         place_P = (begin_E.view(1, -1, 1) + position_CES).reshape(-1).clamp(max=max(num_assignments - 1, 0))
-        if num_assignments:
-            self.assignment_P = plan.perm_N[place_P]
-        else:
-            self.assignment_P = place_P
+        self.assignment_P = plan.perm_N[place_P] if num_assignments else place_P
         self.slots, self.top_k, self.kept_TK = slots, plan.inverse_TK.shape[1], plan.kept_TK
         # The inverse: the slot of assignment (t, k).
         sorted_N = torch.arange(num_assignments, device=device, dtype=torch.int64)
@@ -59,6 +56,10 @@ class PaddedPlan:
     def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's rows: [P, D] -> [T, D], for P slots in all."""
         return _Combine.apply(rows_PD, weight_TK, self)
+
+    def sum_rows(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return the result of `combine`. Not differentiable: call it in a `torch.autograd.Function`."""
+        return gather_sum(rows_PD, weight_TK, self.inverse_TK, self.kept_TK)
 
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
         """Return the combine weight of each slot, zero in empty slots: [num_rows], one per slot."""
@@ -96,7 +97,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_PD: Tensor, weight_TK: Tensor, plan: PaddedPlan) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(rows_PD, weight_TK)
-        return gather_sum(rows_PD, weight_TK, plan.inverse_TK, plan.kept_TK)
+        return plan.sum_rows(rows_PD, weight_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:

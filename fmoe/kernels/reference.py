@@ -24,11 +24,6 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     return (rows_TKD * weight_TK.unsqueeze(2).to(rows_MD.dtype)).sum(1)
 
 
-def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``rows[index]`` in ``dtype`` (None: the dtype of ``rows``). ``inverse`` is not used."""
-    return rows[index].to(rows.dtype if dtype is None else dtype)
-
-
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
     """Apply the linear map of each expert e to its ``counts[e]`` rows: [M, I] -> [M, O]."""
     parts = rows_MI.split(list(counts))

@@ -5,7 +5,7 @@ rows. Autograd of ``index_select`` would add rows with ``index_add``. This needs
 atomics in an order that changes from run to run.
 
 Shape letters: T tokens, D width, K experts per token, N = T * K assignments, M of them kept, E experts, C chunks, R
-rows that this rank's experts compute.
+rows that this rank's experts compute, S segments of received rows.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.kernels import backends, memory
+from fmoe.kernels.cuda import calls
 from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.routing import Routing
 
@@ -49,6 +50,7 @@ class DispatchPlan:
         count_E: number of rows of each expert.
         end_E: end of each expert's rows, int32; None unless a CUDA kernel made the plan.
         num_kept: M, int64 [1]; None unless a CUDA kernel made the plan.
+        known_counts: ``count_E`` on the host; None if `counts` has to read it.
     """
 
     perm_N: Tensor
@@ -57,6 +59,7 @@ class DispatchPlan:
     count_E: Tensor
     end_E: Tensor | None = None
     num_kept: Tensor | None = None
+    known_counts: list[int] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -76,16 +79,8 @@ class DispatchPlan:
 
     @cached_property
     def counts(self) -> list[int]:
-        """``count_E`` as a list on the host. The first use waits for the device."""
-        return self.count_E.tolist()
-
-    @property
-    def offsets(self) -> tuple[Tensor, Tensor]:
-        """The fields ``end_E`` and ``num_kept``, computed from ``count_E`` on the device if one is None."""
-        if self.end_E is not None and self.num_kept is not None:
-            return self.end_E, self.num_kept
-        end_E = self.count_E.cumsum(0)
-        return end_E.int(), end_E[-1:]
+        """``count_E`` as a list on the host. The first use waits for the device, unless ``known_counts`` is set."""
+        return self.count_E.tolist() if self.known_counts is None else self.known_counts
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
         """Return the token of each row: [T, D] -> [M, D] (the function `fmoe.kernels.permute`)."""
@@ -95,13 +90,19 @@ class DispatchPlan:
         """Return the weighted sum of each token's rows: [M, D] -> [T, D] (the function `fmoe.kernels.combine`)."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
 
+    def sum_rows(self, rows_MD: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return the result of `combine`. Not differentiable: call it in a `torch.autograd.Function`."""
+        if backends.cuda_takes_rows(rows_MD, weight_TK):
+            return cuda_rows.combine(rows_MD, weight_TK, self.inverse_TK)
+        return gather_sum(rows_MD, weight_TK, self.inverse_TK)
+
     def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
         """Return the combine weight of each row: [M]. ``num_rows`` is M."""
         return weight_TK.reshape(-1).index_select(0, self.perm_N[:num_rows])
 
-    def kept_only(self, num_rows: int) -> "DispatchPlan":
-        """Return the plan without the rows of dropped assignments. ``num_rows`` is M."""
-        return replace(self, perm_N=self.perm_N[:num_rows])
+    def kept_only(self, counts: list[int]) -> "DispatchPlan":
+        """Return the plan without the rows of dropped assignments. ``counts`` is ``count_E`` on the host."""
+        return replace(self, perm_N=self.perm_N[: sum(counts)], known_counts=counts)
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
         """Return keyword arguments for a backend's `expert_ffn` that make it gather tokens and combine outputs, too."""
@@ -173,16 +174,33 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     return _Combine.apply(rows_MD, weight_TK, inverse_TK)
 
 
-def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` for a permutation ``index``.
+def gather(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``rows[index]`` in ``dtype``, in one pass. Not differentiable: call it in a `torch.autograd.Function`."""
+    if backends.cuda_takes_rows(rows, dtype=dtype):
+        return cuda_rows.reorder(rows, index, index, dtype)  # without a backward pass, the inverse is not read
+    return memory.gather(rows, index).to(dtype)
+
+
+def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the permutation that sorts received segments by key, and its inverse.
+
+    Rows arrive in segments: P senders each send X adjacent groups of rows, such as those of one expert. Segments with
+    equal keys keep the order of arrival.
 
     Args:
-        inverse: inverse permutation of ``index``, for the backward pass.
-        dtype: dtype of the result. Gradients have the dtype of ``rows``.
+        receive_PX: number of rows of each segment.
+        key_PX: sort key of each segment.
+        num_rows: sum of ``receive_PX``.
     """
-    if backends.cuda_takes_rows(rows, dtype=dtype):
-        return cuda_rows.reorder(rows, index, inverse, dtype)
-    return _Reorder.apply(rows, index, inverse, dtype)
+    receive_S = receive_PX.reshape(-1)
+    order_S = key_PX.reshape(-1).argsort(stable=True)
+    if backends.cuda_takes_segments(receive_S):
+        return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
+    sorted_S = receive_S[order_S]
+    shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (sorted_S.cumsum(0) - sorted_S)
+    row_R = torch.arange(num_rows, device=receive_S.device, dtype=torch.int64)
+    order_R = row_R + shift_S.repeat_interleave(sorted_S, output_size=num_rows)
+    return order_R, row_R - shift_S[order_S.argsort()].repeat_interleave(receive_S, output_size=num_rows)
 
 
 def _inverted(perm_N: Tensor) -> Tensor:
@@ -190,30 +208,29 @@ def _inverted(perm_N: Tensor) -> Tensor:
     return torch.empty_like(perm_N).scatter_(0, perm_N, index_N)
 
 
-def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]`` over assignments with a row. Without weights, each weight is 1."""
-    num_rows = rows_MD.shape[0]
-    if 2 * num_rows < inverse_TK.numel() and rows_MD.device.type == "cpu":
-        return _scatter_sum(rows_MD, weight_TK, inverse_TK)
-    return gather_sum(rows_MD, weight_TK, inverse_TK, inverse_TK < num_rows if num_rows < inverse_TK.numel() else None)
-
-
-def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None = None) -> Tensor:
     """Return ``sum_k weight_tk * rows[inverse_tk]`` for each token: [M, D] -> [T, D].
 
     Args:
         weight_TK: weights; None for weights of 1.
-        kept_TK: bool, True for assignments to sum over; None for all.
+        kept_TK: bool, True for assignments to sum over; None for those with a row, ``inverse_TK < M``.
     """
-    if rows_MD.shape[0] == 0:
+    num_rows = rows_MD.shape[0]
+    if kept_TK is None and num_rows < inverse_TK.numel():
+        if 2 * num_rows < inverse_TK.numel() and rows_MD.device.type == "cpu":
+            return _scatter_sum(rows_MD, weight_TK, inverse_TK)
+        kept_TK = inverse_TK < num_rows
+    if num_rows == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
-    if not _is_bag(rows_MD, weight_TK):
+    is_float = rows_MD.dtype == torch.float32 and (weight_TK is None or weight_TK.dtype == torch.float32)
+    # embedding_bag rounds 16-bit sums at each step, and is slow in float64.
+    if not is_float or torch.is_grad_enabled() or not memory.is_plain(rows_MD):
         return _sum_choices(rows_MD, weight_TK, inverse_TK, kept_TK)
-    begin_T = None
-    if kept_TK is not None:
-        begin_T = kept_TK.sum(1).cumsum(0) - kept_TK.sum(1)
-        inverse_TK, weight_TK = inverse_TK[kept_TK], None if weight_TK is None else weight_TK[kept_TK]
-    return F.embedding_bag(inverse_TK, rows_MD, begin_T, mode="sum", per_sample_weights=weight_TK)
+    if kept_TK is None:
+        return F.embedding_bag(inverse_TK, rows_MD, mode="sum", per_sample_weights=weight_TK)
+    begin_T = kept_TK.sum(1).cumsum(0) - kept_TK.sum(1)
+    weight_M = None if weight_TK is None else weight_TK[kept_TK]
+    return F.embedding_bag(inverse_TK[kept_TK], rows_MD, begin_T, mode="sum", per_sample_weights=weight_M)
 
 
 def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
@@ -236,17 +253,6 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
     return total_TD.to(rows_MD.dtype)
 
 
-def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
-    """Return whether ``embedding_bag`` suits these rows."""
-    # It rounds 16-bit sums at each step, and is slow in float64.
-    return (
-        rows_MD.dtype == torch.float32
-        and (weight_TK is None or weight_TK.dtype == torch.float32)
-        and memory.is_plain(rows_MD)
-        and not torch.is_grad_enabled()
-    )
-
-
 def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
     """Return the dot product of each row of ``a_MD`` with the same row of ``b_MD``: [M]."""
     if a_MD.device.type == "cpu":  # vecdot would store the products of all elements first
@@ -255,7 +261,7 @@ def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
 
 
 def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """Compute `_gather_sum` on the CPU for few rows and many assignments."""
+    """Compute `gather_sum` on the CPU for few rows and many assignments."""
     # On the CPU, index_add_ adds in a fixed order.
     perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
     num_tokens, top_k = inverse_TK.shape
@@ -276,14 +282,14 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse_TK,) = ctx.saved_tensors
-        return _gather_sum(grad_MD, None, inverse_TK), None, None, None
+        return gather_sum(grad_MD, None, inverse_TK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_MD, weight_TK, inverse_TK)
-        return _gather_sum(rows_MD, weight_TK, inverse_TK)
+        return gather_sum(rows_MD, weight_TK, inverse_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -300,19 +306,6 @@ class _Combine(torch.autograd.Function):
         is_ours = not torch.is_grad_enabled() and grad_MD.dtype == torch.promote_types(grad_MD.dtype, weight_TK.dtype)
         grad_MD = grad_MD.mul_(weight_M1) if is_ours else grad_MD * weight_M1
         return grad_MD.to(rows_MD.dtype), grad_weight_TK, None
-
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        ctx.dtype = rows.dtype
-        return memory.gather(rows, index).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        index, inverse = ctx.saved_tensors
-        return _Reorder.apply(grad, inverse, index, ctx.dtype), None, None, None
 
 
 def combine_unsaved(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
@@ -343,7 +336,7 @@ class _CombineUnsaved(torch.autograd.Function):
     def forward(ctx: Any, rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
         ctx.plan, ctx.num_rows = plan, rows_MD.shape[0]
         ctx.save_for_backward(plan.inverse_TK)
-        return plan.combine(rows_MD, weight_TK)
+        return plan.sum_rows(rows_MD, weight_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:

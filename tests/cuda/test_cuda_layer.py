@@ -354,7 +354,9 @@ def test_compiled_without_graph_breaks(gate, on):
         tokens = LocalTokens([x_TD], x_TD, RoutingGroups(3, 16), x.shape[:-1])
         routing = gate_kernels.route(layer.gate, tokens)
         plan = DispatchPlan.from_routing(routing, layer.num_experts)
-        return layer.experts.fused_forward(tokens.x_TD, plan.count_E, **plan.fused_arguments(routing.weight_TK))
+        arguments = plan.fused_arguments(routing.weight_TK)
+        operation = layer.experts.operation(tokens.x_TD)
+        return layer.experts.fused_forward(operation, tokens.x_TD, plan.count_E, **arguments)
 
     plain = results(layer, X, run)
     layer.zero_grad()

@@ -8,12 +8,11 @@ import torch
 from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
-from fmoe.exchange.hops import segment_order
 from fmoe.gates.capacity import drop_over_capacity
 from fmoe.kernels.cuda import calls
 from fmoe.kernels.cuda.instances import MAX_EXPERTS, MAX_SEGMENTS
 from fmoe.kernels.gates import memory_shape
-from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan, segment_order
 from fmoe.routing import Routing, RoutingGroups
 
 INT64, INT32, BOOL, FLOAT = torch.int64, torch.int32, torch.bool, torch.float32

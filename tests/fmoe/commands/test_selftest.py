@@ -39,11 +39,11 @@ def mix_up_rows():
     """Rank 1 sends the experts' outputs back one place off."""
     import os
 
-    from fmoe.exchange.hops import Hop
+    from fmoe.exchange.hops import AllToAll
 
     if os.environ["RANK"] == "1":
-        pack = Hop.pack
-        Hop.pack = lambda hop, rows: pack(hop, rows.roll(1, 0))
+        apply = AllToAll.apply
+        AllToAll.apply = lambda rows, hop, back: apply(rows.roll(1, 0) if back else rows, hop, back)
 
 
 def test_a_broken_exchange_is_found(forks):
@@ -60,13 +60,13 @@ def fail_late():
     """Rank 1 raises where experts compute, while rank 0 waits for its rows."""
     import os
 
-    import fmoe.experts.ffn
+    import fmoe.experts.call
 
-    def call(*args):
+    def call(*args, **options):
         raise ArithmeticError("one place short")
 
     if os.environ["RANK"] == "1":
-        fmoe.experts.ffn.ExpertCall.__call__ = fmoe.experts.ffn.ExpertCall.weighed = call
+        fmoe.experts.call.ExpertCall.rows = call
 
 
 def test_a_rank_that_raises_is_named(forks):

@@ -208,10 +208,14 @@ class Auto:
         outputs = expert_ffn(permute(rows, perm_N, inverse_TK, sum(counts)), *stacks, counts, activation, gated)
         return combine(outputs, weight_TK, inverse_TK)
 
-    def operation(self, experts, rows, parameters):
-        """As `FFNExperts._backend_ffn`."""
-        others = external.candidates(rows, parameters[0], parameters[2], experts.activation, experts.gated)
-        return functools.partial(external.fastest_ffn, self.ours, others, experts.training)
+    def operation(self, experts, x):
+        """As `FFNExperts.operation`."""
+        return functools.partial(external.fastest_ffn, self.ours, candidates(experts, x.dtype), experts.training)
+
+
+def candidates(experts, dtype):
+    sizes = (experts.num_experts, experts.d_model, experts.d_hidden)
+    return external.candidates(torch.device("cpu"), {dtype}, sizes, experts.activation, experts.gated)
 
 
 class OnDevice(torch.Tensor):
@@ -231,14 +235,14 @@ def auto(installed, monkeypatch, tmp_path):
     monkeypatch.setattr(external, "_architecture", lambda device: auto.architecture)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: auto.is_capturing)
     monkeypatch.setattr(tuning, "fastest", auto.fastest)
-    monkeypatch.setattr(FFNExperts, "_backend_ffn", lambda *args: auto.operation(*args))
+    monkeypatch.setattr(FFNExperts, "operation", lambda *args: auto.operation(*args))
     return auto
 
 
 def test_auto_takes_the_fastest(auto, tmp_path):
     """Measured once per size, in training with gradients."""
     layer, plain, x = layer_of("torch"), layer_of("torch"), torch.randn(9, WIDTH)
-    plain.experts._backend_ffn = lambda *_: None  # torch's
+    plain.experts.operation = lambda *_: None  # torch's
     expected = results(plain, x)
     for _ in range(2):
         layer.zero_grad()
@@ -278,7 +282,7 @@ def saving_products():
 def test_auto_measures_inside_a_checkpoint(auto, options):
     """What the measurement computes and saves is none of the checkpoint's."""
     layer, plain = layer_of("torch"), layer_of("torch")
-    plain.experts._backend_ffn = lambda *_: None
+    plain.experts.operation = lambda *_: None
     x = torch.randn(9, WIDTH)
     found = results(lambda x: checkpoint(layer, x, **options), x, layer)
     for name, value in results(plain, x).items():
@@ -323,10 +327,8 @@ def test_auto_leaves_out_what_is_wrong(auto, monkeypatch, caplog):
 def test_what_auto_measures(auto, architecture, options, names):
     auto.architecture = architecture
     experts = layer_of("torch", **options).experts
-    rows = torch.zeros(2, experts.d_model)
-    weights = (experts.weight_in, experts.weight_out)
-    assert external.candidates(rows, *weights, experts.activation, experts.gated) == names
-    assert external.candidates(rows.double(), *weights, experts.activation, experts.gated) == ()
+    assert candidates(experts, torch.float32) == list(names)
+    assert candidates(experts, torch.float64) == []
 
 
 def test_auto_leaves_out_te_where_it_would_wait(auto):

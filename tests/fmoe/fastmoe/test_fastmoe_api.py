@@ -296,9 +296,9 @@ def test_an_expert_function_of_ones_own_and_shadowed_experts():
         weights = [layer.experts.shadow(0)]
         if message:
             with pytest.raises(fmoe.UserError, match=message):
-                call.compute_with(weights, [x], [len(x)], None)
+                call.rows([x], [len(x)], None, weights)
         else:
-            (y,) = call.compute_with(weights, [x], [len(x)], None)
+            (y,) = call.rows([x], [len(x)], None, weights)
             assert torch.equal(y, layer.experts(x, torch.tensor([len(x), 0, 0, 0])))
 
 

@@ -145,14 +145,6 @@ def test_expert_ffn(gated, bias, activation):
         assert_close(results[0][name], expected, 1e-12, name)
 
 
-def test_reorder_is_its_inverse_backward():
-    index = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    inverse = index.argsort()
-    x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(kernels.reorder(x, index, inverse, x.dtype), x[index])
-    assert torch.autograd.gradcheck(lambda x: kernels.reorder(x, index, inverse, x.dtype), x)
-
-
 def drawn(*shapes):
     g = torch.Generator().manual_seed(0)
     return [torch.randn(shape, dtype=torch.float64, generator=g).requires_grad_() for shape in shapes]

@@ -7,10 +7,9 @@ from compare import relative_error
 from forks import values
 
 import fmoe
-from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan, combine_unsaved, weigh_gradient
-from fmoe.routing import Routing
+from fmoe.routing import Routing, RoutingGroups
 
 TOKENS, TOP_K, EXPERTS, WIDTH = 12, 3, 5, 6
 SLOTS = 8
@@ -57,32 +56,25 @@ def test_second_derivatives(padded):
     assert max(relative_error(a, b) for a, b in zip(*results, strict=True)) < 1e-12
 
 
-def with_weights(exchange, options, trained):
-    """Bytes sent in a step, rows sent to the other rank, and the gradients of tokens and weights."""
+def sent_forward(exchange, options):
+    """Bytes sent in a forward pass with gradients and in one without, rows sent to the other rank, and the outputs."""
     group = {"moe_group": dist.group.WORLD, "exchange": exchange, "exchange_options": options}
     layer = fmoe.FMoE(d_model=WIDTH, num_experts=4, d_hidden=8, top_k=2, gate="naive", seed=3, **group)
-    g = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(TOKENS, WIDTH, generator=g).requires_grad_()
-    expert_TK = torch.rand(TOKENS, 4, generator=g).argsort(1)[:, :2]
-    weight_TK = torch.rand(TOKENS, 2, generator=g).requires_grad_(trained)
-    before = 0
-    for _ in range(2):  # settings are compared in the first
-        x.grad, before = None, layer.exchange.traffic.sent
-        with layer.exchange.session("layer", lambda _: {}, layer.experts, x) as session:
-            call = ExpertCall(layer.experts, "layer", x, training=True)
-            (y,) = session.run(Routing(expert_TK, weight_TK), weight_TK, [x], call)
-        y.square().sum().backward()
-    away = (expert_TK // 2 != dist.get_rank()).sum()
-    return layer.exchange.traffic.sent - before, int(away), y.detach(), x.grad
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    away = int((layer.gate(x, RoutingGroups(1, TOKENS)).expert_TK // 2 != dist.get_rank()).sum())
+    sent, outputs = [], []
+    for has_grad in (True, False):
+        before = layer.exchange.traffic.sent
+        with torch.set_grad_enabled(has_grad):
+            outputs.append(layer(x).detach())
+        sent.append(layer.exchange.traffic.sent - before)
+    return sent, away, outputs
 
 
 @pytest.mark.parametrize(("exchange", "options"), [("all_to_all", {}), ("hierarchical", {"node_size": 1})], ids=str)
-def test_weights_without_gradients_are_not_sent(two_ranks, exchange, options):
-    runs = [values(two_ranks.run(with_weights, exchange, options, trained)) for trained in (True, False)]
-    sent, fewer, away = (sum(rank[i] for rank in run) for run, i in zip((*runs, runs[0]), (0, 0, 1), strict=True))
-    assert sent - fewer == 8 * away > 0  # four bytes there, and four back
-    for (*_, y, grad), (*_, same, plain) in zip(*runs, strict=True):
-        assert torch.equal(y, same) and relative_error(grad, plain) < 1e-6
+def test_weights_are_sent_only_with_gradients(two_ranks, exchange, options):
+    for (training, inference), away, (y, same) in values(two_ranks.run(sent_forward, exchange, options)):
+        assert training - inference == 4 * away > 0 and torch.equal(y, same)
 
 
 def different_gradients(case):
