@@ -41,10 +41,15 @@ class Trainer:
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, inputs: Inputs, callbacks: Sequence[Callback]):
-        self.recipe, self.processes, self.inputs, self.callbacks = recipe, processes, inputs, callbacks
+        self.recipe = recipe
+        self.processes = processes
+        self.inputs = inputs
+        self.callbacks = callbacks
         self.engine = Engine(recipe, processes)
+        self.engine.on_progress = self._on_progress
         self.step = 0
-        self.is_stopping = self.was_skipped = False
+        self.is_stopping = False
+        self.was_skipped = False
         self._flops_per_token = recipe.flops_per_token()
         self._peak = math.inf  # FLOP/s of all devices together
         self._imports = digests(recipe)
@@ -91,6 +96,10 @@ class Trainer:
                 for callback in reversed(started):
                     stack.callback(callback.on_end, self, error)
 
+    def _on_progress(self) -> None:
+        for callback in self.callbacks:
+            callback.on_progress(self)
+
     def _step(self) -> Metrics:
         begin = time.perf_counter()
         batches = self._batches.take(self.step)
@@ -104,7 +113,8 @@ class Trainer:
         if result.has_overflowed and self.processes.is_main:
             event = (self.step, "skip")
             logger.warning("step %d is skipped: %s", self.step, result.skipped, extra={"event": event})
-        schedule, length = self.recipe.batches, self.recipe.tokens_per_sequence
+        schedule = self.recipe.batches
+        length = self.recipe.tokens_per_sequence
         tokens = schedule.sequences(self.step - 1) * length
         flops_per_second = self._flops_per_token * tokens / seconds
         self._peak = max(self._peak, flops_per_second)  # a peak that was measured on a busy machine may be too low
@@ -140,6 +150,7 @@ class Trainer:
     def run_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that is the same on every rank: all but tensors and random generators."""
         data = resume.data_state(self.recipe, self.inputs, self.step)
+        callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
@@ -147,7 +158,7 @@ class Trainer:
             "optimizer": state.optimizer_state(self.engine),
             "schedule": state.schedule_state(self.engine),
             "data": {**data, "end_of_document": self.inputs.end_of_document},
-            "callbacks": {c.state_key: saved for c in self.callbacks if (saved := c.state_dict())},
+            "callbacks": {key: saved for key, saved in callbacks.items() if saved},
             resume.PUBLISHED: self._published,
         }
 
@@ -168,14 +179,11 @@ class Trainer:
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint, saved with any settings of ``[parallel]``.
+        """Resume from a checkpoint that `pretrain.start.resume.choose_start` chose.
 
         Raises:
-            UserError: recipe or data differ from the checkpoint's (`pretrain.start.resume.check_resumable`,
-                `pretrain.start.resume.check_data`), or its tensors do not fit the model.
+            UserError: its tensors do not fit the model.
         """
-        resume.check_resumable(self.recipe, checkpoint)
-        resume.check_data(self.recipe, self.inputs, checkpoint)
         state.load(self.engine, checkpoint)
         self.step = checkpoint.step
         self._published = checkpoint.state.get(resume.PUBLISHED, {})
@@ -194,10 +202,10 @@ class Trainer:
             UserError: a tensor is missing, unexpected, or differs in shape.
         """
         state.load_weights(self.engine, checkpoint)
-        known = checkpoint.state.get("data", {}).get("tokenizer")
-        published = checkpoint.state.get(resume.PUBLISHED, {})
-        is_same = known == self.inputs.tokenizer_fingerprint
-        self._published = published if is_same or not published else resume.without_ids(published)
+        tokenizer = checkpoint.state.get("data", {}).get("tokenizer")
+        self._published = checkpoint.state.get(resume.PUBLISHED, {})
+        if self._published and tokenizer != self.inputs.tokenizer_fingerprint:
+            self._published = resume.without_ids(self._published)
 
 
 def _memory_mb(device: torch.device) -> float:

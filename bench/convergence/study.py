@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fmoe.errors import UserError
 from pretrain.config import Recipe, load_recipe
-from pretrain.start.process import EXIT_REQUEUE
+from pretrain.start.codes import EXIT_REQUEUE
 from pretrain.start.torchrun import die_with_parent
 from pretrain.tracking import read_metrics
 

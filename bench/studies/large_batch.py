@@ -36,7 +36,7 @@ from pretrain.data.corpus import write_python_library
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import train_tokenizer
 from pretrain.start import torchrun
-from pretrain.start.process import EXIT_DIVERGED
+from pretrain.start.codes import EXIT_DIVERGED
 from pretrain.tracking import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")

@@ -4,8 +4,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-import torch.distributed as dist
-
 from fmoe.errors import UserError
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,9 +45,25 @@ def is_launched() -> bool:
     return True
 
 
+def world_size() -> int:
+    """Return the number of ranks that the launcher started; 1 without a launcher.
+
+    Raises:
+        UserError: the launcher's environment variables are incomplete or invalid.
+    """
+    return number("WORLD_SIZE", 1) if is_launched() else 1
+
+
+def local_rank() -> int:
+    """Return the index of this rank on its machine; 0 without a launcher."""
+    return number("LOCAL_RANK", 0)
+
+
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
     """Convert a failure of the ranks to meet in the ``with`` block to a UserError that names address and port."""
+    import torch.distributed as dist  # not above: `fmoe train --help` starts without torch
+
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:

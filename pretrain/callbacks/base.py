@@ -59,6 +59,9 @@ class Callback:
     def before_step(self, trainer: Loop) -> None:
         """Run before every step; ``trainer.step`` does not count this step yet."""
 
+    def on_progress(self, trainer: Loop) -> None:
+        """Run at the beginning of every micro batch, in training and validation."""
+
     def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
         """Run within a step, before the model changes; ``trainer.step`` does not count the step yet.
 

@@ -1,31 +1,43 @@
 """Logging of metrics on rank 0."""
 
-from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 from pretrain.callbacks.base import Callback, Loop, Metrics
-from pretrain.tracking import Trackers
+from pretrain.config import Recipe
+from pretrain.tracking import Trackers, build_trackers
 
 
 class Tracking(Callback):
     """Log the metrics of the trainer and of earlier callbacks.
 
     Args:
-        build: builds the trackers; called only on rank 0.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run.
     """
 
-    def __init__(self, build: Callable[[], Trackers]):
-        self._build = build
+    def __init__(self, recipe: Recipe, resume_step: int | None):
+        self.recipe = recipe
+        self.resume_step = resume_step
         self._trackers: Trackers | None = None
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.processes.is_main:
-            self._trackers = self._build()
-            self._log(trainer, metrics)
+            tracking = self.recipe.tracking
+            self._trackers = build_trackers(
+                Path(self.recipe.run.folder),
+                wandb=tracking.wandb,
+                tensorboard=tracking.tensorboard,
+                trackio=tracking.trackio,
+                console_every=tracking.console_every,
+                total_steps=self.recipe.train.steps,
+                config=asdict(self.recipe),
+                resume_step=self.resume_step,
+                picture_every=tracking.picture_every,
+                project=tracking.project,
+            )
+            self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
-        self._log(trainer, metrics)
-
-    def _log(self, trainer: Loop, metrics: Metrics) -> None:
         if self._trackers is not None and metrics:
             self._trackers.log(trainer.step, metrics)
 

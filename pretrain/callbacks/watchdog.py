@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.start import torchrun
-from pretrain.start.process import EXIT_HANG
+from pretrain.start.codes import EXIT_HANG
 
 _GRACE = 60.0  # upper bound on the seconds that a rank waits for the other ranks' stacks
 
@@ -30,53 +30,45 @@ class Watchdog(Callback):
     """
 
     def __init__(self, folder: Path, seconds: float):
-        self.folder, self.seconds = folder, seconds
+        self.folder = folder
+        self.seconds = seconds
         self._moved = threading.Condition()
         self._seen: float | None = None  # time.monotonic() of the last progress; None: not watching
-        self._has_begun = self._is_over = False
+        self._has_begun = False
+        self._is_over = False
         self._thread: threading.Thread | None = None
-
-    def start(self, trainer: Loop) -> None:
-        """Start the timer thread, which watches from the first micro batch on.
-
-        Call `start` before training, and `stop` after it, even if training raised.
-        """
-        self._trainer = trainer
-        trainer.engine.on_progress = self._progress
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; a second call does nothing."""
-        with self._moved:
-            self._is_over = True
-            self._moved.notify()
-        if self._thread is not None:
-            self._thread.join()
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         self._set(None)
 
     def before_step(self, trainer: Loop) -> None:
         self._has_begun = True
-        self._progress()
+        self.on_progress(trainer)
+
+    def on_progress(self, trainer: Loop) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, args=(trainer,), name="watchdog", daemon=True)
+            self._thread.start()
+        self._set(time.monotonic())
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         self._set(None)
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        self.stop()
-
-    def _progress(self) -> None:
-        self._set(time.monotonic())
+        with self._moved:
+            self._is_over = True
+            self._moved.notify()
+        if self._thread is not None:
+            self._thread.join()
 
     def _set(self, seen: float | None) -> None:
         with self._moved:
-            is_idle, self._seen = self._seen is None, seen
-            if is_idle and seen is not None:  # else the thread wakes up in time by itself
+            was_idle = self._seen is None
+            self._seen = seen
+            if was_idle and seen is not None:  # else the thread wakes up in time by itself
                 self._moved.notify()
 
-    def _watch(self) -> None:
+    def _watch(self, trainer: Loop) -> None:
         with self._moved:
             while not self._is_over:
                 left = None if self._seen is None else self._seen + self.seconds - time.monotonic()
@@ -85,12 +77,12 @@ class Watchdog(Callback):
                 self._moved.wait(left)
             else:
                 return
-        self._dump()
+        self._dump(trainer)
 
-    def _dump(self) -> None:
-        rank = self._trainer.processes.rank
+    def _dump(self, trainer: Loop) -> None:
+        rank = trainer.processes.rank
         path = self.folder / f"rank-{rank}.txt"
-        where = f"{'in' if self._has_begun else 'before'} step {self._trainer.step + 1}"
+        where = f"{'in' if self._has_begun else 'before'} step {trainer.step + 1}"
         line = f"rank {rank}: no progress for {self.seconds / 60:g} minutes {where}"
         began = time.time()
         try:
@@ -106,13 +98,11 @@ class Watchdog(Callback):
         sys.stderr.flush()
         torchrun.report(EXIT_HANG)
         # The first rank to end takes the others down; give them time to write.
+        files = [self.folder / f"rank-{number}.txt" for number in range(trainer.processes.world_size)]
         deadline = time.monotonic() + min(self.seconds, _GRACE)
-        while time.monotonic() < deadline and not self._all_wrote(began - self.seconds):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if all(file.stat().st_mtime > began - self.seconds for file in files):
+                    break
             time.sleep(0.1)
         os._exit(EXIT_HANG)
-
-    def _all_wrote(self, since: float) -> bool:
-        with contextlib.suppress(OSError):
-            files = [self.folder / f"rank-{n}.txt" for n in range(self._trainer.processes.world_size)]
-            return all(file.stat().st_mtime > since for file in files)
-        return False

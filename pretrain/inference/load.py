@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fmoe.errors import UserError
+from fmoe.runtime import launcher
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
@@ -128,8 +129,8 @@ def single_process(seed: int = 0) -> Iterator[Processes]:
     from megatron_patch import cpu
     from pretrain.engine import init_parallel, stop_parallel
 
-    if process.world_size() > 1:
-        raise UserError(f"WORLD_SIZE={process.world_size()} is not supported: start a single process")
+    if launcher.world_size() > 1:
+        raise UserError(f"WORLD_SIZE={launcher.world_size()} is not supported: start a single process")
     cpu.install()
     processes = process.start()
     try:

@@ -1,8 +1,4 @@
-"""The ranks of a run: device, rendezvous, process group, exit codes.
-
-A run exits with 0 for success, with 2 for invalid input (`fmoe.errors.EXIT_USAGE`), or with one of the constants below.
-docs/operations.md also lists the codes of crashes and interrupts.
-"""
+"""The ranks of a run: device, rendezvous, process group."""
 
 import os
 import time
@@ -17,20 +13,6 @@ import torch.distributed as dist
 from fmoe.errors import UserError
 from fmoe.runtime import launcher
 from pretrain.start import lock
-
-EXIT_DIVERGED = 65
-"""A guard (recipe section ``[guard]``) stopped a run that diverged. A restart would repeat the same steps: find the
-cause first. EX_DATAERR of sysexits.h."""
-
-EXIT_HANG = 70
-"""The run made no progress for ``guard.hang_minutes`` minutes. The stack traces are in the run's folder. EX_SOFTWARE of
-sysexits.h."""
-
-EXIT_REQUEUE = 75
-"""A signal stopped the run. Restart it with ``--resume auto``.
-
-The run saved a checkpoint first, unless training had not started or ``checkpoint.every`` is 0. The code is EX_TEMPFAIL
-of sysexits.h. Schedulers can be configured to requeue a job that exits with it."""
 
 _DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
 _TIMEOUT = timedelta(minutes=10)
@@ -54,20 +36,6 @@ class Processes:
     def is_main(self) -> bool:
         """True on rank 0, which prints and writes shared files."""
         return self.rank == 0
-
-
-def world_size() -> int:
-    """Return the number of ranks that the launcher (torchrun) started; 1 without a launcher.
-
-    Raises:
-        UserError: the launcher's environment variables are incomplete or invalid.
-    """
-    return launcher.number("WORLD_SIZE", 1) if launcher.is_launched() else 1
-
-
-def local_rank() -> int:
-    """Return the index of this rank on its machine; 0 without a launcher."""
-    return launcher.number("LOCAL_RANK", 0)
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
@@ -96,25 +64,22 @@ class Meeting:
         Raises:
             UserError: on rank 0, if ``action`` raised it; then the other ranks raise `RefusedElsewhere`.
         """
-        if self.rank == 0:
-            try:
-                action()
-            except UserError:
-                self._post("refused")
-                raise
-            self._post("begins")
-        else:
+        if self.rank > 0:
             self.store.wait(["first"], _TIMEOUT_FIRST)
-            said = self.store.get("first")
+            answer = self.store.get("first")
             self.store.add("heard", 1)
-            if said == b"refused":
+            if answer == b"refused":
                 raise RefusedElsewhere("rank 0 refuses to start")
-
-    def _post(self, what: str) -> None:
-        self.store.set("first", what)
-        deadline = time.monotonic() + _SECONDS_TO_HEAR  # the store may end with this process
-        while what == "refused" and self.store.add("heard", 0) < self.size - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+            return
+        try:
+            action()
+            self.store.set("first", "begins")
+        except UserError:
+            self.store.set("first", "refused")
+            deadline = time.monotonic() + _SECONDS_TO_HEAR  # the store may end with this process
+            while self.store.add("heard", 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            raise
 
 
 def meet(limit: timedelta = _TIMEOUT) -> Meeting:
@@ -144,22 +109,28 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
     Raises:
         UserError: this machine has fewer GPUs than ranks, or GPUs that torch cannot use.
     """
-    device = torch.device("cpu")
     if (reason := unusable_gpu()) is not None:
         raise UserError(reason)
+    gpu = None
     if torch.cuda.is_available():
-        if local_rank() >= torch.cuda.device_count():
+        number = launcher.local_rank()
+        if number >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {local_rank()} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
+                f"local rank {number} has no GPU: torch finds {torch.cuda.device_count()} on this machine; "
                 "start at most that many processes on it, with more nodes or smaller sizes in [parallel]"
             )
-        device = torch.device("cuda", local_rank())
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    met = meeting or meet(limit)
-    own = device if backend == "nccl" else None  # without it nccl guesses the GPU from the rank
-    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit, device_id=own)
-    return Processes(dist.get_rank(), dist.get_world_size(), device)
+        gpu = torch.device("cuda", number)
+        torch.cuda.set_device(gpu)
+    meeting = meeting or meet(limit)
+    dist.init_process_group(
+        "gloo" if gpu is None else "nccl",
+        store=meeting.store,
+        rank=meeting.rank,
+        world_size=meeting.size,
+        timeout=limit,
+        device_id=gpu,  # without it nccl guesses the GPU from the rank
+    )
+    return Processes(dist.get_rank(), dist.get_world_size(), gpu or torch.device("cpu"))
 
 
 def unusable_gpu() -> str | None:

@@ -1,24 +1,26 @@
-"""Choice of the checkpoint that a run resumes from, and checks that recipe and data allow it.
+"""Choice of how a run starts, and checks that recipe and data allow it.
 
 Resuming (``--resume``) restores everything: weights, optimizer, schedule, random generators, position in the data. A
 warm start (``train.init_from``) loads the weights and starts a new run at step 0.
 """
 
+import itertools
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Checkpoint, open_checkpoint
+from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_of
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.config.checks import check_path
 from pretrain.config.imports import digests
 from pretrain.data.inputs import Inputs
+from pretrain.start.job import Job
 from pretrain.tracking.folder import CHECKPOINTS, METRICS
 
 # Keys that may change when a run resumes, and the effect of a change. Any other key would change the model, the data or
@@ -55,6 +57,83 @@ _ID_KEYS = ("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "constr
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Finished:
+    """The run is at its last step: nothing is left to train."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The run continues from a checkpoint. ``changes`` are those of the recipe since, for people."""
+
+    checkpoint: Checkpoint
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A new run begins with the weights of a checkpoint."""
+
+    weights: Checkpoint
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A new run begins with new weights."""
+
+
+Start = Finished | Resume | Warm | Fresh
+
+
+def choose_start(job: Job, inputs: Inputs) -> Start:
+    """Choose how a run starts. Reads no tensors; `verify_start` verifies the choice.
+
+    With ``--fallback``, the result is never `Finished`: the newest checkpoint may be damaged.
+
+    Raises:
+        UserError: as `find_checkpoint`; recipe or data do not fit the checkpoint; or ``train.init_from`` is not a
+            checkpoint.
+    """
+    checkpoint = find_checkpoint(job.folder, job.resume, fallback=job.fallback)
+    if checkpoint is not None:
+        start = _continue(job, inputs, checkpoint)
+        return Resume(checkpoint, ()) if job.fallback else start
+    if job.recipe.train.init_from is None:
+        return Fresh()
+    try:
+        return Warm(open_checkpoint(job.recipe.train.init_from))
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from error
+
+
+def verify_start(start: Start, job: Job, inputs: Inputs) -> Start:
+    """Verify the SHA-256 of all files that a run starts from. Collective: each rank verifies some.
+
+    Returns:
+        The start. With ``--fallback``, it may be another one, from an older checkpoint.
+
+    Raises:
+        UserError: on every rank, if a file is damaged, or only some ranks have found a checkpoint.
+    """
+    check_seen_by_all(job.folder, isinstance(start, Finished | Resume))
+    if isinstance(start, Warm):
+        return Warm(verify_together(start.weights.path))
+    if isinstance(start, Resume) and job.resume is not None:
+        return _continue(job, inputs, agree_on_intact(job.folder, job.resume, fallback=job.fallback))
+    return start
+
+
+def _continue(job: Job, inputs: Inputs, checkpoint: Checkpoint) -> Finished | Resume:
+    recipe = job.recipe
+    check_resumable(recipe, checkpoint)
+    check_data(recipe, inputs, checkpoint)
+    if checkpoint.step < recipe.train.steps:
+        return Resume(checkpoint, tuple(changes(recipe, checkpoint)))
+    if latest(job.folder / CHECKPOINTS) is None:
+        raise UserError(f"{checkpoint.path} is already at train.steps={recipe.train.steps}: increase train.steps")
+    return Finished()
+
+
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Check that this recipe can continue a checkpoint.
 
@@ -64,25 +143,33 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
-    # A key that did not exist when the checkpoint was written had, in effect, today's default.
-    now, then, defaults = asdict(recipe), checkpoint.state["recipe"], asdict(Recipe())
-    for section, values in now.items():
-        for name, value in values.items():
-            key = f"{section}.{name}"
-            if key not in MAY_NOT_CHANGE and (key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE):
-                continue
-            if key in _BY_CONTENT:
-                continue
-            was = then.get(section, {}).get(name, defaults[section][name])
-            if was != value:
-                raise UserError(
-                    f"{key}={value} differs from {was}, the value in {checkpoint.path}: use the old value to resume"
-                )
+    for key, (value, was) in differences(recipe, checkpoint).items():
+        may_change = key in MAY_CHANGE or f"{key.partition('.')[0]}.*" in MAY_CHANGE or key in _BY_CONTENT
+        if key in MAY_NOT_CHANGE or not may_change:
+            raise UserError(
+                f"{key}={value} differs from {was}, the value in {checkpoint.path}: use the old value to resume"
+            )
     if checkpoint.step > recipe.train.steps:
         raise UserError(
             f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}: "
             "increase train.steps"
         )
+
+
+def differences(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ from the checkpoint's, with both values: ``{"train.steps": (300, 40)}``.
+
+    A key that did not exist when the checkpoint was written had, in effect, today's default.
+    """
+    saved = checkpoint.state["recipe"]
+    defaults = asdict(Recipe())
+    differing = {}
+    for section, values in asdict(recipe).items():
+        for name, value in values.items():
+            was = saved.get(section, {}).get(name, defaults[section][name])
+            if was != value:
+                differing[f"{section}.{name}"] = (value, was)
+    return differing
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
@@ -91,24 +178,19 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     Left out are ``train.init_from`` and the sections ``checkpoint`` and ``tracking``. Of the section ``run``, only
     ``callbacks``, ``callback_options``, and new and changed files of ``imports`` are listed.
     """
-    now, then = asdict(recipe), checkpoint.state["recipe"]
-    keys = [
-        f"{section}.{name}={value} (was {then[section][name]})"
-        for section in ("run", "model", "data", "parallel", "optimizer", "train", "guard")
-        for name, value in now[section].items()
-        if (section != "run" or name in ("callbacks", "callback_options"))
-        and name in then.get(section, {})
-        and then[section][name] != value
-        and (section, name) != ("train", "init_from")
-    ]
+    unlisted = ("checkpoint.", "tracking.", "run.folder", "run.imports", "train.init_from")
+    lines = []
+    for key, (value, was) in differences(recipe, checkpoint).items():
+        if not key.startswith(unlisted):
+            lines.append(f"{key}={value} (was {was})")
     before = checkpoint.state.get("imports", {})
     for file, digest in digests(recipe).items():  # found by path, or by name if the file has moved
         moved = [old for path, old in before.items() if Path(path).name == Path(file).name]
         if file not in before and not moved:
-            keys.append(f"{Path(file).name} of run.imports (new)")
+            lines.append(f"{Path(file).name} of run.imports (new)")
         elif before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
-            keys.append(f"{Path(file).name} of run.imports (its content has changed)")
-    return keys
+            lines.append(f"{Path(file).name} of run.imports (its content has changed)")
+    return lines
 
 
 def without_ids(published: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,53 +224,41 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     Raises:
         UserError: the data have changed, or the recipe's batch sizes lead to another next sample.
     """
-    then = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
-    was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
+    was = checkpoint.state["data"]
+    now = data_state(recipe, inputs, checkpoint.step)
     if was["next_sample"] != now["next_sample"]:
         raise UserError(
             f"{checkpoint.path} continues with sample {was['next_sample']}, but after step {checkpoint.step} this "
             f"recipe (train.global_batch={recipe.train.global_batch}) continues with sample {now['next_sample']}: "
             "restore the checkpoint's batch sizes"
         )
-    number, old_number = len(recipe.data.train), len(then["train"])
-    if number != old_number:
+    old = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
+    number = len(recipe.data.train)
+    if number != len(old["train"]):
         raise UserError(
-            f"data.train has {number} corpora, but had {old_number} when {checkpoint.path} was written: restore "
+            f"data.train has {number} corpora, but had {len(old['train'])} when {checkpoint.path} was written: restore "
             "data.train to resume"
         )
-    digests = [*was["corpora"], *[None] * (number - len(was["corpora"]))]
-    for files in zip(recipe.data.train, then["train"], now["corpora"], digests, strict=True):
-        _check_same("data.train", *files, checkpoint)
-    files = recipe.data.tokenizer, then["tokenizer"], now["tokenizer"], was.get("tokenizer")
-    _check_same("data.tokenizer", *files, checkpoint)
+    files = [("data.tokenizer", recipe.data.tokenizer, now["tokenizer"], old["tokenizer"], was.get("tokenizer"))]
+    for corpus in itertools.zip_longest(recipe.data.train, now["corpora"], old["train"], was["corpora"]):
+        files.append(("data.train", *corpus))
+    for key, path, digest, old_path, old_digest in files:
+        if digest and old_digest and digest != old_digest:
+            raise UserError(
+                f"{key} has changed since {checkpoint.path} was written: the SHA-256 of {path} begins with "
+                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}; use the old file to resume"
+            )
+        is_same_path = os.path.realpath(path) == os.path.realpath(old_path)
+        if not (digest and old_digest) and not is_same_path:
+            raise UserError(
+                f"{key}={path} differs from {old_path}, the value in {checkpoint.path}: use the old value to resume"
+            )
     if was["samples_per_epoch"] != now["samples_per_epoch"]:
         raise UserError(
             f"data.train has changed since {checkpoint.path} was written: "
             f"it has {now['samples_per_epoch']} samples per epoch, but had {was['samples_per_epoch']}; restore it to "
             "resume"
         )
-
-
-def _check_same(
-    key: str, path: str, old_path: str, digest: str | None, old_digest: str | None, checkpoint: Checkpoint
-) -> None:
-    """Raise UserError unless both files have the same SHA-256 or, if one is unknown, the same path."""
-    if digest and old_digest:
-        if digest != old_digest:
-            raise UserError(
-                f"{key} has changed since {checkpoint.path} was written: the SHA-256 of {path} begins with "
-                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}; use the old file to resume"
-            )
-    elif os.path.realpath(path) != os.path.realpath(old_path):
-        raise UserError(
-            f"{key}={path} differs from {old_path}, the value in {checkpoint.path}: use the old value to resume"
-        )
-
-
-def check_exists(folder: Path, resume: str | None) -> None:
-    """Raise UserError if ``--resume`` has no value (``resume="run"``) and the run's folder does not exist."""
-    if resume == "run" and not folder.exists():
-        raise UserError(f"run.folder={folder} does not exist: omit --resume to start a new run there")
 
 
 def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False) -> Checkpoint | None:
@@ -219,7 +289,6 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
         return None
     if resume == "auto" and newest is None:
         return None
-    check_exists(folder, resume)
     if resume == "run" and newest is None and not step_folders(folder) and not (folder / MANIFEST).exists():
         raise UserError(f"run.folder={folder} has no checkpoint yet: start the run with --resume auto")
     candidates = _candidates(folder, resume, fallback)
@@ -230,23 +299,25 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
             f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
             f"to resume from {candidates[0]}, name another run.folder"
         )
-    problem = None
+    errors = []
     for path in candidates:
         try:
             return open_checkpoint(path)
         except UserError as error:
-            problem = problem or error
-    raise _refused(problem, candidates, fallback)
+            errors.append(error)
+    raise _no_intact(errors, fallback)
 
 
-def check_seen_by_all(folder: Path, checkpoint: Checkpoint | None) -> None:
-    """Raise on every rank if only some ranks have found a checkpoint. Collective.
+def check_seen_by_all(folder: Path, has_checkpoint: bool) -> None:
+    """Raise on every rank if only some ranks have found a checkpoint in ``folder``. Collective.
+
+    All ranks have then read the folder, so that one may write to it.
 
     Raises:
         UserError: ``folder`` is not the same on all ranks, such as a local disk of each node.
     """
     ranks = Ranks()
-    seen = ranks.total(int(checkpoint is not None))
+    seen = ranks.total(int(has_checkpoint))
     if seen not in (0, ranks.size):
         raise UserError(
             f"run.folder={folder}: {seen} of {ranks.size} ranks see a checkpoint: all ranks must share the folder"
@@ -268,20 +339,18 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
             file.
     """
     candidates = _candidates(folder, resume, fallback)
-    damaged: list[Path] = []
-    problem = None
+    ranks = Ranks()
+    damaged: dict[Path, UserError] = {}
     for path in candidates:
         try:
             checkpoint = verify_together(path)
             break
         except UserError as error:
-            damaged.append(path)
-            problem = problem or error
-            if fallback and Ranks().rank == 0:
+            damaged[path] = error
+            if fallback and ranks.rank == 0:
                 logger.warning("%s; trying the previous checkpoint", error)
     else:
-        raise _refused(problem, candidates, fallback)
-    ranks = Ranks()
+        raise _no_intact(list(damaged.values()), fallback)
     with ranks.together():
         for path in damaged:
             if ranks.rank == 0 and os.path.realpath(path.parent) == os.path.realpath(folder / CHECKPOINTS):
@@ -307,18 +376,19 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
     if resume not in ("auto", "run"):
         check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)
-    if (step := step_of(path.name)) is not None and path.is_dir():
-        found = [path] + [other for other in step_folders(path.parent) if (step_of(other.name) or 0) < step]
+    step = step_of(path.name)
+    if step is not None and path.is_dir():
+        candidates = [path] + [other for other in step_folders(path.parent) if (step_of(other.name) or 0) < step]
     elif (path / MANIFEST).is_file():
-        found = [path]
+        candidates = [path]
     else:
-        found = step_folders(path) or step_folders(path / CHECKPOINTS)
-    if not found:
+        candidates = step_folders(path) or step_folders(path / CHECKPOINTS)
+    if not candidates:
         open_checkpoint(path)  # raises the error
-    return found if fallback else found[:1]
+    return candidates if fallback else candidates[:1]
 
 
-def _refused(problem: UserError | None, candidates: list[Path], fallback: bool) -> UserError:
+def _no_intact(errors: list[UserError], fallback: bool) -> UserError:
     if not fallback:
-        return UserError(f"{problem}; to use the newest intact checkpoint, add --fallback")
-    return UserError(f"{problem}; no checkpoint is intact (tried {len(candidates)})")
+        return UserError(f"{errors[0]}; to use the newest intact checkpoint, add --fallback")
+    return UserError(f"{errors[0]}; no checkpoint is intact (tried {len(errors)})")

@@ -5,8 +5,13 @@ the ranks' exit codes are. Therefore the parent, ``fmoe train``, sends the signa
 stop at the same step, write the run's exit code to a small file and exit with 0. torchrun then ends by itself. If the
 parent dies, torchrun ends too.
 
-``python -m pretrain.start.torchrun ARGS`` is the child process. Parent, child and ranks share a temporary folder. The
-child writes its own messages and the list of failed ranks to files there. The ranks write to the parent's stderr.
+``python -m pretrain.start.torchrun ARGS`` is the child process. Parent, child and ranks share a temporary folder with
+these files, where N is torchrun's number of restarts:
+
+* ``job.json``: the job of the ranks;
+* ``life``: N, and ``pid-N``: the rank to which signals go, and ``code-N``: the run's exit code;
+* ``error-RANK``: the traceback of a rank;
+* ``torchrun.log``: torchrun's messages, and ``failed.json``: its list of failed ranks.
 """
 
 import os
@@ -14,11 +19,14 @@ import sys
 from pathlib import Path
 
 FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder that launcher and ranks share
-LOG, FAILED = "torchrun.log", "failed.json"
+PARENT = "FMOE_PARENT"  # environment variable: the process that started this one
+_LOG = "torchrun.log"
+_FAILED = "failed.json"
+_JOB = "job.json"
 
 if __name__ == "__main__":
     # Before torch is imported: its loggers keep the stderr that they find.
-    sys.stderr = (Path(os.environ[FOLDER]) / LOG).open("a", buffering=1)
+    sys.stderr = (Path(os.environ[FOLDER]) / _LOG).open("a", buffering=1)
 
 import contextlib
 import ctypes
@@ -30,14 +38,13 @@ from collections.abc import Mapping, Sequence
 
 from fmoe.errors import EXIT_USAGE, UserError, ranks_text
 from fmoe.files import write_atomically
-from pretrain.start import lock, process
-from pretrain.start.process import EXIT_DIVERGED, EXIT_REQUEUE
+from fmoe.runtime import launcher
+from pretrain.start import lock
+from pretrain.start.codes import EXIT_DIVERGED, EXIT_REQUEUE
+from pretrain.start.job import Job, load
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of ranks: number of restarts by torchrun
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Seconds that torchrun gives its ranks when it receives a signal itself, as from a scheduler that signals all
-# processes. A step may take longer than the default of 30.
-_PATIENCE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # Loaded here: hardly anything is safe between fork and exec.
@@ -61,7 +68,7 @@ def command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "pretrain.start.torchrun", *arguments]
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
+def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None, job: Job | None = None) -> int:
     """Run torchrun until it ends, and return the run's exit code.
 
     The exit code is the one that a rank passed to `report` or, if there is none, torchrun's. If the run fails and no
@@ -74,49 +81,54 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
         command: command line from `command`, or a substitute.
         log: file to which, after a failure, torchrun's messages are appended, and the tracebacks of all failed ranks
             except the first.
+        job: the job of the ranks; None for a command that reads none.
 
     Raises:
         UserError: the command succeeded, but its processes did not run this package.
     """
     received: list[int] = []
-    child: subprocess.Popen | None = None
+    torchrun: subprocess.Popen | None = None
 
-    def forward(number: int, _frame) -> None:
+    def forward(number: int, _frame: object) -> None:
         received.append(number)
         lock.ending()
-        if child is not None:
-            _stop(child.pid, Path(folder), number, len(received) == 1)
+        if torchrun is not None:
+            _stop(torchrun.pid, folder, number, len(received) == 1)
 
-    with tempfile.TemporaryDirectory(prefix="fmoe-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fmoe-") as name:
+        folder = Path(name)
+        if job is not None:
+            job.save(folder / _JOB)
+        # When a scheduler signals all processes, torchrun gives its ranks this time; a step may take longer than the
+        # default of 30 seconds.
+        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120", **environment}
+        variables |= {FOLDER: name, PARENT: str(os.getpid())}
         before = {number: signal.signal(number, forward) for number in _STOP}
         try:
             # In a session of its own: Ctrl-C in a terminal would otherwise reach torchrun too, which ends all ranks.
-            child = subprocess.Popen(
-                command,
-                env=dict([_PATIENCE]) | {**environment, FOLDER: folder},
-                start_new_session=True,
-                preexec_fn=_before_exec,
-            )
+            torchrun = subprocess.Popen(command, env=variables, start_new_session=True, preexec_fn=_before_exec)
             if received:
-                _stop(child.pid, Path(folder), received[0], True)
-            code = child.wait()
+                _stop(torchrun.pid, folder, received[0], True)
+            code = torchrun.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        said = _posted(Path(folder), "code")
-        if code and said != EXIT_USAGE:
-            _keep(Path(folder) / LOG, log)
-        if said:
-            return said
-        if code and not received:
-            _explain(Path(folder), code, log)
-        if not code and not (Path(folder) / "life").exists():
+        reported = _posted(folder, "code")
+        if code and reported != EXIT_USAGE:
+            _append(folder / _LOG, log)
+        if reported:
+            return reported
+        if code and received:
+            cause = signal.Signals(received[0]).name
+            sys.stderr.write(f"fmoe train: {cause} ended the run, which saved nothing since its newest checkpoint\n")
+            return 128 + signal.SIGINT if received[0] == signal.SIGINT else EXIT_REQUEUE
+        if code:
+            _explain(folder, code, log)
+        elif not (folder / "life").exists():
             raise UserError(
                 "nothing was trained: the started processes ran another module called pretrain; check PYTHONPATH="
                 f"{environment.get('PYTHONPATH', '')!r}"
             )
-    if code and received:  # stopped before there was anything to save
-        return 128 + signal.SIGINT if received[0] == signal.SIGINT else EXIT_REQUEUE
     return code if code >= 0 else 128 - code
 
 
@@ -139,31 +151,21 @@ def _ending_of(code: int) -> str:
     return f"was killed by {number.name}" + (f": {_CAUSES[number]}" if number in _CAUSES else "")
 
 
-def _error_name(rank: int | str) -> str:
-    """Return the name of the file with a rank's traceback."""
-    return f"error-{rank}"
-
-
 def _explain(folder: Path, code: int, log: Path | None) -> None:
     """Print the rank that failed first, and the cause; add the tracebacks of other ranks to the log."""
     failed: list[dict] = []
     with contextlib.suppress(OSError, ValueError):
-        failed = json.loads((folder / FAILED).read_text())
+        failed = json.loads((folder / _FAILED).read_text())
     # Killed ranks first: other ranks fail because they lose the connection to them. torchrun ends the rest, by SIGTERM.
     failed.sort(key=lambda one: (one["code"] in (-signal.SIGTERM, 0), one["code"] >= 0, one["time"]))
-    lines = []
-    for number, one in enumerate(failed):
-        with contextlib.suppress(OSError):
-            path = folder / _error_name(one["rank"])
-            if number == 0:
-                lines.append(path.read_text().rstrip())
-            else:
-                _keep(path, log)
+    lines = [f"fmoe train: error: torchrun {_ending_of(code)}"]
     if failed:
-        text = f"rank {failed[0]['rank']} (process {failed[0]['pid']}) {_ending_of(failed[0]['code'])}"
-    else:
-        text = f"torchrun {_ending_of(code)}"
-    lines.append(f"fmoe train: error: {text}")
+        first = failed[0]
+        lines = [f"fmoe train: error: rank {first['rank']} (process {first['pid']}) {_ending_of(first['code'])}"]
+        with contextlib.suppress(OSError):
+            lines.insert(0, (folder / f"error-{first['rank']}").read_text().rstrip())
+    for other in failed[1:]:
+        _append(folder / f"error-{other['rank']}", log)
     if len(failed) > 1:
         lines.append(f"  ended after it     {ranks_text([other['rank'] for other in failed[1:]])}")
     if log is not None and log.exists():
@@ -172,10 +174,10 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
     sys.stderr.flush()
 
 
-def _keep(found: Path, log: Path | None) -> None:
-    """Append the text of file ``found`` to file ``log``."""
+def _append(source: Path, log: Path | None) -> None:
+    """Append the text of file ``source`` to file ``log``."""
     with contextlib.suppress(OSError):
-        text = found.read_text(errors="replace")
+        text = source.read_text(errors="replace")
         if text and log is not None:
             with log.open("a") as file:
                 file.write(text)
@@ -183,28 +185,38 @@ def _keep(found: Path, log: Path | None) -> None:
 
 def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
-        if not is_first:
-            if number == signal.SIGINT:
-                os.kill(torchrun, signal.SIGINT)
-            return
-        pid = _posted(folder, "pid")
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-                return
-        os.kill(torchrun, signal.SIGTERM)  # no rank of this start handles signals yet
+        if is_first:
+            pid = _posted(folder, "pid")
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+                    return
+            os.kill(torchrun, signal.SIGTERM)  # no rank of this start handles signals yet
+        elif number == signal.SIGINT:
+            os.kill(torchrun, signal.SIGINT)
 
 
 def join() -> None:
     """Make this rank end when its torchrun ends. Does nothing if `run` did not start that torchrun."""
     if FOLDER in os.environ:
-        die_with_parent()
+        _end_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
+
+
+def _end_with_parent() -> None:
+    die_with_parent()
+    if os.environ.get(PARENT) != str(os.getppid()):
+        sys.exit(1)  # the parent died before
+
+
+def job() -> Job | None:
+    """Return the job that `run` got; None if it did not start this rank."""
+    return load(Path(os.environ[FOLDER]) / _JOB) if FOLDER in os.environ else None
 
 
 def ready() -> None:
     """Announce to the launcher, on local rank 0, that this rank handles signals from now on."""
-    if process.local_rank() == 0:
+    if launcher.local_rank() == 0:
         _post("pid", os.getpid())
 
 
@@ -227,16 +239,16 @@ def keep_error(text: str) -> bool:
     """
     if FOLDER not in os.environ or os.environ.get(_RESTARTS, "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
         return False
-    _write(_error_name(os.environ["RANK"]), text)
+    _write(f"error-{os.environ['RANK']}", text)
     return True
 
 
 def _post(name: str, value: int) -> None:
-    """Write a value to a file for the launcher. The file's name is ``name`` and torchrun's number of restarts."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
 def _posted(folder: Path, name: str) -> int | None:
+    """Return the value that a rank of the last start posted."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / f"{name}-{(folder / 'life').read_text()}").read_text())
     return None
@@ -253,16 +265,18 @@ def main(arguments: Sequence[str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    _end_with_parent()
+    os.environ[PARENT] = str(os.getpid())
     folder = Path(os.environ[FOLDER])
     try:
         run.main(list(arguments))
     except ChildFailedError as error:
         failed = []
         for rank, failure in error.failures.items():
-            path = folder / _error_name(rank)  # written at the failure; the process may have ended much later
+            path = folder / f"error-{rank}"  # written at the failure; the process may have ended much later
             time = path.stat().st_mtime if path.exists() else failure.timestamp
             failed.append({"rank": rank, "pid": failure.pid, "code": failure.exitcode, "time": time})
-        (folder / FAILED).write_text(json.dumps(failed))
+        (folder / _FAILED).write_text(json.dumps(failed))
         raise
 
 

@@ -22,7 +22,7 @@ from pretrain.config import (
     load_recipe,
     write_recipe,
 )
-from pretrain.start.process import EXIT_REQUEUE
+from pretrain.start.codes import EXIT_REQUEUE
 from pretrain.tracking import read_metrics
 
 # A trainer that logs a step every so many seconds from where it was, and stops between two when it is told to.

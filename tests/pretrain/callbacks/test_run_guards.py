@@ -15,7 +15,8 @@ from runs import steps, train
 
 from pretrain.callbacks import CollapseWarning, StepGuard
 from pretrain.config import GuardConfig, ParallelConfig, load_recipe
-from pretrain.start.process import EXIT_DIVERGED, Diverged
+from pretrain.start.codes import EXIT_DIVERGED
+from pretrain.start.process import Diverged
 
 # A step that is not finite
 

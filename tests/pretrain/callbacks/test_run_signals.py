@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import BeforeStep, checkpoints, descendants, steps, train
 
-from pretrain.start.process import EXIT_HANG, EXIT_REQUEUE
+from pretrain.start.codes import EXIT_HANG, EXIT_REQUEUE
 from pretrain.tracking import read_metrics
 
 TIMEOUT = 200  # half a minute on two idle cores

@@ -12,6 +12,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint, save
 from pretrain.checkpoint.folders import step_folders
 from pretrain.config import ParallelConfig, Recipe, TrainConfig
+from pretrain.start.job import parse
 from pretrain.start.resume import MAY_CHANGE, agree_on_intact, changes, check_resumable, find_checkpoint
 
 FILES = ["manifest.json", "rank-00000.json", "shard-00000.safetensors", "state.json"]
@@ -148,8 +149,10 @@ def test_what_is_otherwise_is_told(intact, tmp_path):
 
 
 def test_a_run_that_is_not_there(tmp_path):
+    options = ["quickstart", "--run.folder", str(tmp_path / "nowhere"), "--resume"]
     with pytest.raises(UserError, match=r"run.folder=.*nowhere does not exist: .*--resume"):
-        find_checkpoint(tmp_path / "nowhere", "run")
+        parse(options, "fmoe train")
+    parse([*options, "auto"], "fmoe train")
     assert find_checkpoint(tmp_path / "nowhere", "auto") is None
 
 

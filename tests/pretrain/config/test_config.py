@@ -7,7 +7,6 @@ import pytest
 
 from fmoe.errors import UserError
 from fmoe.gates import build_gate
-from pretrain.__main__ import parse
 from pretrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -23,6 +22,7 @@ from pretrain.config import (
     write_recipe,
 )
 from pretrain.config.load import RECIPES
+from pretrain.start.job import parse
 
 YARN = {
     "rope_scaling": "yarn",
@@ -598,59 +598,3 @@ def test_values_of_options_that_cannot_be(options, says):
     with pytest.raises(UserError) as error:
         load_recipe("quickstart", options)
     assert str(error.value) == says
-
-
-ARGUMENTS = {
-    "options first": ["--train.steps", "50", "--tracking.wandb", "quickstart"],
-    "between": ["--resume", "auto", "quickstart", "--train.steps=50", "--tracking.wandb", "true"],
-    "a flag in front": ["--tracking.wandb", "--resume", "auto", "--train.steps", "50", "quickstart"],
-    "a list in front of an option": ["--model.moe-layers", "1", "2", "--resume=auto", "quickstart"],
-}
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_options_stand_before_and_behind_the_recipes_name(case):
-    from pretrain.__main__ import parse
-
-    arguments, overrides = parse(ARGUMENTS[case], "fmoe train")
-    assert arguments.recipe == "quickstart" and arguments.resume == ("auto" if "auto" in str(ARGUMENTS[case]) else None)
-    expected = {"model.moe_layers": (1, 2)} if "list" in case else {"train.steps": 50, "tracking.wandb": True}
-    assert dict(overrides) == expected
-
-
-def test_resume_in_front_of_the_recipes_name():
-    from pretrain.__main__ import parse
-
-    arguments, _ = parse(["--resume", "quickstart"], "fmoe train")
-    assert (arguments.recipe, arguments.resume) == ("quickstart", "run")
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["quickstart", "--resum", "auto"], "unknown option --resum; did you mean --resume?"),
-        (["quickstart", "--steps=4"], "unknown option --steps; did you mean --train.steps?"),
-        (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
-        (["quickstart", "t5"], "got 2 recipes, 'quickstart' and 't5': pass one"),
-        (["--data.train", "a", "quickstart"], "put RECIPE before --data.train, which takes all words"),
-        (["--resume", "a" * 300], "no recipe"),
-    ],
-)
-def test_wrong_arguments_name_what_was_meant(argv, says):
-    from pretrain.__main__ import parse
-
-    with pytest.raises(UserError) as error:
-        parse(argv, "fmoe train")
-    assert says in str(error.value)
-
-
-def test_help_of_a_recipe_lists_every_key_with_its_value(capsys):
-    from pretrain.__main__ import parse
-
-    with pytest.raises(SystemExit) as end:
-        parse(["--train.steps", "77", "quickstart", "--help"], "fmoe train")
-    text = capsys.readouterr().out
-    assert not end.value.code and "(default: 77)" in text
-    for section, values in asdict(Recipe()).items():
-        for key in values:
-            assert f"--{section}.{key.replace('_', '-')} " in text

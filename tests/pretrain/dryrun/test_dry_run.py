@@ -225,29 +225,6 @@ def test_what_cannot_be_is_the_same_line_as_in_training(forks, recipe_file, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--json"], "--json needs --dry-run"),
-        (["--nodes", "2"], "--nodes=2 needs --node-rank"),
-        (["--nodes", "2", "--node-rank", "0"], "--nodes=2 needs --rendezvous"),
-        (["--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "--node-rank=2 must be less than --nodes=2"),
-        (["--nodes", "0"], "--nodes=0 must be an integer of at least 1"),
-        (["--nodes"], "argument --nodes: expected one argument"),
-        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "host"], "--rendezvous=host must be HOST:PORT"),
-        (["--node-rank", "1"], "--node-rank=1 needs --nodes of at least 2"),
-        (
-            ["--processes-per-node", "3"],
-            "--processes-per-node=3 is 3 processes, but the recipe needs 2 (parallel.expert=2",
-        ),
-        (["--max-restarts", "1"], "--max-restarts=1 needs --resume auto"),
-    ],
-)
-def test_options_that_do_not_belong_together(forks, recipe_file, options, said):
-    (end,) = forks.command("pretrain.start.launch", recipe_file(parallel={"expert": 2}), *options)
-    assert end.code == 2 and end.err.startswith(f"fmoe train: error: {said}") and end.err.count("\n") == 1, end.err
-
-
 BIG = {"switch-c": ("1.57T", 2048), "gshard-600b": ("619B", 2048)}
 
 

@@ -3,7 +3,7 @@
 import pytest
 from runs import steps
 
-from pretrain.start.process import EXIT_DIVERGED
+from pretrain.start.codes import EXIT_DIVERGED
 
 
 class Overflows:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.kernels import cache
-from pretrain.start.process import EXIT_REQUEUE
+from pretrain.start.codes import EXIT_REQUEUE
 from pretrain.tracking import read_metrics
 
 FOLDER = Path(__file__).parents[3] / "pretrain"

@@ -8,6 +8,7 @@ import pytest
 from fmoe import UserError
 from fmoe.cli import run
 from fmoe.commands import selftest
+from fmoe.runtime import launcher
 from pretrain.__main__ import main as train
 from pretrain.start import launch, process
 
@@ -53,13 +54,13 @@ def test_a_wrong_environment_is_one_line(launched, capsys, changes, says):
 
 def test_a_port_without_a_rank_is_not_a_launchers(launched):
     launched(RANK=None, WORLD_SIZE=None)
-    assert process.world_size() == 1 and process.meet().size == 1
+    assert launcher.world_size() == 1 and process.meet().size == 1
 
 
 def test_a_local_rank_that_is_no_number(launched):
     launched(LOCAL_RANK="x")
     with pytest.raises(UserError, match="LOCAL_RANK='x'"):
-        process.local_rank()
+        launcher.local_rank()
 
 
 def test_a_port_in_use_is_named(launched):

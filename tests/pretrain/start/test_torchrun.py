@@ -6,14 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import pretrain
 from fmoe.errors import UserError
+from pretrain.config import Recipe, RunConfig
 from pretrain.start import launch, torchrun
-from pretrain.start.process import EXIT_HANG, EXIT_REQUEUE
+from pretrain.start.codes import EXIT_HANG, EXIT_REQUEUE
+from pretrain.start.job import Job
 
 # The lives of workers that torchrun starts again: what each says, then how torchrun ends.
 PROGRAM = """
@@ -71,7 +74,7 @@ BEGINS = {
 
 @pytest.mark.parametrize("name", BEGINS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_while_nobody_trains_ends_torchrun(name, number, tmp_path, monkeypatch):
+def test_a_signal_while_nobody_trains_ends_torchrun(name, number, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def send():
@@ -85,6 +88,8 @@ def test_a_signal_while_nobody_trains_ends_torchrun(name, number, tmp_path, monk
     assert torchrun.run(program(WAITS.format(BEGINS[name])), os.environ) == EXIT_REQUEUE
     sender.join()
     assert signal.getsignal(number) is before
+    line = capfd.readouterr().err
+    assert line.startswith(f"fmoe train: {number.name} ") and line.count("\n") == 1
 
 
 def test_other_programs_than_ours_are_an_error():
@@ -153,7 +158,8 @@ def test_a_refused_run_leaves_no_log(tmp_path):
 
 
 def test_the_command_that_goes_on(tmp_path, capsys):
-    for given in (
+    recipe = replace(Recipe(), run=RunConfig(folder=str(tmp_path)))
+    for argv in (
         ["my.toml", "--run.folder", "a b"],
         ["my.toml", "--resume", "--run.folder", "a b"],
         ["--resume", "run", "my.toml", "--run.folder", "a b"],
@@ -161,19 +167,25 @@ def test_the_command_that_goes_on(tmp_path, capsys):
         ["--resume", "my.toml", "--run.folder", "a b"],
         ["--run.folder", "a b", "--resume=my.toml"],
     ):
-        launch._print_how_to_resume(tmp_path, given, "my.toml")
+        launch._print_how_to_resume(Job("my.toml", recipe, tuple(argv)))
         said = capsys.readouterr().err
         assert "fmoe train my.toml --run.folder 'a b' --resume auto\n" in said and "none" in said
 
 
 def test_one_process_that_may_restart_needs_torchrun(monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(launch, "check", lambda *inputs: False)
-    monkeypatch.setattr(launch.torchrun, "run", lambda command, *rest: started.append(command) or 0)
+
+    def run(command, environment, log, job):
+        started.append((" ".join(command), job.resume))
+        return 0
+
+    monkeypatch.setattr(launch, "_is_finished", lambda job: False)
+    monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     options = ["--run.folder", str(tmp_path / "run"), "--resume", "auto", "--max-restarts", "2"]
     assert launch.main(["quickstart", "--parallel.expert", "1", *options]) == 0
-    assert " --nproc-per-node 1 --max-restarts 2 -m pretrain quickstart " in " ".join(started[0])
+    ((command, resume),) = started
+    assert command.endswith(" --nproc-per-node 1 --max-restarts 2 -m pretrain") and resume == "auto"
 
 
 def test_workers_import_nothing_from_the_working_folder(tmp_path):
