@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from deepseek_cases import COMMON, LATENT
-from deepseek_cases import ERNIE as ERNIE_CASE
 from test_interchange_mtp import MODEL
+from tiny_models import ERNIE as ERNIE_CASE
+from tiny_models import LATENT, ROUTED
 
 from fmoe.errors import UserError
 from pretrain.config import Recipe
@@ -118,9 +118,9 @@ def test_other_recipes(case):
     assert f"supported by {'deepseek_v' if form == 'auto' else form}" in line
 
 
-CONFIG = COMMON | LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-CONFIG_V2 = COMMON | LATENT | {"model_type": "deepseek_v2"}
-CONFIG_GLM = COMMON | {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 8}
+CONFIG = LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+CONFIG_V2 = LATENT | {"model_type": "deepseek_v2"}
+CONFIG_GLM = ROUTED | {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 8}
 CONFIG_ERNIE = ERNIE_CASE | {"model_type": "ernie4_5_moe", "num_key_value_heads": 2}
 CONFIGS = {
     "rotary halves": (CONFIG, {"rope_interleave": False}, "rope_interleave=false"),

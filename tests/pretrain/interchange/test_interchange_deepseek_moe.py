@@ -7,9 +7,9 @@ import pytest
 import torch
 from compare import assert_close
 from forks import only, values
-from huggingface_folders import logits, saved_at, saved_random, some_tokens, weights
+from huggingface_folders import assert_same_weights, logits, saved_at, saved_random, some_tokens, weights
 from safetensors.torch import load_file, save_file
-from test_interchange_round_trip import LIMIT, assert_same_weights
+from test_interchange_round_trip import LIMIT
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint

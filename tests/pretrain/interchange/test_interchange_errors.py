@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 import torch
-from huggingface_folders import VOCAB, save_random
+from huggingface_folders import save_random
 from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, open_checkpoint, save_parts

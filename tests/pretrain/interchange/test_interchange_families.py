@@ -4,79 +4,15 @@ import json
 from math import prod
 
 import pytest
-from deepseek_cases import DEEPSEEK_PUBLISHED, WITH_MTP
-from published import MORE, NOT_WRITTEN
+import torch
+import transformers
+from published import ENCODERS, GPTS, NOT_WRITTEN, WITH_MTP
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES, family_for
 from pretrain.interchange.tensors import Halves, QueryKeyValue, places, shape_of, sizes_of
-
-# As on the hub, in the form of transformers 4.
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mixtral",
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.02,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-PUBLISHED = {
-    "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7e9, 12.9e9, 995),
-    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9, 3.3e9, 18867),
-    **MORE,
-    **DEEPSEEK_PUBLISHED,
-}
-
 
 NO_DENSE = ("Mixtral", "OLMoE", "granite")  # families without dense layers
 RECIPES = {
@@ -88,7 +24,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_of_that_shape_is_exported_as_it(name):
-    config, model = PUBLISHED[name][0], load_recipe(RECIPES[name]).model
+    config, model = GPTS[name][0], load_recipe(RECIPES[name]).model
     family = family_for(model)
     assert family.name == config["model_type"]
     written = config_of(family, model, "bfloat16")
@@ -97,9 +33,9 @@ def test_the_recipe_of_that_shape_is_exported_as_it(name):
     assert {key: written[key] for key in sizes} == {key: config[key] for key in sizes}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", GPTS)
 def test_published_models(name):
-    config, total, active, tensors = PUBLISHED[name]
+    config, total, active, tensors = GPTS[name]
     family, model = model_of(config)
     recipe = Recipe(model=model)
     assert recipe.num_params() == pytest.approx(total, rel=0.002)
@@ -112,13 +48,31 @@ def test_published_models(name):
     assert {place.ours for place in found} and all(place.ours.startswith("model/") for place in found)
     written = config_of(family, model, "bfloat16")
     ignored = NOT_WRITTEN - ({"intermediate_size", "sliding_window"} if name.startswith(NO_DENSE) else set())
-    ignored |= {"pretraining_tp", "seq_aux", "ep_size"}  # how DeepSeek trained or ran it
     for key, value in config.items():
         if key == "rope_scaling" and value:  # "type" is an old name of "rope_type"
-            value = {name.replace("type", "rope_type"): number for name, number in value.items()}
-            value |= {"rope_theta": config["rope_theta"]}
+            value = {"rope_type": "yarn", "rope_theta": config["rope_theta"], **value}
+            value.pop("type", None)
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_published_encoders(name):
+    config, num_params, num_tensors = ENCODERS[name]
+    family, model = model_of(config)
+    assert family.name == config["model_type"]
+    names = [name for place in family.tensors(model) for name in place.theirs]
+    assert len(names) == len(set(names)) == num_tensors
+    assert Recipe(model=model).num_params() == num_params
+    assert model_of(json.loads(json.dumps(config_of(family, model, "bfloat16"))))[1] == model
+    theirs = transformers.AutoConfig.for_model(**config)
+    if name != "t5-v1_1-base":  # transformers 5 ties every T5, and imports look at its weights
+        assert model_of(theirs.to_dict())[1] == model
+    with torch.device("meta"):
+        built = getattr(transformers, family.architecture)(theirs)
+    assert set(built.state_dict()) - (family.copies.keys() - set(names)) == set(names)
+    # An export of few tokens is not an import of another capacity.
+    assert model.sequence_length == (64 if family.name == "switch_transformers" else 512)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +97,13 @@ def test_published_models(name):
 )
 def test_values_that_are_not_supported(name, values, message):
     with pytest.raises(UserError, match=message) as raised:
-        model_of(PUBLISHED[name][0] | values)
+        model_of(GPTS[name][0] | values)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_published_models_with_a_layer_of_further_tokens(name):
-    family, model = model_of(PUBLISHED[name][0] | {"num_nextn_predict_layers": 1})
+    family, model = model_of(GPTS[name][0] | {"num_nextn_predict_layers": 1})
     copies = 2 * model.vocab_size * model.hidden_size
     assert Recipe(model=model).num_params() + copies == pytest.approx(WITH_MTP[name], rel=0.0005)
     last = f"model.layers.{model.num_layers}"
@@ -160,7 +114,7 @@ def test_published_models_with_a_layer_of_further_tokens(name):
 
 def test_the_tensors_of_latent_attention_and_experts():
     """Names and shapes as in the index of DeepSeek-V3 on the hub."""
-    family, model = model_of(DEEPSEEK_PUBLISHED["DeepSeek-V3"][0] | {"num_hidden_layers": 4})
+    family, model = model_of(GPTS["DeepSeek-V3"][0] | {"num_hidden_layers": 4})
     shapes = {name: shape for place in family.tensors(model) for name, shape in place.theirs.items()}
     expected = {
         "model.layers.0.mlp.gate_proj.weight": (18432, 7168),
@@ -182,9 +136,7 @@ def test_the_tensors_of_latent_attention_and_experts():
 
 
 def test_the_same_model_by_transformers_own_configuration():
-    import transformers
-
-    for name, (config, *_) in PUBLISHED.items():
+    for name, (config, *_) in GPTS.items():
         theirs = transformers.AutoConfig.for_model(**config).to_dict()
         assert model_of(theirs)[1] == model_of(config)[1], name
 
@@ -204,8 +156,6 @@ KINDS = {
 
 
 def test_what_transformers_has_where_a_key_is_missing():
-    import transformers
-
     # Keys that a family's `read` has.
     read = {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob"}
     read |= {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts"}
@@ -226,8 +176,6 @@ def test_tables_have_every_tensor_of_ours_once():
 
 
 def test_sizes_and_transforms_by_hand():
-    import torch
-
     model = ModelConfig(num_heads=6, num_query_groups=2, head_dim=5, hidden_size=7)
     sizes = sizes_of(model)
     assert shape_of("Qd D", sizes) == (30, 7) and shape_of("E 2H D", sizes) == (8, 1536, 7)

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from compare import assert_close
 from forks import only, values
-from huggingface_folders import LENGTH, VOCAB, our_logits, some_tokens
+from huggingface_folders import our_logits, some_tokens
+from tiny_models import LENGTH, VOCAB
 
 from fmoe.cli import run
 from fmoe.errors import UserError

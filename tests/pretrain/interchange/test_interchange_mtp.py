@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forks import only, values
-from huggingface_folders import logits, random_run, saved_at, some_tokens, weights
-from test_interchange_round_trip import assert_same_weights
+from huggingface_folders import assert_same_weights, logits, random_run, saved_at, some_tokens, weights
 
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import ModelConfig, ParallelConfig, Recipe

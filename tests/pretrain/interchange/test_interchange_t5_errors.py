@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_folders import save_random
 from safetensors.torch import load_file, save_file
-from test_interchange_t5 import save_random
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, load_recipe

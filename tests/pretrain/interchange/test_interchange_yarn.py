@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import assert_close
-from deepseek_cases import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from forks import only
-from huggingface_folders import VOCAB, chunk_logits, save_random
-from test_interchange_families import QWEN3_30B_A3B
+from huggingface_folders import chunk_logits, save_random
+from published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, QWEN3_30B_A3B
+from tiny_models import VOCAB
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, TrainConfig, load_recipe
