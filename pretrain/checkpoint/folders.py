@@ -19,7 +19,9 @@ from fmoe.files import sync
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-TMP, TRASH, DAMAGED = ".tmp", ".trash", ".damaged"
+TMP = ".tmp"
+TRASH = ".trash"
+DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fmoe.errors import UserError
@@ -17,7 +17,7 @@ from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, TRASH, rank_name, 
 from pretrain.checkpoint.geometry import Box, Region, Shape
 from pretrain.checkpoint.manifest import StoredPiece, StoredTensor, check_coverage, read_manifest
 from pretrain.checkpoint.save import Piece
-from pretrain.checkpoint.shard import CODES, name_of
+from pretrain.checkpoint.shard import CODES, name_of, open_shard
 
 _NUM_OPEN_SHARDS = 64
 
@@ -63,7 +63,7 @@ class Checkpoint:
         self._verify = verify
         self._verified: set[str] = set()
         self._covered: set[str] = set()
-        self._open_shard = lru_cache(_NUM_OPEN_SHARDS)(self._open_shard_anew)
+        self._open_shard = lru_cache(_NUM_OPEN_SHARDS)(lambda name: open_shard(self._verified_path(name)))
         if step_of(path.name) not in (None, self.step):
             raise UserError(f"{path / MANIFEST} is of step {self.step}, unlike the name of its folder")
         for name, record in self.manifest.files.items():
@@ -123,8 +123,7 @@ class Checkpoint:
         """
         tensor = self._tensor(name)
         offset = (0,) * len(tensor.shape) if offset is None else tuple(offset)
-        if block is None:
-            block = tuple(s - o for s, o in zip(tensor.shape, offset, strict=False))
+        block = tuple(s - o for s, o in zip(tensor.shape, offset, strict=False)) if block is None else block
         wanted = Region.of(offset, block, start, stop)
         if (misfit := wanted.misfit(tensor.shape)) is not None:
             raise UserError(f"{self.path}: tensor {name}: {misfit}")
@@ -212,13 +211,6 @@ class Checkpoint:
             raise UserError(f"{path} is invalid: not a JSON object")
         return value
 
-    def _open_shard_anew(self, name: str) -> safe_open:
-        path = self._verified_path(name)
-        try:
-            return safe_open(path, framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-
     def _load(self, tensor: StoredTensor, piece: StoredPiece, source: Box, common: Box) -> Tensor:
         """Read the elements of the box ``common``, which lies in the piece's box ``source``."""
         region = piece.region
@@ -226,8 +218,8 @@ class Checkpoint:
             stored = self._open_shard(piece.file).get_slice(piece.key)
         except SafetensorError as error:
             raise UserError(f"{self.path / piece.file} cannot be read: {error}") from error
-        expected = (CODES[tensor.dtype], list(region.block) if region.is_whole else [region.size])
-        if (stored.get_dtype(), stored.get_shape()) != expected:
+        shape = list(region.block) if region.is_whole else [region.size]
+        if (stored.get_dtype(), stored.get_shape()) != (CODES[tensor.dtype], shape):
             raise UserError(f"{self.path / piece.file}: {piece.key} differs in shape or dtype from {MANIFEST}")
         if region.is_whole:
             return stored[common.slices_in(region.offset)]

@@ -1,4 +1,4 @@
-"""Writer of safetensors files that writes and hashes in a single pass.
+"""Safetensors files: dtypes, a reader, and a writer that writes and hashes in a single pass.
 
 The writer of the library safetensors returns no digest, so its files would have to be read again. It also raises no
 OSError.
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fmoe.errors import UserError
 from pretrain.checkpoint.files import FileRecord, write_file
 
 # torch dtype -> its code in a safetensors header.
@@ -53,6 +55,18 @@ def dtype_named(name: str) -> torch.dtype:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without copying them."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def open_shard(path: Path) -> safe_open:
+    """Open a safetensors file. No tensor is read yet.
+
+    Raises:
+        UserError: the file is unreadable or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmoe.cli import Parser
+from fmoe.cli import Parser, drop_output
 from fmoe.errors import UserError, require
 from pretrain.data.cli import INPUTS, add_format, path_argument
 from pretrain.data.inputs import bos_of
@@ -37,7 +36,7 @@ def generate(argv: list[str]) -> int:
     try:
         return _generate(arguments)
     except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
 
 

@@ -103,6 +103,9 @@ def _check_stride(stride: int, trained: Trained) -> None:
         )
 
 
+_SUMS = ("sequences", "tokens", "bytes", "loss", "perplexity", "accuracy", "bits_per_byte")
+
+
 @dataclass(frozen=True)
 class RunEvaluation:
     """An evaluation with its model and data."""
@@ -174,13 +177,7 @@ def _values(run: RunEvaluation) -> dict[str, Any]:
         "kind": run.trained.recipe.model.kind,
         "precision": run.trained.recipe.train.precision,
         "data": list(run.data.paths),
-        "sequences": sums.sequences,
-        "tokens": sums.tokens,
-        "bytes": sums.bytes,
-        "loss": finite(sums.loss),
-        "perplexity": finite(sums.perplexity),
-        "accuracy": finite(sums.accuracy),
-        "bits_per_byte": finite(sums.bits_per_byte),
+        **{name: finite(getattr(sums, name)) for name in _SUMS},
         "layers": [
             {"layer": number} | {metric.name: finite(value) for metric, value in _layer_values(layer).items()}
             for number, layer in sums.layers.items()

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.files import is_full, sync
 from pretrain.checkpoint.files import free_bytes
-from pretrain.checkpoint.shard import CODES, bytes_of, header_of
+from pretrain.checkpoint.shard import CODES, bytes_of, header_of, open_shard
 from pretrain.data.files import read_object
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ class SafetensorsFolder:
         self.path = path
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
-        self._open = lru_cache(_NUM_OPEN)(self._open_anew)
+        self._open = lru_cache(_NUM_OPEN)(lambda name: open_shard(path / name))
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
@@ -111,13 +111,6 @@ class SafetensorsFolder:
             if not (self.path / name).is_file():
                 raise UserError(f"{self.path / name} is missing; {INDEX} names it")
         return files
-
-    def _open_anew(self, name: str) -> safe_open:
-        path = self.path / name
-        try:
-            return safe_open(path, framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
 
 
 class HuggingFaceFolder(SafetensorsFolder):

@@ -27,8 +27,10 @@ class LiveRuns:
     """
 
     def __init__(self, runs: Sequence[RunFolder]):
-        self._runs, self._lock = runs, threading.Lock()
-        self._version, self._payload = 0, b""
+        self._runs = runs
+        self._lock = threading.Lock()
+        self._version = 0
+        self._payload = b""
 
     def read(self) -> tuple[int, bytes]:
         """Read new data of the runs; return a version number and the page's data from `encode`.
@@ -40,7 +42,8 @@ class LiveRuns:
         """
         with self._lock:
             if any([run.refresh() for run in self._runs]) or not self._payload:
-                self._version, self._payload = self._version + 1, encode(self._runs)
+                self._payload = encode(self._runs)
+                self._version += 1
             return self._version, self._payload
 
 
@@ -57,7 +60,7 @@ def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
     """
     live = LiveRuns(runs)
     live.read()  # reports a damaged file before serving
-    handler = type("Handler", (_Handler,), {"runs": live})
+    handler = type("Handler", (_ReportHandler,), {"runs": live})
     try:
         return _Server((ADDRESS, port), handler)
     except OSError as error:
@@ -72,9 +75,10 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ReportHandler(BaseHTTPRequestHandler):
     runs: LiveRuns
-    server_version, sys_version = "fmoe", ""
+    server_version = "fmoe"
+    sys_version = ""
     protocol_version = "HTTP/1.1"
     timeout = 30  # seconds, for idle connections
 
@@ -86,27 +90,23 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in _HOSTS:
             self._say(HTTPStatus.FORBIDDEN, b"the Host header must be 127.0.0.1 or localhost\n")
             return
-        where = urlsplit(self.path)
+        url = urlsplit(self.path)
         try:
             version, payload = self.runs.read()
         except UserError as error:
             self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(errors="replace"))
             return
-        if where.path == "/":
+        if url.path == "/":
             self._say(HTTPStatus.OK, page(payload, live=True).encode(), "text/html; charset=utf-8")
-        elif where.path != "/data":
+        elif url.path != "/data":
             self._say(HTTPStatus.NOT_FOUND, b"not found: the paths are / and /data\n")
-        elif parse_qs(where.query).get("after") == [str(version)]:
+        elif parse_qs(url.query).get("after") == [str(version)]:
             self._say(HTTPStatus.NO_CONTENT)
         else:
-            self._say(HTTPStatus.OK, payload, "application/octet-stream", {"X-Version": str(version)})
+            self._say(HTTPStatus.OK, payload, "application/octet-stream", **{"X-Version": str(version)})
 
     def _say(
-        self,
-        status: HTTPStatus,
-        body: bytes = b"",
-        kind: str = "text/plain; charset=utf-8",
-        headers: dict[str, str] | None = None,
+        self, status: HTTPStatus, body: bytes = b"", kind: str = "text/plain; charset=utf-8", **headers: str
     ) -> None:
         self.send_response(status)
         fixed = {
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if status != HTTPStatus.NO_CONTENT:
             fixed |= {"Content-Type": kind, "Content-Length": str(len(body))}
-        for name, value in (fixed | (headers or {})).items():
+        for name, value in (fixed | headers).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

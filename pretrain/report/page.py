@@ -7,6 +7,7 @@ live page may send requests to its own server.
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -28,9 +29,9 @@ def page(payload: bytes, *, live: bool = False) -> str:
         live: make the page poll its server for newer data.
     """
     style = _asset("uplot/uPlot.min.css") + _asset("style.css")
-    own = "".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    scripts = "".join(_asset(f"{name}.js") for name in _SCRIPTS)
     licence = _asset("uplot/LICENSE")
-    script = f"/*\n{licence}*/\n{_asset('uplot/uPlot.iife.min.js')}(() => {{\n'use strict';\n{own}}})();\n"
+    script = f"/*\n{licence}*/\n{_asset('uplot/uPlot.iife.min.js')}(() => {{\n'use strict';\n{scripts}}})();\n"
     assert "</script" not in script.lower() and "</style" not in style.lower()
     values = {
         "policy": policy(style, script, live=live),
@@ -39,12 +40,7 @@ def page(payload: bytes, *, live: bool = False) -> str:
         "mode": "live" if live else "file",
         "data": base64.b64encode(payload).decode(),
     }
-    parts = _asset("page.html").split("{{")
-    text = parts[0]
-    for part in parts[1:]:
-        name, _, rest = part.partition("}}")
-        text += values[name] + rest
-    return text
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
 
 
 def policy(style: str, script: str, *, live: bool) -> str:

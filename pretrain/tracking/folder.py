@@ -5,8 +5,11 @@ from typing import Any
 
 from pretrain.data.files import read_object
 
-CONFIG, METRICS, RUN_INFO = "config.toml", "metrics.jsonl", "run.json"
-CHECKPOINTS, STACKS = "checkpoints", "stacks"
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+RUN_INFO = "run.json"
+CHECKPOINTS = "checkpoints"
+STACKS = "stacks"
 
 
 def read_run_info(folder: Path) -> dict[str, Any]:

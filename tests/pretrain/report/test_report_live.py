@@ -169,7 +169,7 @@ def test_ctrl_c_ends_it(tmp_path):
 def test_a_browser_that_leaves_is_not_an_error(tmp_path, monkeypatch, capfd):
     """It closes the connection with a reset, while the answer is being sent."""
     said = threading.Event()
-    respond = live._Handler._say
+    respond = live._ReportHandler._say
 
     def say(self, *arguments):
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -181,7 +181,7 @@ def test_a_browser_that_leaves_is_not_an_error(tmp_path, monkeypatch, capfd):
             said.set()
 
     with serving(write_run(tmp_path / "a", 5)) as ask:
-        monkeypatch.setattr(live._Handler, "_say", say)
+        monkeypatch.setattr(live._ReportHandler, "_say", say)
         gone = socket.create_connection(("127.0.0.1", ask.port))
         gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert said.wait(60)
