@@ -5,27 +5,28 @@ from collections.abc import Sequence
 from typing import overload
 
 
-def count_text(count: float) -> str:
-    """Format a number with three digits and a letter for the power of 1,000: 1.57T."""
-    for letter, unit in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= unit:
-            return f"{_three_digits(count / unit)}{letter}"
-    return f"{count:,.0f}"
+def count_text(count: float, units: Sequence[str] = ("K", "M", "B", "T", "P")) -> str:
+    """Format a number with three digits and a unit for the power of 1,000: 1.57T.
+
+    Args:
+        units: of 1,000 and its powers.
+    """
+    return _scaled(count, 1000, units) or f"{count:,.0f}"
 
 
 def size_text(num_bytes: int) -> str:
     """Format bytes in binary units: 12.3 GiB."""
-    for name, unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= unit:
-            return f"{_three_digits(num_bytes / unit)} {name}"
-    return f"{num_bytes} B"
+    return _scaled(num_bytes, 1024, (" KiB", " MiB", " GiB", " TiB")) or f"{num_bytes} B"
 
 
-def _three_digits(value: float) -> str:
-    for decimals, limit in ((2, 9.995), (1, 99.95)):
-        if value < limit:
-            return f"{value:.{decimals}f}"
-    return f"{value:,.0f}"
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    """Return three digits and the largest unit that fits; empty if ``value`` is less than the first unit."""
+    for power in range(len(units), 0, -1):
+        scaled = value / base**power
+        if scaled >= 0.9995:  # rounds to 1.00
+            decimals = next((number for number, limit in ((2, 9.995), (1, 99.95)) if scaled < limit), 0)
+            return f"{scaled:,.{decimals}f}{units[power - 1]}"
+    return ""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

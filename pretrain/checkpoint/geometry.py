@@ -75,7 +75,8 @@ class Region:
 
         There are at most ``max(2 * len(block) - 1, 1)``.
         """
-        boxes, position = [], self.start
+        boxes = []
+        position = self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
                 Box(tuple(o + c for o, c in zip(self.offset, corner, strict=True)), shape, position - self.start)
@@ -125,7 +126,7 @@ def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | 
         begin = box.offset[axis]
         open_boxes = [(who, b) for who, b in open_boxes if b.offset[axis] + b.shape[axis] > begin]
         for who, b in open_boxes:
-            if shared := b.common(box):
+            if (shared := b.common(box)) is not None:
                 return who, label, shared.offset
         open_boxes.append((label, box))
     return None

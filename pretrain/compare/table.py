@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pretrain.compare.groups import Group, Point, differing_keys, reach
 from pretrain.compare.runs import Run
-from pretrain.formats import finite, markdown
+from pretrain.formats import count_text, finite, markdown
 
+_count = partial(count_text, units=[f" {prefix}" for prefix in "kMGTPEZY"])  # 2.17 M
 _CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # only their names are shown, not SHA-256
 
 
@@ -157,12 +159,3 @@ def _reaches(group: Group, of: Group) -> str:
 
 def _ratio(value: float, of: float) -> float | None:
     return value / of if of else None
-
-
-def _count(number: float) -> str:
-    """Format a number with three digits and an SI prefix: 2.17 M."""
-    for power, unit in enumerate("YZEPTGMk"):
-        limit = 1000.0 ** (8 - power)
-        if number >= 0.9995 * limit:
-            return f"{number / limit:#.3g}".rstrip(".") + f" {unit}"
-    return f"{number:.0f}"
