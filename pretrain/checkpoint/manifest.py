@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -82,44 +82,36 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
 
 def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return tensors as the JSON value of the manifest's key ``tensors``."""
-    return {
-        name: {
-            "dtype": name_of(tensor.dtype),
-            "shape": tensor.shape,
-            "pieces": list(map(_piece_to_json, tensor.pieces)),
-        }
-        for name, tensor in tensors.items()
-    }
+    entries = {}
+    for name, tensor in tensors.items():
+        pieces = []
+        for piece in tensor.pieces:
+            region = piece.region
+            pieces.append({"file": piece.file, "key": piece.key, "offset": region.offset, "shape": region.block})
+            if not region.is_whole:
+                pieces[-1] |= {"start": region.start, "stop": region.stop}
+        entries[name] = {"dtype": name_of(tensor.dtype), "shape": tensor.shape, "pieces": pieces}
+    return entries
 
 
-def _piece_to_json(piece: StoredPiece) -> dict[str, Any]:
-    region = piece.region
-    fields = {"file": piece.file, "key": piece.key, "offset": region.offset, "shape": region.block}
-    return fields if region.is_whole else {**fields, "start": region.start, "stop": region.stop}
-
-
-def tensors_from_json(fields: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def tensors_from_json(entries: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Parse the output of `tensors_to_json`; raise KeyError, TypeError or ValueError if it is malformed."""
     tensors = {}
-    for name, entry in fields.items():
-        shape = _counts(entry["shape"])
-        pieces = list(map(_piece_from_json, entry["pieces"]))
-        for piece in pieces:
-            if (misfit := piece.region.misfit(shape)) is not None:
+    for name, entry in entries.items():
+        tensor = StoredTensor(dtype_named(entry["dtype"]), _counts(entry["shape"]), [])
+        for piece in entry["pieces"]:
+            flat = _counts((piece["start"], piece["stop"])) if "start" in piece else ()
+            region = Region.of(_counts(piece["offset"]), _counts(piece["shape"]), *flat)
+            if (misfit := region.misfit(tensor.shape)) is not None:
                 raise ValueError(f"tensor {name}: {misfit}")
-        tensors[name] = StoredTensor(dtype_named(entry["dtype"]), shape, pieces)
+            tensor.pieces.append(StoredPiece(str(piece["file"]), str(piece["key"]), region))
+        tensors[name] = tensor
     return tensors
-
-
-def _piece_from_json(fields: Mapping[str, Any]) -> StoredPiece:
-    flat = _counts((fields["start"], fields["stop"])) if "start" in fields else ()
-    region = Region.of(_counts(fields["offset"]), _counts(fields["shape"]), *flat)
-    return StoredPiece(str(fields["file"]), str(fields["key"]), region)
 
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
     """Return the files' sizes in bytes and SHA-256 as the JSON value of the manifest's key ``files``."""
-    return {name: {"size": record.size, "sha256": record.sha256} for name, record in files.items()}
+    return {name: asdict(record) for name, record in files.items()}
 
 
 def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:

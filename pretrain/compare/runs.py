@@ -23,6 +23,13 @@ OF_NO_EFFECT = (
     "train.micro_batch",
 )
 
+# Keys that define the predicted tokens and their context, by the model's objective.
+_MEANING = {
+    "gpt": ("data.document_mask", "data.bos"),
+    "bert": ("data.noise_density",),
+    "t5": ("data.noise_density", "data.mean_span"),
+}
+
 _BY = "compared by SHA-256, or by path if one is unknown"
 
 
@@ -141,7 +148,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
     for run in runs[1:]:
         values = flatten(first.recipe)
         others = flatten(run.recipe)
-        for key in _meaning(first.recipe):
+        for key in ("model.kind", *_MEANING[first.recipe.model.objective]):
             if values[key] != others[key]:
                 raise _incomparable(first, run, key, str(values[key]).lower(), str(others[key]).lower())
         if not first.tokenizer.is_same(run.tokenizer):
@@ -151,12 +158,6 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
             key = f"their validation texts differ ({_BY}): data.validation"
             raise _incomparable(first, run, key, list(first.recipe.data.validation), list(run.recipe.data.validation))
-
-
-def _meaning(recipe: Recipe) -> list[str]:
-    """Return the recipe keys that define the predicted tokens and their context."""
-    keys = {"gpt": ["data.document_mask", "data.bos"], "bert": ["data.noise_density"]}
-    return ["model.kind", *keys.get(recipe.model.objective, ["data.noise_density", "data.mean_span"])]
 
 
 def _incomparable(first: Run, run: Run, key: str, value: Any, other: Any) -> UserError:

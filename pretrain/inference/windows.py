@@ -111,13 +111,13 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
     Raises:
         UserError: there are no tokens to predict.
     """
-    samples = _gpt_samples if recipe.model.objective == "gpt" else _corrupted_samples
-    is_empty = True
-    for sample in samples(recipe, tokenizer, text, stride):
-        is_empty = False
-        yield sample
-    if is_empty:
+    make = _gpt_samples if recipe.model.objective == "gpt" else _corrupted_samples
+    samples = make(recipe, tokenizer, text, stride)
+    first = next(samples, None)
+    if first is None:
         raise UserError("--data has no tokens to predict")
+    yield first
+    yield from samples
 
 
 def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | None) -> Iterator[Sample]:

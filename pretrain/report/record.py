@@ -58,7 +58,9 @@ class Curves:
         """
         if not self.names:
             self._first = step
-        span = self._span_of(step)
+        while step - self._first >= self._num_spans * self.stride:
+            self._double()
+        span = (step - self._first) // self.stride
         columns = self._columns_of(names)
         numbers = np.asarray(values, np.float64)
         is_finite = np.isfinite(numbers)
@@ -124,11 +126,6 @@ class Curves:
     def _num_used(self) -> int:
         """Number of spans up to the last one with a finite value."""
         return int(np.flatnonzero((self._spans[COUNT] > 0).any(1)).max(initial=-1)) + 1
-
-    def _span_of(self, step: int) -> int:
-        while step - self._first >= self._num_spans * self.stride:
-            self._double()
-        return (step - self._first) // self.stride
 
     def _columns_of(self, names: tuple[str, ...]) -> np.ndarray:
         if names not in self._columns:

@@ -34,8 +34,11 @@ class JsonlTracker:
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         if path.exists():
-            if resume_step is not None:
-                _rewind(path, resume_step)
+            if resume_step is not None:  # a crash leaves the old file intact
+                with path.open("rb") as file:
+                    lines = enumerate(complete_lines(file), start=1)
+                    valid = (line for number, line in lines if parse_row(line, path, number)["step"] <= resume_step)
+                    write_atomically(path, valid)
             elif path.stat().st_size > 0:
                 path.replace(path.with_name(path.name + ".old"))
         self._path = path
@@ -125,13 +128,6 @@ def without_replaced(rows: Iterable[T], step_of: Callable[[T], int]) -> list[T]:
                 valid.pop()
         valid.append(row)
     return valid
-
-
-def _rewind(path: Path, step: int) -> None:
-    """Remove an incomplete last line and lines of later steps. A crash leaves the old file intact."""
-    with path.open("rb") as file:
-        lines = enumerate(complete_lines(file), start=1)
-        write_atomically(path, (line for number, line in lines if parse_row(line, path, number)["step"] <= step))
 
 
 def _strict(key: str, value: Any) -> dict[str, Any]:
