@@ -23,7 +23,7 @@ from bench.layer import bandwidth, contenders
 from bench.layer.device import EventClock
 from bench.layer.problem import SHAPES, Problem
 from fmoe import random
-from fmoe.errors import UserError, known_names
+from fmoe.errors import UserError, known_names, one_line
 from fmoe.experts import initial
 from fmoe.gates.naive import NaiveRouter
 from fmoe.kernels.cuda import calls, tuning
@@ -160,7 +160,7 @@ def smoke(device: torch.device) -> int:
             continue
         except Exception as error:  # of any kind: the next check may pass
             failed += 1
-            print(f"FAILED   {name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
+            print(f"FAILED   {name}: {one_line(error, 400, with_type=True)}", flush=True)
             continue
         print(f"ok       {name} ({time.perf_counter() - begin:.1f} s){'' if said is None else f': {said}'}", flush=True)
     print(f"{failed} checks failed")

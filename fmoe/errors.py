@@ -46,9 +46,15 @@ def printable(text: str) -> str:
     )
 
 
-def one_line(error: BaseException, max_chars: int | None = None) -> str:
-    """Return the message of any exception as one printable line; the name of its type if the message is empty."""
-    return printable(" ".join(str(error).split())[:max_chars]) or type(error).__name__
+def one_line(error: BaseException, max_chars: int | None = None, *, with_type: bool = False) -> str:
+    """Return the message of any exception as one printable line; the name of its type if the message is empty.
+
+    Args:
+        with_type: put the name of the type before the message, too.
+    """
+    name = type(error).__name__
+    message = printable(" ".join(str(error).split())[:max_chars])
+    return f"{name}: {message}" if with_type and message else message or name
 
 
 def known_names(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fmoe.cli import Parser
-from fmoe.errors import BuildError, UserError
+from fmoe.errors import BuildError, UserError, one_line
 from fmoe.kernels import cache
 from fmoe.kernels.cuda import build as cuda_build
 from fmoe.kernels.cuda import loader as cuda
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             _build_cuda_here(arguments.force, arguments.verbose)
         return code
     except (BuildError, OSError) as error:
-        print(f"fmoe build: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"fmoe build: error: {one_line(error)}", file=sys.stderr)
         return 1
 
 

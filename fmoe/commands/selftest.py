@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fmoe import parallel, random
 from fmoe.cli import Parser
-from fmoe.errors import UserError, ranks_text
+from fmoe.errors import UserError, one_line, ranks_text
 from fmoe.exchange import build_exchange
 from fmoe.experts.call import ExpertCall
 from fmoe.moe import MoE
@@ -168,7 +168,7 @@ def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device,
     try:
         mine: dict[str, Any] = {"errors": _errors(case, groups, device)}
     except Exception as error:  # reported by rank 0
-        mine = {"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        mine = {"raised": one_line(error, with_type=True)}
     store.set(f"{key}/{rank}", json.dumps(mine))
     patience = timedelta(seconds=timeout + 10)  # ranks that wait for a collective report after its timeout
     if rank == 0:

@@ -417,7 +417,7 @@ def _wrong(backend: str, device: torch.device) -> str | None:
         try:
             wrong = _self_check(backend, device)
         except Exception as error:  # a package built for another torch or CUDA may raise any error
-            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            wrong = one_line(error, 200, with_type=True)
         if wrong is not None:
             logger.warning("backend='auto' leaves out %s on %s: %s", backend, device, wrong)
         _checked[backend, device] = wrong

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from fmoe.errors import UserError, add_name, known_names, option_names
+from fmoe.errors import UserError, add_name, known_names, one_line, option_names
 from pretrain.checkpoint import Snapshot
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.config import Recipe
@@ -140,9 +140,7 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
         try:
             built.append(CALLBACKS[name](recipe, **given))
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"run.callbacks={name} fails with the options {dict(given)}: {' '.join(str(error).split())}"
-            ) from error
+            raise UserError(f"run.callbacks={name} fails with the options {dict(given)}: {one_line(error)}") from error
         if not isinstance(built[-1], Callback):
             raise UserError(
                 f"run.callbacks={name} must build a pretrain.callbacks.Callback, not {type(built[-1]).__name__}"

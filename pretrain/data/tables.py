@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError, one_line, require
 from pretrain.data.sources import shorten
 
 _ROWS = 256  # rows in memory at a time: documents of a web corpus have some kilobytes each
@@ -65,4 +65,4 @@ def _one_line_errors(path: Path, what: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:  # the bases of Arrow's errors
-        raise UserError(f"{path} cannot be read as {what}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{path} cannot be read as {what}: {one_line(error, 200)}") from error

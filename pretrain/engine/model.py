@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from fmoe.exchange import build_exchange
 from fmoe.gates import GATES, HashRouter, build_gate
 from megatron_patch import fmoefy
@@ -117,7 +117,7 @@ def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -
         raise UserError(f"{home}.{error}") from error
     except (TypeError, ValueError) as error:
         given = f"{section}.{table}={dict(options)}"
-        raise UserError(f"{section}.{part} fails with {given}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{section}.{part} fails with {given}: {one_line(error)}") from error
 
 
 def _balance_group(model: ModelConfig) -> dict[str, Any]:
