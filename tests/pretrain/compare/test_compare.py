@@ -100,14 +100,12 @@ def test_seeds_are_one_row(make, capsys):
     ]
     found = compared(capsys, moe[2], dense[1], *moe[:2], dense[0])
     first, second = found["groups"]
-    assert [first["name"], second["name"]] == ["moe", "dense"]
-    assert first["seeds"] == [1, 2, 3] and second["seeds"] == [1, 2]
+    assert [(group["name"], group["seeds"]) for group in found["groups"]] == [("moe", [1, 2, 3]), ("dense", [1, 2])]
     assert second["loss"] == pytest.approx({"mean": 4.0, "std": 0.2 * math.sqrt(2), "min": 3.8, "max": 4.2})
     assert first["loss"] == pytest.approx({"mean": 3.0, "std": 0.1, "min": 2.9, "max": 3.1})
     assert [point["mean"] for point in second["curve"]] == pytest.approx([8, 6, 5, 4.2, 4])
-    assert (second["params"], second["active_params"], second["flops_per_token"]) == (1000, 500, 3000)
-    assert (second["step"], second["tokens"], second["flops"]) == (40, 640, 640 * 3000)
-    assert first["recipe"] == {"model.num_experts": 8} and second["recipe"] == {"model.num_experts": 0}
+    counts = {"params": 1000, "active_params": 500, "flops_per_token": 3000, "step": 40, "tokens": 640}
+    assert second.items() >= (counts | {"flops": 640 * 3000, "recipe": {"model.num_experts": 0}}).items()
     assert found["notes"] == []
     there, back = found["reaches"]
     # 4.2 at step 20, 3.5 at step 30: two sevenths of the way.
@@ -115,19 +113,13 @@ def test_seeds_are_one_row(make, capsys):
     assert there["step"] == pytest.approx(20 + 20 / 7) and there["tokens"] == pytest.approx(16 * (20 + 20 / 7))
     assert there["steps_ratio"] == pytest.approx(4 / 7) == there["tokens_ratio"] == there["flops_ratio"]
     assert (back["group"], back["of"]) == ("dense", "moe")
-    assert all(back[key] is None for key in ("step", "tokens", "flops", "steps_ratio", "tokens_ratio", "flops_ratio"))
+    assert {back[key] for key in back if key not in ("group", "of", "loss")} == {None}
 
     assert compare(*dense, *moe) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
-    assert rows[1] == [
-        *("dense", "2", "40", "640", "1.00 k", "500", "3.00 k", "1.92 M", "4.0000", "0.2828", "3.8000-4.2000")
-    ]
-    assert rows[3:] == [
-        ["steps to the loss of", "dense: 4.0000", "moe: 3.0000"],
-        ["dense", "-", "not reached"],
-        ["moe", "22.9 (366 tokens, x0.571)", "-"],
-    ]
+    assert " ".join(rows[1]) == "dense 2 40 640 1.00 k 500 3.00 k 1.92 M 4.0000 0.2828 3.8000-4.2000"
+    assert rows[4:] == [["dense", "-", "not reached"], ["moe", "22.9 (366 tokens, x0.571)", "-"]]
     assert "moe: model.num_experts=8" in out.splitlines()
 
 
@@ -240,16 +232,12 @@ def test_names_that_say_nothing_are_paths(make, tmp_path):
 
 def test_bad_input_is_one_line(make, tmp_path, capsys):
     good = make("good", {0: 8, 40: 4})
-    empty = tmp_path / "empty"
+    empty, half = tmp_path / "empty", make("half", {0: 8})
     empty.mkdir()
-    half = tmp_path / "half"
-    half.mkdir()
-    (half / "config.toml").write_text((good / "config.toml").read_text())
-    damaged = make("damaged", {0: 8})
+    (half / "metrics.jsonl").unlink()
+    damaged, odd, torn = (make(name, {0: 8}) for name in ("damaged", "odd", "torn"))
     (damaged / "metrics.jsonl").write_text("no json\n")
-    odd = make("odd", {0: 8})
     (odd / "config.toml").write_text("[model]\nlayers = 3\n")
-    torn = make("torn", {0: 8})
     (torn / "run.json").write_text("{")
     loop = tmp_path / "loop"
     loop.symlink_to("loop")

@@ -57,20 +57,20 @@ def rows(
             load = np.exp(favour * (1 - share) + drift * share + noise)
             load /= load.sum(1, keepdims=True)
             for layer, shares in enumerate(load.tolist(), start=1):
-                prefix = f"moe/layer_{layer}/"
-                row[prefix + "load"] = shares
-                row[prefix + "entropy"] = (
-                    math.log(experts) - 0.3 * share * layer / layers + 0.02 * float(noise[layer - 1, 0])
-                )
-                row[prefix + "drop_rate"] = 0.1 * math.exp(-5 * share) * layer / layers
-                row[prefix + "balance_loss"] = 1.02 + 0.1 * float(noise[layer - 1, 1]) ** 2
-                row[prefix + "z_loss"] = 4 + float(noise[layer - 1, 1])
-                row[prefix + "load_cv"] = float(load[layer - 1].std() * experts)
-                row[prefix + "dead_experts"] = 0
-                row[prefix + "exchange_bytes"] = 2.5e6 * (1 + 0.1 * float(noise[layer - 1, 0]))
-            for name in [key.removeprefix("moe/layer_1/") for key in row if key.startswith("moe/layer_1/")]:
-                if name != "load":
-                    row[f"moe/{name}"] = sum(row[f"moe/layer_{n}/{name}"] for n in range(1, layers + 1)) / layers
+                first, second = noise[layer - 1, :2].tolist()
+                numbers = {
+                    "entropy": math.log(experts) - 0.3 * share * layer / layers + 0.02 * first,
+                    "drop_rate": 0.1 * math.exp(-5 * share) * layer / layers,
+                    "balance_loss": 1.02 + 0.1 * second**2,
+                    "z_loss": 4 + second,
+                    "load_cv": float(load[layer - 1].std() * experts),
+                    "dead_experts": 0,
+                    "exchange_bytes": 2.5e6 * (1 + 0.1 * first),
+                }
+                row[f"moe/layer_{layer}/load"] = shares
+                for name, number in numbers.items():
+                    row[f"moe/layer_{layer}/{name}"] = number
+                    row[f"moe/{name}"] = row.get(f"moe/{name}", 0) + number / layers
         if validate and step % validate == 0:
             row["val/loss"] = level + 0.05 + float(generator.normal(0, 0.01))
         yield row
