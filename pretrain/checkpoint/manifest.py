@@ -84,7 +84,7 @@ def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return tensors as the JSON value of the manifest's key ``tensors``."""
     entries = {}
     for name, tensor in tensors.items():
-        pieces = []
+        pieces: list[dict[str, Any]] = []
         for piece in tensor.pieces:
             region = piece.region
             pieces.append({"file": piece.file, "key": piece.key, "offset": region.offset, "shape": region.block})

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,9 +100,11 @@ def evaluate(
             on_progress(result.sequences)
         if memory is not None:
             memory.leave()
-        reports = {model.get_submodule(name).layer_number: report for name, report in metrics(model).items()}
-        unused = recipe.model.mtp_numbers
-        result.layers = {number: reports[number] for number in sorted(reports) if number not in unused}
+        for name, report in metrics(model).items():
+            number: Any = model.get_submodule(name).layer_number
+            if number not in recipe.model.mtp_numbers:
+                result.layers[number] = report
+        result.layers = dict(sorted(result.layers.items()))
     return result
 
 

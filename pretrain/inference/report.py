@@ -82,10 +82,11 @@ def open_data(
     if text.num_tokens is not None:
         block = recipe.spans.block if model.kind == "t5" else model.sequence_length - 2 * (model.kind == "bert")
         counts.append(-(-max(text.num_tokens - block, 0) // (stride or block)) + 1)
-    samples = samples_of(recipe, trained.tokenizer, text, stride)
-    first = next(samples)  # fails on empty data before the model is built
-    samples = islice(chain([first], samples), max_sequences)
-    return EvaluationData(tuple(map(str, data)), min(counts, default=None), samples)
+    windows = samples_of(recipe, trained.tokenizer, text, stride)
+    first = next(windows)  # fails on empty data before the model is built
+    return EvaluationData(
+        tuple(map(str, data)), min(counts, default=None), islice(chain([first], windows), max_sequences)
+    )
 
 
 def _check_stride(stride: int, trained: Trained) -> None:

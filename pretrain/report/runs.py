@@ -209,7 +209,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    recipe = {}
+    recipe: dict[str, Any] = {}
     for name, section in sections.items():
         if isinstance(section, dict):
             recipe |= {f"{name}.{key}": value for key, value in section.items()}
