@@ -57,7 +57,8 @@ class Blend:
 
     def __init__(self, members: Sequence[Blocks], weights: Sequence[float]):
         self.samples_per_epoch = sum(member.samples_per_epoch for member in members)
-        self._members, self._weights = members, whole_weights(weights)
+        self._members = members
+        self._weights = whole_weights(weights)
         self._order = _order(self._weights)
         self._rank = np.empty_like(self._order)  # index among the samples of the same member in the period
         for member, weight in enumerate(self._weights):

@@ -7,13 +7,16 @@ A fixed number of the text's tokens is chosen for prediction. On average, 80% of
 become a random token of text, and 10% stay. The choice differs each time that a block of text is used.
 """
 
+from dataclasses import KW_ONLY, dataclass
+
 import numpy as np
 
 from pretrain.data import noise
-from pretrain.data.samples import Blocks
+from pretrain.data.samples import MadeOfBlocks
 
 
-class Masking:
+@dataclass(frozen=True)
+class Masking(MadeOfBlocks):
     """Samples of a BERT model.
 
     For sequence length s, a sample has int64 arrays [s]: ``tokens``; ``labels``, the tokens before masking; and
@@ -30,34 +33,28 @@ class Masking:
         seed: seed of the choice; sample n uses (seed, n).
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        sequence_length: int,
-        density: float,
-        *,
-        cls: int,
-        sep: int,
-        mask: int,
-        end: int,
-        text: np.ndarray,
-        seed: int,
-    ):
-        self.samples_per_epoch = blocks.samples_per_epoch
-        self._blocks, self._length, self._seed = blocks, sequence_length - 2, seed
-        self._count = max(noise.share(self._length, density), 1)
-        self._cls, self._sep, self._mask, self._end, self._text = cls, sep, mask, end, text
+    sequence_length: int
+    density: float
+    _: KW_ONLY
+    cls: int
+    sep: int
+    mask: int
+    end: int
+    text: np.ndarray
+    seed: int
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         """Return sample ``n``."""
-        length = self._length
-        labels = np.concatenate([[self._cls], self._blocks[n][:length], [self._sep]])
-        candidates = np.flatnonzero(labels[1:-1] != self._end) + 1
-        words = noise.words(self._seed, n, 3 * length)
-        chosen = candidates[noise.choose(words[: len(candidates)], self._count)]
-        what = words[length : length + len(chosen)] % 10
-        other = self._text[(words[2 * length : 2 * length + len(chosen)] % len(self._text)).astype(np.int64)]
-        tokens, loss_mask = labels.copy(), np.zeros_like(labels)
-        tokens[chosen] = np.select([what < 8, what == 8], [self._mask, other], labels[chosen])
+        length = self.sequence_length - 2
+        labels = np.concatenate([[self.cls], self.blocks[n][:length], [self.sep]])
+        candidates = np.flatnonzero(labels[1:-1] != self.end) + 1
+        words = noise.words(self.seed, n, 3 * length).reshape(3, length)
+        count = max(noise.share(length, self.density), 1)
+        chosen = candidates[noise.choose(words[0, : len(candidates)], count)]
+        die = words[1, : len(chosen)] % 10
+        random_tokens = self.text[(words[2, : len(chosen)] % len(self.text)).astype(np.int64)]
+        tokens = labels.copy()
+        tokens[chosen] = np.select([die < 8, die == 8], [self.mask, random_tokens], labels[chosen])
+        loss_mask = np.zeros_like(labels)
         loss_mask[chosen] = 1
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}

@@ -1,11 +1,14 @@
 """Blocks whose documents do not attend to each other."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from pretrain.data.samples import Blocks
+from pretrain.data.samples import MadeOfBlocks
 
 
-class DocumentMask:
+@dataclass(frozen=True)
+class DocumentMask(MadeOfBlocks):
     """Samples of a GPT whose tokens attend only to their own document.
 
     For sequence length s, a sample has int64 arrays [s]: ``tokens``; ``labels``; ``documents``, the index of each
@@ -20,26 +23,23 @@ class DocumentMask:
         end: id of the end-of-document token.
     """
 
-    def __init__(self, blocks: Blocks, end: int):
-        self.samples_per_epoch = blocks.samples_per_epoch
-        self._blocks, self._end = blocks, end
+    end: int
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         """Return sample ``n``."""
-        return mask_documents(self._blocks[n], self._end)
+        return mask_documents(self.blocks[n], self.end)
 
 
 def mask_documents(block: np.ndarray, end: int) -> dict[str, np.ndarray]:
     """Convert one block [s + 1] to a sample of `DocumentMask`."""
-    tokens, labels = block[:-1], block[1:]
+    tokens = block[:-1]
     is_end = (tokens == end).astype(np.int64)
     documents = np.cumsum(is_end) - is_end
-    places = np.arange(len(tokens))
-    first = np.searchsorted(documents, documents)  # start of each token's document
+    starts = np.searchsorted(documents, documents)  # of each token's document
     return {
         "tokens": tokens,
-        "labels": labels,
+        "labels": block[1:],
         "documents": documents,
-        "positions": places - first,
+        "positions": np.arange(len(tokens)) - starts,
         "loss_mask": 1 - is_end,
     }

@@ -20,7 +20,9 @@ class Prefetch:
     """
 
     def __init__(self, build: Callable[[int], list[Batch]], end: int, ahead: int):
-        self._build, self._end, self._ahead = build, end, ahead
+        self._build = build
+        self._end = end
+        self._ahead = ahead
         self._pool: ThreadPoolExecutor | None = None
         self._futures: deque[tuple[int, Future[list[Batch]]]] = deque()
 

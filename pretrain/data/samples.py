@@ -16,31 +16,28 @@ from typing import Protocol
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.counts import TokenCounter, TokenCounts, chunks
 from pretrain.data.indexed import IndexedCorpus
 
-_CHUNK = 1 << 22  # tokens counted at a time
-_DOCUMENTS, _BLOCKS = 0, 1  # what a permutation orders; part of its key
+# What a permutation orders; part of its key.
+_DOCUMENTS = 0
+_BLOCKS = 1
 
 
 class Samples(Protocol):
     """An endless sequence of samples, in which sample n depends only on n.
 
     A sample is an array of tokens [L + 1], for sequence length L, or arrays by name (`pretrain.models.batch`).
-
-    Attributes:
-        samples_per_epoch: samples in an epoch of all corpora.
     """
 
-    samples_per_epoch: int
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in an epoch of all corpora."""
 
     def __getitem__(self, n: int) -> np.ndarray | dict[str, np.ndarray]: ...
 
 
-class Blocks(Protocol):
+class Blocks(Samples, Protocol):
     """`Samples` that are arrays of tokens, all of the same length."""
-
-    samples_per_epoch: int
 
     def __getitem__(self, n: int) -> np.ndarray: ...
 
@@ -134,12 +131,15 @@ class GPTSamples:
         rank = int(np.searchsorted(epoch.ends, position, side="right"))  # the document that holds this position
         filled = 0
         while filled < len(sample):
-            document, left = int(epoch.order[rank]), int(epoch.ends[rank]) - position
+            document = int(epoch.order[rank])
+            left = int(epoch.ends[rank]) - position
             taken = min(left, len(sample) - filled)
             start = int(self._starts[document]) + int(self._lengths[document]) - left
             corpus = int(np.searchsorted(self._first_documents, document, side="right")) - 1
             sample[filled : filled + taken] = self._corpora[corpus].flat[start : start + taken]
-            filled, position, rank = filled + taken, position + taken, rank + 1
+            filled += taken
+            position += taken
+            rank += 1
         return sample
 
     def __reduce__(self) -> tuple:
@@ -159,7 +159,19 @@ class GPTSamples:
         return _Epoch(number, order, np.cumsum(self._lengths[order]), blocks)
 
 
-class Segments:
+@dataclass(frozen=True)
+class MadeOfBlocks:
+    """`Samples` of which each is made of the block with its number."""
+
+    blocks: Blocks
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.blocks.samples_per_epoch
+
+
+@dataclass(frozen=True)
+class Segments(MadeOfBlocks):
     """Samples of a GPT with memory (Transformer-XL): segments of text.
 
     `GPTSamples` cuts an epoch's text into streams of equal length. Each stream in turn gives its next segment.
@@ -171,41 +183,13 @@ class Segments:
         blocks: `GPTSamples` with ``streams`` above 0; their blocks are the segments.
     """
 
-    def __init__(self, blocks: GPTSamples):
-        self.samples_per_epoch, self._blocks = blocks.samples_per_epoch, blocks
+    blocks: GPTSamples
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         """Return sample ``n``."""
-        block = self._blocks[n]
-        is_start = n % self.samples_per_epoch < self._blocks.streams
+        block = self.blocks[n]
+        is_start = n % self.samples_per_epoch < self.blocks.streams
         return {"tokens": block[:-1], "labels": block[1:], "starts": np.array([is_start], dtype=np.int64)}
-
-
-def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
-    """Return the entropy of the token frequencies in nats: the loss of a model that predicts from them alone.
-
-    Tokens are read only from corpora without counts.
-
-    Raises:
-        UserError: no tokens, or a token id outside ``0 <= id < vocab_size``.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for corpus in corpora:
-        unigrams = (corpus.counts or count_tokens(corpus)).check(corpus.prefix, vocab_size)
-        counts[: len(unigrams)] += unigrams
-    total = counts.sum()
-    if not total:
-        raise UserError("the corpora have no tokens, so their entropy is undefined")
-    share = counts[counts > 0] / total
-    return float(-(share * np.log(share)).sum())
-
-
-def count_tokens(corpus: IndexedCorpus) -> TokenCounts:
-    """Count all tokens of a corpus by reading them."""
-    counter = TokenCounter()
-    for chunk in chunks(corpus.flat, _CHUNK):
-        counter.add(chunk)
-    return counter.finish()
 
 
 def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

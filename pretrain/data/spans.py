@@ -9,6 +9,7 @@ with a kept one.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -17,7 +18,7 @@ import numpy as np
 
 from fmoe.errors import UserError
 from pretrain.data import noise
-from pretrain.data.samples import Blocks
+from pretrain.data.samples import MadeOfBlocks
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Spans:
         return cls(block, left_out, max(round(left_out / Fraction(repr(mean_span))), 1))
 
 
-class SpanCorruption:
+@dataclass(frozen=True)
+class SpanCorruption(MadeOfBlocks):
     """Samples of a T5.
 
     A sample has int64 arrays: ``tokens`` [inputs] for the encoder, and ``decoder_tokens`` and ``labels`` [targets] for
@@ -95,34 +97,34 @@ class SpanCorruption:
         UserError: fewer sentinels than spans.
     """
 
-    def __init__(self, blocks: Blocks, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
-        if len(sentinels) < spans.count:
+    spans: Spans
+    sentinels: tuple[int, ...]
+    end: int
+    start: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        count = self.spans.count
+        if len(self.sentinels) < count:
             raise UserError(
-                f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each, but "
-                f"the tokenizer has {len(sentinels)}: train a tokenizer with --sentinels {spans.count}"
+                f"the {count} spans of a sample of {self.spans.inputs} tokens need a sentinel each, but the tokenizer "
+                f"has {len(self.sentinels)}: train a tokenizer with --sentinels {count}"
             )
-        self.samples_per_epoch = blocks.samples_per_epoch
-        self._blocks, self._spans, self._seed = blocks, spans, seed
-        self._sentinels = np.array(sentinels[: spans.count], dtype=np.int64)
-        self._end, self._start = end, start
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         """Return sample ``n``."""
-        spans = self._spans
-        tokens = self._blocks[n][: spans.block]
-        words = noise.words(self._seed, n, spans.block)
+        spans = self.spans
+        tokens = self.blocks[n][: spans.block]
+        words = noise.words(self.seed, n, spans.block)
         left_out = _parts(spans.noise, spans.count, words[: spans.noise - 1])
         kept = _parts(spans.block - spans.noise, spans.count, words[spans.noise : -1])
-        inputs, targets = corrupt(tokens, kept, left_out, self._sentinels, self._end)
-        return {
-            "tokens": inputs,
-            "decoder_tokens": np.concatenate([[self._start], targets[:-1]]),
-            "labels": targets,
-        }
+        inputs, targets = corrupt(tokens, kept, left_out, self.sentinels[: spans.count], self.end)
+        decoder_tokens = np.concatenate([[self.start], targets[:-1]])
+        return {"tokens": inputs, "decoder_tokens": decoder_tokens, "labels": targets}
 
 
 def corrupt(
-    tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: np.ndarray, end: int
+    tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: Sequence[int], end: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Replace spans of a block by sentinels. Return the encoder's inputs and the decoder's targets.
 
@@ -131,13 +133,16 @@ def corrupt(
     Args:
         tokens: int64 [block].
         kept, left_out: lengths of the kept and of the removed parts, int64 [spans]; they add up to the block.
-        sentinels: int64 [spans].
+        sentinels: id of each removed part's sentinel.
         end: id that ends inputs and targets.
     """
     stops = np.cumsum(np.stack([kept, left_out], axis=1).ravel())
     parts = np.split(tokens, stops[:-1])
-    inputs = [part for i, sentinel in enumerate(sentinels) for part in (parts[2 * i], [sentinel])]
-    targets = [part for i, sentinel in enumerate(sentinels) for part in ([sentinel], parts[2 * i + 1])]
+    inputs = []
+    targets = []
+    for sentinel, kept_part, removed_part in zip(sentinels, parts[::2], parts[1::2], strict=True):
+        inputs += [kept_part, [sentinel]]
+        targets += [[sentinel], removed_part]
     return np.concatenate([*inputs, [end]]), np.concatenate([*targets, [end]])
 
 

@@ -17,7 +17,7 @@ from megatron_patch.models import stacks
 from megatron_patch.optimizer import Shard, optimizers, shards, shards_of
 from pretrain.config import Recipe
 from pretrain.engine import Engine
-from pretrain.engine.optimizer import state_tensors
+from pretrain.engine.optimizer_state import state_tensors
 from pretrain.start.process import Processes
 
 # torchao's 8-bit moments, for tensors of at least `_MIN_8_BIT` elements that divide into blocks of `_BLOCK`: a code per

@@ -15,8 +15,6 @@ _GPUS = {
     "H200": {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},
     "B200": {"fp16": 2250e12, "bf16": 2250e12, "fp32": 80e12},
 }
-
-
 _SECONDS = 0.15  # time in which products are measured
 
 
@@ -27,16 +25,20 @@ def peak_flops(device: torch.device, precision: str) -> float:
     square matrices, measured on all ranks at the same time. The largest matrices have size 8,192 on a GPU and 1,024 on
     a CPU (256 for fp16).
     """
-    known = None
+    rate = 0.0
+    dtype = DTYPES[precision]
     if device.type == "cuda":
+        size = 8192
         name = torch.cuda.get_device_name(device)
-        known = next((rates[precision] for gpu, rates in _GPUS.items() if gpu in name), None)
-    # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 1,024 would take 20 seconds.
-    size = 8192 if device.type == "cuda" else 256 if precision == "fp16" else 1024
-    # CPUs without bf16 instructions multiply bf16 matrices in float32.
-    dtype = torch.float32 if precision == "bf16" and bf16_linear.is_needed() else DTYPES[precision]
+        rate = next((rates[precision] for gpu, rates in _GPUS.items() if gpu in name), 0.0)
+    else:
+        # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 1,024 would take 20 seconds.
+        size = 256 if precision == "fp16" else 1024
+    if precision == "bf16" and bf16_linear.is_needed():
+        dtype = torch.float32  # in which CPUs without bf16 instructions multiply bf16 matrices
     dist.barrier()  # ranks measure at the same time; also those with a known GPU, as the others wait for them
-    rate = known or _measure(device, dtype, size)
+    if not rate:
+        rate = _measure(device, dtype, size)
     total = torch.tensor([rate], dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return float(total)

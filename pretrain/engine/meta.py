@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_patch import cpu
 from pretrain.config import ParallelConfig, Recipe
 from pretrain.engine import init_parallel
+from pretrain.engine.locations import tensor_layouts
 from pretrain.engine.model import build_model
 from pretrain.engine.pipeline import stages
-from pretrain.engine.state import tensor_layouts
 from pretrain.start.process import Processes
 
 
@@ -45,8 +45,7 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     Raises:
         RuntimeError: torch sees a GPU, or this process is in a process group.
     """
-    (model,) = build_rank_on_meta(replace(recipe, parallel=ParallelConfig()), 0)
-    return model
+    return build_rank_on_meta(replace(recipe, parallel=ParallelConfig()), 0)[0]
 
 
 def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
@@ -71,4 +70,4 @@ def checkpoint_layouts(recipe: Recipe) -> dict[str, tuple[tuple[int, ...], torch
     recipe = replace(recipe, parallel=ParallelConfig())
     cpu.install()
     with as_rank(recipe, 0), cpu.on_meta():
-        return tensor_layouts([build_model(recipe, **stage) for stage in stages(recipe.parallel)])
+        return tensor_layouts([build_model(recipe)])

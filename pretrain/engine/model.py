@@ -1,4 +1,4 @@
-"""Megatron-core's model of a recipe, with experts in its feed-forward blocks."""
+"""Megatron-core's model of a recipe: built with experts in its feed-forward blocks, wrapped, checked."""
 
 import contextlib
 import functools
@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from fmoe.errors import UserError, one_line
 from fmoe.exchange import build_exchange
+from fmoe.experts import FFNExperts
 from fmoe.gates import GATES, HashRouter, build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
@@ -42,11 +45,14 @@ def build_model(
         key_dropout(module, recipe.train.seed)
     if model.num_experts:
         options = moe_options(model)
+        if model.balance_scope != "routing_group":
+            ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            options["gate_options"] = options["gate_options"] | {"balance_group": ranks}
         fmoefy(
             module,
             model.routed_experts,
             layers=model.layers_with_experts,
-            **{**options, "gate_options": options["gate_options"] | _balance_group(model)},
+            **options,
             overlap_shared=recipe.parallel.overlap_shared_experts,
             exchange=recipe.parallel.exchange,
             exchange_options=exchange_options(recipe.parallel),
@@ -80,12 +86,31 @@ def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *optio
     return scale_and_add
 
 
+def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel:
+    """Wrap this rank's chunk number ``index`` of a model for its precision and for data parallelism."""
+    for module in chunk.modules():
+        if isinstance(module, FFNExperts):  # only the experts' operation adds to their gradients, unless shadowed
+            module.into_main_grad = not recipe.parallel.shadow
+    config = chunk.config
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=recipe.optimizer.distributed,
+        overlap_grad_reduce=recipe.parallel.overlap_gradients,
+        overlap_param_gather=recipe.parallel.overlap_parameters,
+    )
+    if recipe.train.precision != "fp32":
+        chunk = Float16Module(config, chunk)
+    # The pipeline hides the reductions of later chunks, as in Megatron-LM.
+    return DistributedDataParallel(config, options, chunk, disable_bucketing=index > 0)
+
+
 def check_parts(recipe: Recipe) -> None:
     """Raise UserError if a part of the recipe is unknown or refuses its options.
 
     The parts are the kind of model, the optimizer, the gate, the experts and the token exchange.
     """
-    model, parallel = recipe.model, recipe.parallel
+    model = recipe.model
+    parallel = recipe.parallel
     kind_of(recipe)
     check_optimizer(recipe)
     if not model.num_experts:
@@ -116,11 +141,4 @@ def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -
         home = f"{section}.{table}" if str(error).partition("=")[0] in options else section
         raise UserError(f"{home}.{error}") from error
     except (TypeError, ValueError) as error:
-        given = f"{section}.{table}={dict(options)}"
-        raise UserError(f"{section}.{part} fails with {given}: {one_line(error)}") from error
-
-
-def _balance_group(model: ModelConfig) -> dict[str, Any]:
-    if model.balance_scope == "routing_group":
-        return {}
-    return {"balance_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        raise UserError(f"{section}.{part} fails with {section}.{table}={dict(options)}: {one_line(error)}") from error

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from pretrain.checkpoint.ranks import Ranks
 from pretrain.data.samples import Samples
 from pretrain.engine.engine import Engine
 
@@ -18,15 +19,13 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     step is finite this time, the report suspects the machine.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
-    found = _gather(None if is_finite else "loss")
-    if found:
-        return found
+    report = _gather(None if is_finite else "loss")
+    if report:
+        return report
     reduced = _gather(_first_bad(engine.gpt))
     loss = engine.backward(step, samples, reduce=False)
-    found = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
-    if found:
-        return found
-    return f"{reduced or 'the norm of the gradient'} (finite when computed again: suspect the machine)"
+    report = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
+    return report or f"{reduced or 'the norm of the gradient'} (finite when computed again: suspect the machine)"
 
 
 def _first_bad(gpt: torch.nn.Module) -> str | None:
@@ -37,14 +36,13 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
     return None
 
 
-def _gather(mine: str | None) -> str:
-    """Return ``"MINE on rank R, ..."`` for the ranks whose ``mine`` is not None; empty without such ranks."""
-    size = dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    letters = list((mine or "").encode()[:_NAME_BYTES])
-    row = torch.tensor(letters + [0] * (_NAME_BYTES - len(letters)), dtype=torch.uint8, device=device)
-    rows = [torch.empty_like(row) for _ in range(size)]
+def _gather(name: str | None) -> str:
+    """Return ``"NAME on rank R, ..."`` for the ranks whose ``name`` is not None; empty without such ranks."""
+    letters = (name or "").encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    row = torch.tensor(list(letters), dtype=torch.uint8, device=Ranks().device())
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     names = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
     bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]
-    return ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+    rest = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+    return ", ".join(bad[:8]) + rest

@@ -1,18 +1,18 @@
-"""The recipe's optimizer, and its state as tensors laid out like the parameters."""
+"""The optimizer and the learning rate schedule of a recipe."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as core
-from torch import Tensor
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim import Optimizer
 
 from fmoe import optim
 from fmoe.errors import UserError, add_name, known_names
-from fmoe.optim import Adafactor, AdamW8bit, Lars, Muon, is_matrix
-from megatron_patch.optimizer import Shard
+from megatron_patch.optimizer import build_optimizer
 from pretrain.config import Recipe
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {}
@@ -42,26 +42,24 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
 
 def check_optimizer(recipe: Recipe) -> None:
     """Raise UserError if the optimizer is unknown, or if a registered one lacks an attribute that the recipe needs."""
-    own = recipe.optimizer
-    if own.name in SHIPPED:
+    name = recipe.optimizer.name
+    if name in SHIPPED:
         return
-    if own.name not in OPTIMIZERS:
-        raise UserError(
-            f"optimizer.name={own.name!r} is not known; {known_names(own.name, [*SHIPPED, *sorted(OPTIMIZERS)])}"
-        )
+    if name not in OPTIMIZERS:
+        raise UserError(f"optimizer.name={name!r} is not known; {known_names(name, [*SHIPPED, *sorted(OPTIMIZERS)])}")
     optimizer = _registered(recipe, [{"params": [torch.zeros(2, 2, dtype=torch.float32, device="cpu")]}])
+    kind = type(optimizer).__name__
     if not isinstance(getattr(optimizer, "state_names", None), tuple):
-        raise UserError(f"optimizer.name={own.name}: checkpoints need the tuple {type(optimizer).__name__}.state_names")
-    if own.distributed and not getattr(optimizer, "is_elementwise", False):
+        raise UserError(f"optimizer.name={name}: checkpoints need the tuple {kind}.state_names")
+    if recipe.optimizer.distributed and not getattr(optimizer, "is_elementwise", False):
         raise UserError(
-            f"optimizer.name={own.name} needs optimizer.distributed=false: {type(optimizer).__name__} does not have "
-            "is_elementwise = True"
+            f"optimizer.name={name} needs optimizer.distributed=false: {kind} does not have is_elementwise = True"
         )
 
 
 def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
-    own = recipe.optimizer
-    return OPTIMIZERS[own.name](groups, recipe, lr=recipe.max_lr, weight_decay=own.weight_decay)
+    options = recipe.optimizer
+    return OPTIMIZERS[options.name](groups, recipe, lr=recipe.max_lr, weight_decay=options.weight_decay)
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
@@ -70,99 +68,68 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
     It is None for AdamW with ``cpu_offload``, and for AdamW on a GPU if Transformer Engine's or apex's fused AdamW is
     installed. Otherwise, Megatron-core has only torch's unfused AdamW, slower than the fused one returned here.
     """
-    own = recipe.optimizer
-    if own.name in OPTIMIZERS:
+    options = recipe.optimizer
+    if options.name in OPTIMIZERS:
         return lambda groups: _registered(recipe, groups)
-    adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
-    trust = {"max_trust": own.max_trust}
-    momentum = {"momentum": own.momentum_value}
+    # torch's unfused AdamW reads and writes each tensor ten times, the fused one once.
+    is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
+    if options.name == "adamw" and (options.cpu_offload or is_fused):
+        return None
+    adam = {"betas": (options.beta1, options.beta2), "eps": options.eps}
+    trust = {"max_trust": options.max_trust}
+    momentum = {"momentum": options.momentum_value}
+    muon = {"nesterov": options.nesterov, "ns_steps": options.ns_steps, "scale": options.muon_scale}
     kinds: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam | {"fused": True}),
         "lamb": (optim.Lamb, adam | trust),
-        "lars": (optim.Lars, trust | momentum | {"trust_coefficient": own.trust_coefficient}),
-        "muon": (
-            optim.Muon,
-            adam | momentum | {"nesterov": own.nesterov, "ns_steps": own.ns_steps, "scale": own.muon_scale},
-        ),
-        "adafactor": (optim.Adafactor, {"beta2_decay": own.beta2_decay, "d": own.update_clip}),
+        "lars": (optim.Lars, trust | momentum | {"trust_coefficient": options.trust_coefficient}),
+        "muon": (optim.Muon, adam | momentum | muon),
+        "adafactor": (optim.Adafactor, {"beta2_decay": options.beta2_decay, "d": options.update_clip}),
         "adamw8bit": (optim.AdamW8bit, adam),
         "sgd": (torch.optim.SGD, momentum),
     }
-    # torch's unfused AdamW reads and writes each tensor ten times, the fused one once.
-    is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
-    if own.name == "adamw" and (own.cpu_offload or is_fused):
-        return None
-    kind, options = kinds[own.name]
-    return lambda groups: kind(groups, lr=recipe.max_lr, weight_decay=own.weight_decay, **options)
+    kind, arguments = kinds[options.name]
+    return lambda groups: kind(groups, lr=recipe.max_lr, weight_decay=options.weight_decay, **arguments)
 
 
-@dataclass(frozen=True)
-class StateTensor:
-    """A tensor of an optimizer's state.
-
-    Attributes:
-        name: key of the tensor in the state.
-        axis: the parameter's axis along which this tensor has size 1; None if it has the parameter's shape.
-    """
-
-    name: str
-    axis: int | None = None
-
-    def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Return ``values`` (one per axis of a parameter) with ``value`` at index `axis`; unchanged if it is None."""
-        if self.axis is None:
-            return tuple(values)
-        axis = self.axis % len(values)
-        return (*values[:axis], value, *values[axis + 1 :])
-
-
-def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
-    """Return names and axes of the tensors that the optimizer keeps for a shard, without the step count."""
-    optimizer = shard.optimizer
-    if isinstance(names := getattr(optimizer, "state_names", None), tuple):
-        return tuple(map(StateTensor, names))
-    if isinstance(optimizer, Muon) and optimizer.matrices_of(shard.parameter) is not None:
-        return (StateTensor("momentum_buffer"),)
-    if isinstance(optimizer, torch.optim.SGD):
-        return (StateTensor("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
-    if isinstance(optimizer, Adafactor):
-        is_factored = is_matrix(shard.parameter)
-        return (StateTensor("row_var", -1), StateTensor("col_var", -2)) if is_factored else (StateTensor("variance"),)
-    return (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+def optimizer_of(recipe: Recipe, model: Sequence[Any]) -> Any:
+    """Build Megatron-core's optimizer for the wrapped chunks of a model."""
+    options = recipe.optimizer
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=recipe.max_lr,
+        min_lr=recipe.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=recipe.train.precision == "bf16",
+        fp16=recipe.train.precision == "fp16",
+        loss_scale=options.loss_scale,
+        **options.dynamic_scale,
+        params_dtype=model[0].config.params_dtype,
+        use_distributed_optimizer=options.distributed,
+        overlap_param_gather=recipe.parallel.overlap_parameters,
+        optimizer_cpu_offload=options.cpu_offload > 0,
+        optimizer_offload_fraction=options.cpu_offload,
+    )
+    is_gloo = dist.get_backend() == "gloo"
+    return build_optimizer(config, model, make_optimizer(recipe), use_gloo_process_groups=is_gloo)
 
 
-def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
-    """Yield the state of a shard as plain tensors: zeros if no step was made, or all were skipped."""
-    state = shard.optimizer.state.get(shard.main) or {}
-    for entry in state_tensors(shard):
-        value = state.get(entry.name)
-        if value is None:
-            value = torch.zeros(entry.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
-        # 8-bit codes are saved as the values they represent, from which they are recomputed.
-        yield entry, value.dequantize() if hasattr(value, "codes") else value
-
-
-def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
-    """Build the state of a shard from saved tensors.
-
-    Args:
-        step: number of steps that the optimizer has made.
-        read: function that returns the saved values of a `StateTensor`, in any shape.
-    """
-    optimizer: Any = shard.optimizer
-    main, state = shard.main, {}
-    for entry in state_tensors(shard):
-        value = read(entry).to(main.device).view(entry.along(main.shape, 1)).clone()
-        state[entry.name] = optimizer.moment_of(main, entry.name, value) if is_8_bit(optimizer) else value
-    if "step" in optimizer.param_groups[0]:
-        optimizer.param_groups[0]["step"] = int(step)  # where Transformer Engine and apex keep it
-    elif not isinstance(optimizer, Lars | torch.optim.SGD):
-        # Each parameter has its own step tensor: torch's optimizers advance it in place, fused ones on the device.
-        device = main.device if optimizer.defaults.get("fused") else "cpu"
-        state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
-    return state
-
-
-def is_8_bit(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer keeps its moments as 8-bit codes."""
-    return isinstance(optimizer, AdamW8bit)
+def scheduler_of(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
+    """Return the schedule of learning rate and weight decay."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=recipe.max_lr,
+        min_lr=recipe.min_lr,
+        lr_warmup_steps=recipe.warmup_steps,
+        lr_decay_steps=recipe.decay_steps,
+        lr_decay_style=recipe.optimizer.schedule,
+        start_wd=recipe.optimizer.weight_decay,
+        end_wd=recipe.optimizer.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

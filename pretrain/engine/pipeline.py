@@ -11,7 +11,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config, get_model_type
-from torch import nn
 
 from pretrain.config import ParallelConfig
 
@@ -35,20 +34,25 @@ def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
 
 def get_schedule(parallel: ParallelConfig) -> Schedule:
     """Return the pipeline's schedule: Megatron-core's, or `fill_drain` for ``parallel.schedule=gpipe``."""
-    if parallel.pipeline > 1 and parallel.schedule == "gpipe":
-        return fill_drain
-    return get_forward_backward_func()
+    schedule = get_forward_backward_func()
+    if parallel.pipeline == 1 or parallel.schedule != "gpipe":
+        return schedule
+
+    def gpipe(*, forward_only: bool, **options: Any) -> list[dict[str, Any]]:
+        # Without backward passes, the two schedules are the same.
+        return schedule(forward_only=True, **options) if forward_only else fill_drain(**options)
+
+    return gpipe
 
 
 def fill_drain(
     *,
     forward_step_func: Callable,
     data_iterator: list,
-    model: list[nn.Module],
+    model: list[Any],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
-    forward_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Run GPipe's schedule (arXiv 1811.06965 section 2.2): all micro batches forward, then all backward.
 
@@ -58,22 +62,13 @@ def fill_drain(
     Returns:
         The loss function's results for each micro batch on the last stage; empty on the others.
     """
-    if forward_only:
-        return get_forward_backward_func()(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=True,
-        )
-    chunk: Any
-    (chunk,), (batches,) = model, data_iterator
+    (chunk,) = model
+    (batches,) = data_iterator
     config = get_model_config(chunk)
     group = parallel_state.get_pipeline_model_parallel_group()
     link = P2PCommunicator(pp_group=group, config=config)
-    is_first, is_last = group.rank() == 0, group.rank() == group.size() - 1
+    is_first = group.rank() == 0
+    is_last = group.rank() == group.size() - 1
     context = parallel_state.get_context_parallel_group()
     shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
@@ -88,7 +83,8 @@ def fill_drain(
     if "model_type" in inspect.signature(schedules.backward_step).parameters:  # up to megatron-core 0.16
         backward = partial(backward, model_type=get_model_type(chunk))
     results: list[dict[str, Any]] = []
-    inputs, outputs = [], []
+    inputs = []
+    outputs = []
     tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     with chunk.no_sync() if config.no_sync_func is not None else contextlib.nullcontext():
         for number in range(num_microbatches):
@@ -106,14 +102,9 @@ def fill_drain(
             outputs.append(leaving)
             tokens += count
         for entering, leaving in zip(inputs[:-1], outputs[:-1], strict=True):
-            _backward(link, shapes, entering, leaving, backward)
-    _backward(link, shapes, inputs[-1], outputs[-1], backward)
+            link.send_backward(backward(entering, leaving, link.recv_backward(shapes, is_last)), is_first)
+    # The backward pass of the last micro batch reduces gradients.
+    link.send_backward(backward(inputs[-1], outputs[-1], link.recv_backward(shapes, is_last)), is_first)
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func([chunk], tokens if config.calculate_per_token_loss else None)
     return results
-
-
-def _backward(link: P2PCommunicator, shapes: list, entering, leaving, backward: Callable) -> None:
-    is_first, is_last = link.pp_group.rank() == 0, link.pp_group.rank() == link.pp_group.size() - 1
-    gradient = link.recv_backward(shapes, is_last)
-    link.send_backward(backward(entering, leaving, gradient), is_first)

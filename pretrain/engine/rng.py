@@ -24,24 +24,25 @@ def states() -> dict[str, Any]:
     """Return the states of Python's, numpy's, torch's (CPU, current CUDA device) and Megatron's generators."""
     legacy = np.random.get_state(legacy=False)  # noqa: NPY002 - libraries draw from the global one
     numpy_state = {**legacy, "state": {**legacy["state"], "key": torch.from_numpy(legacy["state"]["key"].astype("i8"))}}
-    found = {
+    generators = {
         "python": random.getstate(),
         "numpy": numpy_state,
         "torch": torch.get_rng_state(),
         "megatron": dict(get_cuda_rng_tracker().get_states()),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        generators["cuda"] = torch.cuda.get_rng_state()
+    return generators
 
 
-def restore(found: dict[str, Any]) -> None:
+def restore(generators: dict[str, Any]) -> None:
     """Restore the generators from the result of `states`. The state of a device that is missing now is ignored."""
-    random.setstate(found["python"])
-    key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002
-    torch.set_rng_state(found["torch"])
-    if "megatron" in found:
-        get_cuda_rng_tracker().set_states(found["megatron"])
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
+    random.setstate(generators["python"])
+    numpy_state = generators["numpy"]
+    key = numpy_state["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})  # noqa: NPY002
+    torch.set_rng_state(generators["torch"])
+    if "megatron" in generators:
+        get_cuda_rng_tracker().set_states(generators["megatron"])
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["cuda"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,10 @@ class RoutingReports:
     def __init__(
         self, layers: Sequence[MegatronMoE], num_layers: int, data_group: dist.ProcessGroup, device: torch.device
     ):
-        self._layers, self._num_layers, self._data_group, self._device = layers, num_layers, data_group, device
+        self._layers = layers
+        self._num_layers = num_layers
+        self._data_group = data_group
+        self._device = device
         names = [layer.metrics.loss_names for layer in layers]
         self._loss_names = names[0] if names else ()
         self._width = max((layer.metrics.sums().numel() for layer in layers), default=0)
@@ -77,23 +81,24 @@ class RoutingReports:
         # After a layer's sums: a flag for each of its losses, the bytes sent, and the number of ranks with the layer.
         width = self._width + len(self._loss_names) + 2
         rows = torch.zeros(self._num_layers, width, dtype=sum_dtype(self._device), device=self._device)
-        rest = torch.zeros(self._num_layers, width - self._width, dtype=rows.dtype, device="cpu")
+        counts = torch.zeros(self._num_layers, width - self._width, dtype=rows.dtype, device="cpu")
         for layer, sent in zip(self._layers, self._sent, strict=True):
             number = (layer.layer_number or 1) - 1
             rows[number, : self._width] = layer.metrics.sums(self._device)
-            rest[number, :-2] = rest.new_tensor([name in layer.metrics.seen for name in self._loss_names])
-            rest[number, -2] = layer.exchange.traffic.sent - sent
-            rest[number, -1] = 1
+            counts[number, :-2] = counts.new_tensor([name in layer.metrics.seen for name in self._loss_names])
+            counts[number, -2] = layer.exchange.traffic.sent - sent
+            counts[number, -1] = 1
             layer.metrics.reset()
-        rows[:, self._width :] = rest  # one copy to the device for all layers
+        rows[:, self._width :] = counts  # one copy to the device for all layers
         dist.all_reduce(rows, group=self._data_group)
         if self._stages.size() > 1:
             dist.all_reduce(rows, group=self._stages)
         reports = {}
         for number, row in enumerate(rows.cpu(), start=1):
-            if row[-1]:
+            *has_loss, sent, num_ranks = row[self._width :].tolist()
+            if num_ranks:
                 metrics = LayerMetrics(self._num_experts, self._loss_names)
-                metrics.seen.update(n for n, flag in zip(self._loss_names, row[self._width : -2], strict=True) if flag)
+                metrics.seen.update(compress(self._loss_names, has_loss))
                 report = metrics.report(row[: self._width])
-                reports[number] = StepReport(**vars(report), exchange_bytes=float(row[-2] / row[-1]))
+                reports[number] = StepReport(**vars(report), exchange_bytes=sent / num_ranks)
         return reports

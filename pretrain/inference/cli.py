@@ -14,7 +14,7 @@ import torch
 from fmoe.cli import Parser, drop_output
 from fmoe.errors import UserError, require
 from pretrain.data.cli import INPUTS, add_format, path_argument
-from pretrain.data.inputs import bos_of
+from pretrain.data.opening import bos_of
 from pretrain.data.sources import refuse_other_encoding
 from pretrain.inference import decoding, report
 from pretrain.inference.evaluation import evaluate as evaluate_model

@@ -14,7 +14,7 @@ from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
 from pretrain.config.imports import import_plugins, import_stored
-from pretrain.data.inputs import open_trained_tokenizer
+from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.start import process
 from pretrain.start.process import Processes

@@ -8,11 +8,13 @@ from typing import Any
 
 from fmoe.errors import UserError
 from fmoe.metrics import LayerReport
-from pretrain.data.inputs import bos_of, open_validation
+from pretrain.data.inputs import open_validation
+from pretrain.data.opening import bos_of
 from pretrain.formats import finite, markdown
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of
+from pretrain.models import kind_of
 from pretrain.tracking.metrics import DECLARED, Metric
 
 
@@ -80,7 +82,7 @@ def open_data(
     text = Text(data, trained.tokenizer, model.vocab_size, text_key, format, bos_of(recipe, trained.tokenizer))
     counts = [] if max_sequences is None else [max_sequences]
     if text.num_tokens is not None:
-        block = recipe.spans.block if model.kind == "t5" else model.sequence_length - 2 * (model.kind == "bert")
+        block = kind_of(recipe).block_length(recipe)
         counts.append(-(-max(text.num_tokens - block, 0) // (stride or block)) + 1)
     windows = samples_of(recipe, trained.tokenizer, text, stride)
     first = next(windows)  # fails on empty data before the model is built

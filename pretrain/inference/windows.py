@@ -1,12 +1,11 @@
 """Samples for an evaluation, from a whole text or corpus in order.
 
 The stream is all documents in order, each followed by its end token. With ``data.bos``, each begins with BOS. Samples
-have the form of training samples (`pretrain.data.kinds`). The last sample may be shorter, and is not padded. A GPT
+have the form of training samples (`pretrain.models`). The last sample may be shorter, and is not padded. A GPT
 predicts each token but BOS once; with ``data.document_mask``, it does not predict the first token of a document.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,11 @@ from pretrain.config import Recipe
 from pretrain.data.counts import outside_vocabulary
 from pretrain.data.documents import find_sources, read_source
 from pretrain.data.indexed import corpus_paths
-from pretrain.data.inputs import VALIDATION_SEED, naming, open_corpus
-from pretrain.data.kinds import build_masking
+from pretrain.data.inputs import VALIDATION_SEED
+from pretrain.data.opening import naming, open_corpus
 from pretrain.data.packing import mask_documents
-from pretrain.data.spans import SpanCorruption, Spans
 from pretrain.data.tokenizers import Tokenizer
+from pretrain.models import kind_of
 
 _CHUNK = 1 << 20  # tokens read from a corpus at a time
 
@@ -138,19 +137,11 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
     """Yield samples of a T5 (span corruption) or a BERT (masking)."""
-    data = recipe.data
-    if recipe.model.kind == "bert":
-        for number, block in enumerate(cut(text.tokens(), recipe.model.sequence_length - 2)):
-            yield build_masking(_One(block), len(block) + 2, data.noise_density, tokenizer, VALIDATION_SEED)[number]
-        return
-    end = tokenizer.end_of_document
-    start = tokenizer.role("pad")
-    for number, block in enumerate(cut(text.tokens(), recipe.spans.block)):
-        if len(block) == 1:  # a last block: span corruption needs at least two tokens
+    kind = kind_of(recipe)
+    for number, block in enumerate(cut(text.tokens(), kind.block_length(recipe))):
+        if len(block) == 1 and recipe.model.kind == "t5":  # span corruption needs at least two tokens
             return
-        spans = Spans.of_block(len(block), data.noise_density, data.mean_span)
-        spans = replace(spans, count=min(spans.count, spans.block - spans.noise))
-        yield SpanCorruption(_One(block), spans, tokenizer.sentinels, end, start, VALIDATION_SEED)[number]
+        yield kind.samples(recipe, _One(block), tokenizer, VALIDATION_SEED, len(block))[number]
 
 
 class _One:

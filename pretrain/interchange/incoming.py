@@ -14,7 +14,7 @@ from pretrain.checkpoint import Piece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
 from pretrain.data.files import read_object
-from pretrain.data.inputs import naming
+from pretrain.data.opening import naming
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.interchange.configs import family_of, model_of
 from pretrain.interchange.family import Family

@@ -13,7 +13,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Checkpoint, open_checkpoint
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import Recipe, build_recipe
-from pretrain.data.inputs import open_trained_tokenizer
+from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.interchange.configs import config_of
 from pretrain.interchange.families import family_for, why_own

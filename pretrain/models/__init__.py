@@ -1,19 +1,12 @@
-"""Kinds of models, one module each, with the same two functions.
+"""Kinds of models: one module each, with the functions of `Kind`, and one line in `KINDS`.
 
-``build(recipe, *, pre_process, post_process, vp_stage) -> nn.Module``
-    Build Megatron-core's model on the host, once per pipeline chunk of a rank. The model has dense feed-forward blocks,
-    but may have none where experts will be.
-``forward(model, batch) -> Tensor``
-    Run a chunk on a micro batch from `pretrain.models.batch.collate`: b sequences of s tokens (of a T5, s tokens in the
-    decoder). The last chunk returns losses [b, s], or logits [b, s, vocabulary] if the batch has no ``labels``. Other
-    chunks return activations. ``model`` may be wrapped for the schedule, or bare.
-
-`pretrain.engine.model.build_model` inserts the experts. `pretrain.data.inputs` opens the samples for a kind of model.
-`register_model` adds a kind.
+`pretrain.engine.model.build_model` inserts the experts into a built model. `register_model` adds a kind.
 """
 
 import importlib
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,46 +14,72 @@ from fmoe.errors import UserError, add_name, known_names
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 
-
-class Kind(Protocol):
-    """A kind of model: a Python module, or an object, with these functions."""
-
-    def build(
-        self, recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
-    ) -> nn.Module: ...
-
-    def forward(self, model: nn.Module, batch: Batch) -> Tensor: ...
+KINDS: dict[str, Any] = {
+    "gpt": "pretrain.models.gpt",
+    "t5": "pretrain.models.t5",
+    "bert": "pretrain.models.bert",
+}
+"""Kinds of models by name: modules, by their names, and registered objects."""
 
 
-SHIPPED = ("gpt", "t5", "bert")
+@dataclass(frozen=True)
+class Kind:
+    """Everything that training asks of a kind of model.
 
-MODELS: dict[str, Kind] = {}
-"""Registered kinds of models by name."""
+    Attributes:
+        build: ``build(recipe, *, pre_process, post_process, vp_stage)`` builds Megatron-core's model on the host, once
+            per pipeline chunk of a rank. The model has dense feed-forward blocks, but may have none where experts will
+            be.
+        forward: ``forward(model, batch)`` runs a chunk on a micro batch from `pretrain.models.batch.collate`: b
+            sequences of s tokens (of a T5, s tokens in the decoder). The last chunk returns losses [b, s], or logits
+            [b, s, vocabulary] if the batch has no ``labels``. Other chunks return activations. ``model`` may be wrapped
+            for the schedule, or bare.
+        block_length: ``block_length(recipe)`` returns the tokens of text of one sample. Blocks of text have one more,
+            which is also the first token of the next block.
+        samples: ``samples(recipe, blocks, tokenizer, seed, length)`` makes `pretrain.data.samples.Samples` of blocks
+            with at least ``length`` tokens. Raises UserError if the tokenizer lacks a special token.
+        memories: ``memories(recipe, chunks)`` returns what the model carries from one micro batch of a stream to the
+            next, a `pretrain.models.memory.Memory` per chunk; [] if it carries nothing.
+    """
+
+    build: Callable[..., nn.Module]
+    forward: Callable[[nn.Module, Batch], Tensor]
+    block_length: Callable[[Recipe], int]
+    samples: Callable[..., Any]
+    memories: Callable[..., list]
 
 
-def register_model(name: str, kind: Kind) -> None:
+def register_model(name: str, kind: Any) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    The kind trains on the same samples as a GPT, and accepts the same recipe keys. The class of its model must be one
-    that `megatron_patch.fmoefy` supports: a class of Megatron-core, or a subclass of it.
+    The class of its model must be one that `megatron_patch.fmoefy` supports: a class of Megatron-core, or a subclass of
+    it. The kind accepts the recipe keys of a GPT.
+
+    Args:
+        kind: module or object with functions of `Kind`. A GPT's functions serve where it has none.
 
     Raises:
         UserError: the name is empty or belongs to another kind.
     """
-    if name in SHIPPED:
-        raise UserError(f"model.kind={name!r} is registered already, as pretrain.models.{name}")
-    add_name(MODELS, "model.kind", name, kind)
+    if isinstance(KINDS.get(name), str):
+        raise UserError(f"model.kind={name!r} is registered already, as {KINDS[name]}")
+    add_name(KINDS, "model.kind", name, kind)
 
 
-def kind_of(recipe: Recipe) -> Any:
+def kind_of(recipe: Recipe) -> Kind:
     """Return the kind that ``recipe.model.kind`` names.
 
     Raises:
         UserError: no kind has this name.
     """
     name = recipe.model.kind
-    if name in SHIPPED:
-        return importlib.import_module(f"pretrain.models.{name}")
-    if name not in MODELS:
-        raise UserError(f"model.kind={name!r} is not known; {known_names(name, [*SHIPPED, *sorted(MODELS)])}")
-    return MODELS[name]
+    if name not in KINDS:
+        raise UserError(f"model.kind={name!r} is not known; {known_names(name, KINDS)}")
+    import megatron_patch  # noqa: F401 - before megatron-core, whose warnings it silences
+
+    gpt = importlib.import_module(KINDS["gpt"])
+    kind = KINDS[name]
+    if isinstance(kind, str):
+        kind = importlib.import_module(kind)
+    functions = {field.name: getattr(kind, field.name, getattr(gpt, field.name)) for field in fields(Kind)}
+    return Kind(**functions)

@@ -56,7 +56,8 @@ def _packed(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
     begins = dict(zip(batch, [0, *ends], strict=False))
 
     def part(buffer: Tensor, name: str) -> Tensor:
-        tensor, begin = batch[name], begins[name]
+        begin = begins[name]
+        tensor = batch[name]
         return buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     for name, tensor in batch.items():
@@ -66,11 +67,11 @@ def _packed(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
-    least, largest = int(ids.min()), int(ids.max())
-    if least < 0 or largest >= vocab_size:
+    invalid = ids[(ids < 0) | (ids >= vocab_size)]
+    if invalid.size:
         raise UserError(
-            f"a sample has the token id {least if least < 0 else largest}, outside model.vocab_size={vocab_size}: its "
-            "corpus was prepared with another tokenizer, or has changed (check with fmoe data show PREFIX --verify)"
+            f"a sample has the token id {invalid[0]}, outside model.vocab_size={vocab_size}: its corpus was prepared "
+            "with another tokenizer, or has changed (check with fmoe data show PREFIX --verify)"
         )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
@@ -11,6 +12,9 @@ from fmoe import random
 from megatron_patch.attention import SDPAttention
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from pretrain.config import Recipe
+from pretrain.data.masking import Masking
+from pretrain.data.samples import Blocks
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.models.batch import Batch
 from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 
@@ -71,3 +75,23 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
     output = model(batch["tokens"], None, lm_labels=batch.get("labels"))
     # The last stage returns losses or logits, and the output of an unused binary head.
     return output[0] if isinstance(output, tuple) else output
+
+
+def block_length(recipe: Recipe) -> int:
+    """Return the tokens of text of a sample, all but CLS and SEP; see `pretrain.models`."""
+    return recipe.model.sequence_length - 2
+
+
+def samples(recipe: Recipe, blocks: Blocks, tokenizer: Tokenizer, seed: int, length: int) -> Masking:
+    """Return the samples of a BERT; see `pretrain.models`."""
+    return Masking(
+        blocks,
+        length + 2,
+        recipe.data.noise_density,
+        cls=tokenizer.role("cls"),
+        sep=tokenizer.role("sep"),
+        mask=tokenizer.role("mask"),
+        end=tokenizer.end_of_document,
+        text=np.array(sorted(set(range(tokenizer.vocab_size)) - tokenizer.special_ids), dtype=np.int64),
+        seed=seed,
+    )

@@ -1,6 +1,6 @@
 """Decoder-only language models: Megatron-core's GPT."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -19,8 +19,12 @@ from megatron_patch.latent_attention import LatentAttention
 from megatron_patch.mtp import MTPModel, mtp_block_spec
 from megatron_patch.transformer_xl import RecurrentLayer, RelativeAttention
 from pretrain.config import Recipe
+from pretrain.data.packing import DocumentMask
+from pretrain.data.samples import Blocks, GPTSamples, Samples, Segments
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.models.batch import Batch
 from pretrain.models.config import norm_class, own_norms, transformer_config
+from pretrain.models.memory import Memory
 from pretrain.models.yarn import scale_positions
 
 
@@ -69,7 +73,8 @@ def build_gpt(
     if recipe.model.attention_output_bias:
         layer_spec.submodules.self_attention.submodules.linear_proj = BiasedRowParallelLinear
     seed = recipe.train.seed
-    keyed_spec, mtp = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp), {}
+    keyed_spec = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp)
+    mtp = {}
     if recipe.model.mtp_layers:
         mtp_spec = mtp_block_spec(config, layer_spec, keyed_spec, seed, vp_stage, norm_class(recipe.model))
         mtp = {"mtp_block_spec": mtp_spec}
@@ -103,12 +108,31 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
     With ``documents`` in the batch, tokens attend only within their document. The batch's tokens may be a slice of the
     sequences (`pretrain.models.batch.context_slice`).
     """
-    tokens, positions = batch["tokens"], batch.get("positions")
+    tokens = batch["tokens"]
+    positions = batch.get("positions")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
     # Causal attention makes its own mask.
     mask = document_mask(batch["documents"]) if "documents" in batch else None
     return model(tokens, positions, mask, labels=batch.get("labels"))
+
+
+def block_length(recipe: Recipe) -> int:
+    """Return the tokens of text of a sample; see `pretrain.models`."""
+    return recipe.model.sequence_length
+
+
+def samples(recipe: Recipe, blocks: Blocks, tokenizer: Tokenizer, seed: int, length: int) -> Samples:
+    """Return the samples of a GPT; see `pretrain.models`."""
+    if isinstance(blocks, GPTSamples) and blocks.streams:
+        return Segments(blocks)
+    return DocumentMask(blocks, tokenizer.end_of_document) if recipe.data.document_mask else blocks
+
+
+def memories(recipe: Recipe, chunks: Sequence[nn.Module]) -> list[Memory]:
+    """Return an empty Transformer-XL memory for each chunk; [] without ``model.memory_length``."""
+    length = recipe.model.memory_length
+    return [Memory(chunk, length, recipe.streams) for chunk in chunks] if length else []
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ in ``model.moe_layers``, in metrics and in the keys of weights and noise. Nothin
 decoder's causal one.
 """
 
+from dataclasses import replace
+
 import torch
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
@@ -15,6 +17,9 @@ from torch import Tensor, nn
 from fmoe import random
 from megatron_patch.attention import SDPAttention
 from pretrain.config import Recipe
+from pretrain.data.samples import Blocks
+from pretrain.data.spans import SpanCorruption, Spans
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.models.batch import Batch
 from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 
@@ -26,14 +31,11 @@ def build(
     if not (pre_process and post_process) or vp_stage is not None:
         raise ValueError("pipeline stages of a T5 are not supported")
     model = recipe.model
-    encoder, decoder = encoder_model_with_local_spec(), decoder_model_with_local_spec()
-    for attention in (
-        encoder.submodules.self_attention,
-        decoder.submodules.self_attention,
-        decoder.submodules.cross_attention,
-    ):
-        attention.submodules.core_attention = SDPAttention
+    encoder = encoder_model_with_local_spec()
+    decoder = decoder_model_with_local_spec()
+    decoder.submodules.cross_attention.submodules.core_attention = SDPAttention
     for spec in (encoder, decoder):
+        spec.submodules.self_attention.submodules.core_attention = SDPAttention
         own_norms(spec, model)
     module = T5Model(
         transformer_config(recipe, num_layers=model.decoder_layers),
@@ -64,6 +66,18 @@ def build(
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """Run a T5 on a micro batch; see `pretrain.models`."""
     return model(batch["tokens"], batch["decoder_tokens"], None, None, None, lm_labels=batch.get("labels"))
+
+
+def block_length(recipe: Recipe) -> int:
+    """Return the tokens of text of a sample; see `pretrain.models`."""
+    return recipe.spans.block
+
+
+def samples(recipe: Recipe, blocks: Blocks, tokenizer: Tokenizer, seed: int, length: int) -> SpanCorruption:
+    """Return the samples of a T5; see `pretrain.models`."""
+    spans = Spans.of_block(length, recipe.data.noise_density, recipe.data.mean_span)
+    spans = replace(spans, count=min(spans.count, spans.block - spans.noise))  # the short end of a text
+    return SpanCorruption(blocks, spans, tokenizer.sentinels, tokenizer.end_of_document, tokenizer.role("pad"), seed)
 
 
 @torch.no_grad()

@@ -105,7 +105,7 @@ def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[An
 
     from megatron_patch import cpu
     from pretrain.checkpoint import save
-    from pretrain.engine import Engine, init_parallel, state
+    from pretrain.engine import Engine, init_parallel, locations, state
     from pretrain.models import kind_of
     from pretrain.start.process import Processes
 
@@ -117,7 +117,7 @@ def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[An
     (model,) = engine.chunks
     torch.manual_seed(3)
     with torch.no_grad():
-        for name, tensor in state._tensors([model]):
+        for name, tensor in locations.named_tensors([model]):
             if "norm" in name and name.endswith("weight"):
                 tensor.uniform_(0.5, 1.5)
             elif "norm" in name or name.endswith(("bias", "bias_E", "bias_in", "bias_out", "softmax_offset")):

@@ -168,16 +168,16 @@ class Seen:
 
 
 def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
-    from pretrain.engine import state
+    from pretrain.engine import locations, state
 
     engine = engine_of(recipe)
     samples = BUILDERS[builder].samples(recipe)
     held = {}
-    places = state._locations(engine.chunks)
+    places = locations.Locations(engine.chunks)
 
     def hold(prefix, pick):
-        for _, tensor in state._tensors(engine.chunks):
-            for place in places[id(tensor)]:
+        for _, tensor in locations.named_tensors(engine.chunks):
+            for place in places.of(tensor):
                 value = pick(tensor).detach().reshape(-1)[place.begin : place.end].view(place.block)
                 held[f"{prefix} {place.name}", place.shape, place.offset] = value.clone()
 

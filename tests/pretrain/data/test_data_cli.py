@@ -10,9 +10,10 @@ from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.config.load import load_recipe
 from pretrain.data.cli import main
+from pretrain.data.counting import unigram_entropy
 from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.inputs import open_corpus, open_tokenizer
-from pretrain.data.samples import GPTSamples, unigram_entropy
+from pretrain.data.opening import open_corpus, open_tokenizer
+from pretrain.data.samples import GPTSamples
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,9 @@ from fmoe.errors import UserError
 from pretrain.config import load_recipe
 from pretrain.data import counts
 from pretrain.data.cli import main
+from pretrain.data.counting import count_tokens, unigram_entropy
 from pretrain.data.indexed import _HEADER, _MAGIC, IndexedCorpus, IndexedWriter, corpus_paths
 from pretrain.data.inputs import open_inputs
-from pretrain.data.samples import count_tokens, unigram_entropy
 from pretrain.tracking import read_metrics
 
 
@@ -120,7 +120,7 @@ def test_tokens_that_are_newer_than_their_counts_are_not_trusted(tmp_path: Path)
     os.utime(bin_path, ns=(later, later))
     corpus = IndexedCorpus(prefix)
     assert corpus.counts is None
-    counts.keep(prefix, bin_path, count_tokens(corpus))
+    counts.keep(prefix, bin_path, count_tokens(corpus.flat))
     assert IndexedCorpus(prefix).counts.unigrams.tolist() == [0] * 9 + [3]
     os.utime(bin_path, ns=(later + 1, later + 1))  # replaced again
     assert IndexedCorpus(prefix).counts is None
@@ -168,7 +168,7 @@ def test_a_damaged_memory_of_counts_is_no_reason_to_stop(tmp_path: Path) -> None
     for content in (b"", b"{", b"[]", b"\xff", b'{"bin": 1}'):
         counts.counts_path(prefix).write_bytes(content)
         assert IndexedCorpus(prefix).counts is None
-        reason = counts.keep(prefix, corpus_paths(prefix)[0], count_tokens(IndexedCorpus(prefix)))
+        reason = counts.keep(prefix, corpus_paths(prefix)[0], count_tokens(IndexedCorpus(prefix).flat))
         is_other = f"{counts.counts_path(prefix)} exists and is not a file of counts"
         assert reason == (None if content == b'{"bin": 1}' else is_other)
     assert IndexedCorpus(prefix).counts is not None
@@ -188,9 +188,9 @@ def test_counts_that_cannot_be_kept(tmp_path: Path) -> None:
 
 def counted(prefixes: list[Path], vocab_size: int, share: int):
     """On each rank: counts and entropy of corpora without counts, ``share`` tokens a rank at a time."""
-    from pretrain.data import inputs
+    from pretrain.data import counting, inputs
 
-    inputs._TOKENS_A_ROUND = share
+    counting._TOKENS_PER_ROUND = share
     opened = inputs.Inputs(None, None, tuple(map(IndexedCorpus, prefixes)), None)
     assert any(corpus.counts is None for corpus in opened.corpora)
     found = inputs.with_counts(opened, vocab_size)

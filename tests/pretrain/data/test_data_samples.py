@@ -7,10 +7,11 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.blend import Blend
+from pretrain.data.counting import count_tokens, unigram_entropy
 from pretrain.data.indexed import IndexedCorpus, IndexedWriter
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
-from pretrain.data.samples import GPTSamples, Segments, count_tokens, unigram_entropy
+from pretrain.data.samples import GPTSamples, Segments
 from pretrain.data.spans import SpanCorruption, Spans
 
 
@@ -141,7 +142,7 @@ def test_wrong_values_are_named(tmp_path: Path) -> None:
 
 
 def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.data.samples._CHUNK", 3)
+    monkeypatch.setattr("pretrain.data.counting._CHUNK", 3)
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.append([0, 0, 0, 0, 1, 1, 5, 9])
         writer.end_document()
@@ -213,7 +214,7 @@ def test_pickled_samples_are_the_same_and_hold_no_tokens(tmp_path: Path) -> None
 
 def test_a_pickled_corpus_keeps_counts_that_are_not_stored(corpora: list[IndexedCorpus]) -> None:
     corpus = corpora[0]
-    corpus.counts, corpus._has_kept_counts = count_tokens(corpus), False
+    corpus.counts, corpus._has_kept_counts = count_tokens(corpus.flat), False
     Path(f"{corpus.prefix}.json").unlink()
     found = pickle.loads(pickle.dumps(corpus))  # noqa: S301
     assert found.counts.largest == corpus.counts.largest

@@ -8,7 +8,8 @@ import torch
 from compare import assert_close
 
 from pretrain.config import OptimizerConfig, Recipe
-from pretrain.engine.optimizer import core, make_optimizer, restored_state
+from pretrain.engine.optimizer import core, make_optimizer
+from pretrain.engine.optimizer_state import restored_state
 
 RECIPE = Recipe(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1))
 

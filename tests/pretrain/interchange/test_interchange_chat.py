@@ -18,7 +18,8 @@ from fmoe.cli import main
 from fmoe.errors import UserError
 from pretrain.config import DataConfig, Recipe, load_recipe
 from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.inputs import open_inputs, open_trained_tokenizer
+from pretrain.data.inputs import open_inputs
+from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder

@@ -35,7 +35,7 @@ def backward(recipe):
     loss = engine.backward(0, Samples())
     named = dict(engine.gpt.named_parameters())
     weights = {name: p.detach().clone() for name, p in named.items()}
-    return float(loss), engine._mtp_losses, weights, {name: p.main_grad.clone() for name, p in named.items()}
+    return float(loss), engine.mtp_losses, weights, {name: p.main_grad.clone() for name, p in named.items()}
 
 
 def norm(x, weight):

@@ -1,0 +1,111 @@
+"""Position of a rank's parameters and buffers in the global tensors of a model.
+
+Megatron's ``sharded_state_dict`` serves as the index: it has each parameter's global name, shape and offset.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Location:
+    """Position of a piece of a local parameter in its global tensor.
+
+    Most parameters are one piece. A gated linear layer is two: its halves are not adjacent in the global tensor.
+
+    Attributes:
+        name, shape: name and shape of the global tensor.
+        offset, block: position and shape of the piece in the global tensor.
+        begin: offset of the piece in the flattened parameter.
+        is_main: True on the one rank that writes the piece.
+        is_main_shard: True on the ranks of the data parallel group that writes the piece's sharded optimizer state.
+            Each rank writes its shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    block: tuple[int, ...]
+    begin: int
+    is_main: bool
+    is_main_shard: bool
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.block)
+
+
+class Locations:
+    """Locations of all parameters and persistent buffers of a model.
+
+    Args:
+        chunks: this rank's chunks of the model, unwrapped.
+
+    Attributes:
+        names: names of the global tensors of which this rank has a piece.
+    """
+
+    def __init__(self, chunks: Sequence[Any]):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._by_id: dict[int, list[Location]] = {}
+        for chunk in chunks:
+            for sharded in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": group})):
+                if isinstance(sharded, ShardedTensorFactory):
+                    pieces = [piece for piece in nested_values(sharded.build()) if isinstance(piece, ShardedTensor)]
+                elif isinstance(sharded, ShardedTensor) and sharded.data is not None:
+                    pieces = [sharded]
+                else:
+                    continue
+                self._by_id[id(sharded.data)] = [_location_of(piece, sharded.data) for piece in pieces]
+        self.names = {location.name for locations in self._by_id.values() for location in locations}
+
+    def of(self, tensor: Tensor) -> list[Location]:
+        """Return the locations of the pieces of a parameter or buffer."""
+        if id(tensor) not in self._by_id:
+            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} is not in the model's sharded_state_dict")
+        return self._by_id[id(tensor)]
+
+
+def _location_of(piece: ShardedTensor, parameter: Tensor) -> Location:
+    replica = piece.replica_id if isinstance(piece.replica_id, tuple) else (piece.replica_id,)
+    return Location(
+        piece.key,
+        tuple(piece.global_shape),
+        tuple(piece.global_offset),
+        block=(1,) * piece.prepend_axis_num + tuple(piece.local_shape),
+        begin=piece.data.storage_offset() - parameter.storage_offset(),
+        is_main=not any(replica),
+        # The last number of Megatron's replica ids is the data parallel rank.
+        is_main_shard=not any(replica[:-1]),
+    )
+
+
+def named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and value of each parameter and persistent buffer of a model's chunks."""
+    for chunk in chunks:
+        yield from chunk.named_parameters()
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}", buffer
+
+
+def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the global shape and the dtype of each parameter and persistent buffer of a model's chunks.
+
+    The keys are the names in a checkpoint without the prefix ``model/``.
+    """
+    locations = Locations(chunks)
+    layouts = {}
+    for _, tensor in named_tensors(chunks):
+        for location in locations.of(tensor):
+            layouts[location.name] = (location.shape, tensor.dtype)
+    return layouts
