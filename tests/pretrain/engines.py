@@ -1,5 +1,6 @@
 """Engines of tiny models on made-up tokens, their splits over processes, and what they train. Not a test."""
 
+import zlib
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
@@ -123,23 +124,25 @@ def engine_of(recipe):
     return Engine(recipe, processes)
 
 
-def figures(recipe, with_weights=True):
-    """Losses, norms, rates, routing and weights of a run of `STEPS` steps."""
+def figures(recipe, with_weights=True, make_samples=None):
+    """Losses, norms, rates, routing and weights of a run."""
     engine = engine_of(recipe)
-    seen = {"validation before": engine.evaluate(Samples(), 16)}
-    for step in range(STEPS):
-        result = engine.train_step(step, Samples())
+    samples = Samples() if make_samples is None else make_samples(recipe)
+    seen = {"validation before": engine.evaluate(samples, 16)}
+    for step in range(recipe.train.steps):
+        result = engine.train_step(step, samples)
         seen |= {f"loss {step}": result.loss, f"gradient norm {step}": result.grad_norm, f"lr {step}": result.lr}
         seen |= {f"mtp loss {step} {depth}": loss for depth, loss in enumerate(result.mtp_losses, start=1)}
         for number, report in engine.routing().items():
             seen |= {f"load {step} {number}": torch.tensor(report.load), f"drops {step} {number}": report.drop_rate}
             seen |= {f"{name} {step} {number}": value for name, value in report.losses.items()}
-    seen["validation"] = engine.evaluate(Samples(), 16)
+    seen["validation"] = engine.evaluate(samples, 16)
     return seen | ({name: p.detach() for name, p in engine.gpt.named_parameters()} if with_weights else {})
 
 
 def assert_figures(ranks, expected, expert=1):
     """The `figures` of all ranks are the expected ones; weights of experts lie on ``expert`` ranks."""
+    assert all(rank.keys() == expected.keys() for rank in ranks)
     for name, value in expected.items():
         found = [rank[name] for rank in ranks]
         if expert > 1 and ".experts." in name:
@@ -148,7 +151,7 @@ def assert_figures(ranks, expected, expert=1):
             if torch.is_tensor(value):
                 assert_close(actual, value, 1e-5, f"{name} on rank {rank}")
             else:
-                assert actual == pytest.approx(value, rel=1e-5), f"{name} on rank {rank}"
+                assert actual == pytest.approx(value, rel=1e-5, abs=1e-9), f"{name} on rank {rank}"
 
 
 def save(engine, folder, step, **state_of_run):
@@ -168,6 +171,14 @@ def load(engine, folder):
     state.load(engine, open_checkpoint(folder))
 
 
+def digests(engine):
+    """Checksum of each piece of the engine's checkpoint, by name."""
+    from pretrain.engine import state
+
+    parts = ((piece.name, piece.data.detach().contiguous().view(-1)) for piece in state.pieces(engine))
+    return {name: zlib.crc32(data.view(torch.uint8).numpy()) for name, data in parts}
+
+
 def stage(folder, split, base, step):
     """Goes on from ``step``, saves after `STAGE`, makes one step more. (losses of those steps, samples taken)"""
     recipe, samples = split.recipe(base), Samples()
@@ -180,6 +191,27 @@ def stage(folder, split, base, step):
     losses.append(engine.train_step(step + STAGE, samples).loss)
     dist.barrier()
     return losses, taken
+
+
+def chained(forks, folder, chain, base, tolerance):
+    """The samples taken by all ranks of a run that goes on at another split after each `stage`.
+
+    The next loss is the same at the next split. ``tolerance(split)`` is relative.
+    """
+    expected = None
+    taken = []
+    for number, split in enumerate(chain):
+        ranks = values(forks.run(split.parallel.world_size, stage, folder, split, base, number * STAGE))
+        losses = ranks[0][0]
+        if expected is not None:
+            assert losses[0] == pytest.approx(expected, rel=tolerance(split)), f"{split}"
+        expected = losses[-1]
+        # Ranks that hold parts of the model take the same ones; a virtual stage has no reader of its own.
+        copies = split.parallel.world_size // split.parallel.dense_data
+        samples = sorted(n for _, numbers in ranks for n in numbers)
+        assert samples[::copies] == samples[copies - 1 :: copies]
+        taken += samples[::copies]
+    return taken
 
 
 def trained(recipe):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from engines import RECIPE, Samples, Split, engine_of
+from engines import RECIPE, Samples, Split, engine_of, load, save
 from forks import only, values
 
 from fmoe import UserError
@@ -58,16 +58,12 @@ RAMP = {"global_batch": 16, "micro_batch": 2, "ramp_batch": 4, "ramp_increment":
 
 def taken(folder, split, first, last):
     """Samples and losses of steps ``first ... last - 1``, resumed at the first and saved after the last."""
-    from pretrain.checkpoint import open_checkpoint, save
-    from pretrain.engine import state
-
     recipe = split.recipe(replace(RECIPE, train=replace(RECIPE.train, **RAMP)))
     engine, samples = engine_of(recipe), Samples()
     if first:
-        state.load(engine, open_checkpoint(folder / f"step-{first:08d}"))
+        load(engine, folder / f"step-{first:08d}")
     losses = [engine.train_step(step, samples).loss for step in range(first, last)]
-    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
-    save(folder, last, state.pieces(engine), run_state, state.rank_state())
+    save(engine, folder, last)
     return samples.taken, losses
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from compare import assert_close
+from engines import assert_figures, engine_of, figures
 from forks import only, values
 from model_kinds import KINDS, STEPS, recipe_of, samples_of
 
@@ -13,25 +12,7 @@ from pretrain.config import ParallelConfig
 
 
 def train(recipe):
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    cpu.install()
-    recipe.check()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    recipe.check_world_size(processes.world_size)
-    init_parallel(recipe, processes)
-    engine, samples = Engine(recipe, processes), samples_of(recipe)
-    seen = {"validation before": engine.evaluate(samples, 16)}
-    for step in range(STEPS):
-        result = engine.train_step(step, samples)
-        seen |= {f"loss {step}": result.loss, f"gradient norm {step}": result.grad_norm}
-        for number, report in engine.routing().items():
-            seen |= {f"load {step} {number}": torch.tensor(report.load), f"drops {step} {number}": report.drop_rate}
-            seen |= {f"{name} {step} {number}": value for name, value in report.losses.items()}
-    seen["validation"] = engine.evaluate(samples, 16)
-    return seen | {name: p.detach() for name, p in engine.gpt.named_parameters()}
+    return figures(recipe, make_samples=samples_of)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -40,23 +21,10 @@ def alone(request, forks):
     return request.param, only(forks.run(1, train, recipe_of(request.param, micro_batch=8)))
 
 
-def check(found, alone, parallel):
-    assert set(found[0]) == set(alone)
-    for name, expected in alone.items():
-        ranks = [rank[name] for rank in found]
-        if parallel.get("expert", 1) > 1 and ".experts." in name:
-            ranks = [torch.cat(ranks)]
-        for rank, actual in enumerate(ranks):
-            if torch.is_tensor(expected):
-                assert_close(actual, expected, 1e-5, f"{name} on rank {rank}")
-            else:
-                assert actual == pytest.approx(expected, rel=1e-5, abs=1e-9), f"{name} on rank {rank}"
-
-
 @pytest.mark.by_default("t5", "bert", "documents")
 def test_micro_batches_change_nothing(forks, alone):
     kind, expected = alone
-    check(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected, {})
+    assert_figures(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected)
 
 
 @pytest.mark.by_default("t5", "documents")
@@ -64,9 +32,8 @@ def test_fp16_is_close(forks, alone):
     kind, expected = alone
     recipe = recipe_of(kind, micro_batch=8)
     optimizer = replace(recipe.optimizer, initial_loss_scale=1024.0)
-    found = only(
-        forks.run(1, train, replace(recipe, train=replace(recipe.train, precision="fp16"), optimizer=optimizer))
-    )
+    recipe = replace(recipe, train=replace(recipe.train, precision="fp16"), optimizer=optimizer)
+    found = only(forks.run(1, train, recipe))
     for name, value in expected.items():
         if name.startswith(("loss", "validation")):
             assert found[name] == pytest.approx(value, rel=1e-2), name
@@ -82,7 +49,7 @@ def test_fp16_is_close(forks, alone):
 )
 def test_two_processes_equal_one(forks, alone, options):
     kind, expected = alone
-    check(values(forks.run(2, train, recipe_of(kind, **options))), expected, options)
+    assert_figures(values(forks.run(2, train, recipe_of(kind, **options))), expected, options.get("expert", 1))
 
 
 @pytest.mark.by_default("{'pipeline': 2}")
@@ -117,32 +84,23 @@ def test_the_case_means_something(alone):
     assert figures["validation"] < figures["validation before"]
 
 
-def first_loss(kind, micro_batch):
-    recipe = recipe_of(kind, micro_batch)
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    cpu.install()
-    processes = Processes(0, 1, torch.device("cpu"))
-    init_parallel(recipe, processes)
-    engine, samples = Engine(recipe, processes), samples_of(recipe)
-    return engine, samples, engine.evaluate(samples, 8)
-
-
 def by_hand(kind):
     """Mean over all that is predicted in 8 samples, one at a time, and what the engine says in micro batches of 2."""
     from pretrain.models.batch import collate
 
-    engine, samples, told = first_loss(kind, 2)
-    total, count = 0.0, 0
+    recipe = recipe_of(kind)
+    engine, samples = engine_of(recipe), samples_of(recipe)
+    told = engine.evaluate(samples, 8)
+    total = 0.0
+    count = 0
     engine.gpt.eval()
     for n in range(8):
         batch = collate([samples[n]])
         with torch.no_grad():
             losses = engine.kind.forward(engine.gpt, batch)
         mask = batch.get("loss_mask", torch.ones_like(losses)).bool()
-        total, count = total + float(losses[mask].sum()), count + int(mask.sum())
+        total += float(losses[mask].sum())
+        count += int(mask.sum())
     return told, total / count
 
 
@@ -157,7 +115,8 @@ def documents_apart(position):
     from pretrain.models.batch import collate
     from pretrain.models.gpt import document_mask
 
-    engine, samples, _ = first_loss("documents" if position == "rope" else "documents, learned positions", 2)
+    recipe = recipe_of("documents" if position == "rope" else "documents, learned positions")
+    engine, samples = engine_of(recipe), samples_of(recipe)
     module = engine.gpt.eval()
     worst = 0.0
     for n in range(4):

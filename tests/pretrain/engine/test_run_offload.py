@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import assert_close
-from engines import RECIPE, Samples, Split, engine_of
+from engines import RECIPE, Samples, Split, engine_of, load, save
 from forks import values
 
 from fmoe import UserError
@@ -51,22 +51,19 @@ def pretend_to_have_a_gpu():
 def trained(folder, recipe, other):
     """Losses and weights of five steps, the last two again from a checkpoint before them, and from another run's; which
     share of the stepped elements is stepped on the host."""
-    from pretrain.checkpoint import open_checkpoint, save
-    from pretrain.engine import state
-
     pretend_to_have_a_gpu()
     engine = engine_of(recipe)
     losses = [engine.train_step(step, Samples()).loss for step in range(3)]
-    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
-    save(folder, 3, state.pieces(engine), run_state, state.rank_state())
+    save(engine, folder, 3)
     ends = []
     for checkpoint in (folder, other, None):
         results = [engine.train_step(step, Samples()) for step in range(3, 5)]
         weights = {name: p.detach().clone() for name, p in engine.gpt.named_parameters()}
         ends.append(([r.loss for r in results], weights))
         if checkpoint is not None:
-            state.load(engine, open_checkpoint(checkpoint))
-    on_host, everywhere = 0, 0
+            load(engine, checkpoint)
+    on_host = 0
+    everywhere = 0
     for part in engine.optimizer.chained_optimizers:
         everywhere += sum(p.numel() for group in part.optimizer.param_groups for p in group["params"])
         copies = getattr(part.optimizer, "gpu_params_map_cpu_copy", {})

@@ -18,12 +18,12 @@ from engines import (
     Samples,
     Split,
     assert_trained_the_same,
+    chained,
     engine_of,
     figures,
     in_one_micro_batch,
     load,
     save,
-    stage,
     trained,
     with_optimizer,
 )
@@ -120,13 +120,7 @@ CHAINED_IN_CI = [("muon", "TP, EP, one")]
     [c if c in CHAINED_IN_CI else pytest.param(*c, marks=pytest.mark.slow) for c in CHAINED],
 )
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, name, chain):
-    base, expected = with_optimizer(name), None
-    for number, split in enumerate(CHAINS[chain]):
-        results = values(forks.run(split.parallel.world_size, stage, tmp_path, split, base, number * 2))
-        losses = results[0][0]
-        if expected is not None:
-            assert losses[0] == pytest.approx(expected, rel=1e-5), f"{split}"
-        expected = losses[-1]
+    chained(forks, tmp_path, CHAINS[chain], with_optimizer(name), lambda split: 1e-5)
 
 
 def resumed(folder, recipe):

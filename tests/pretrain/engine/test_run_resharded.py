@@ -3,12 +3,11 @@
 A chain is a list of splits that a run goes through; other splits join by adding chains.
 """
 
-import zlib
 from dataclasses import replace
 
 import pytest
 import torch
-from engines import ONE, ONE_D, RECIPE, STAGE, Samples, Split, engine_of, load, save, stage
+from engines import ONE, ONE_D, RECIPE, STAGE, Samples, Split, chained, digests, engine_of, load, save
 from forks import values
 
 CHAINS = {
@@ -91,42 +90,24 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 @pytest.mark.parametrize(("chain", "gate"), CASES)
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
     base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate], **MODELS.get(chain, {})))
-    expected, taken = None, []
-    for number, split in enumerate(CHAINS[chain]):
-        results = values(forks.run(split.parallel.world_size, stage, tmp_path, split, base, number * STAGE))
-        losses = results[0][0]
-        if expected is not None:
-            assert losses[0] == pytest.approx(expected, rel=TOLERANCE[split.precision]), f"{split}"
-        expected = losses[-1]
-        # Ranks that hold parts of the model take the same ones; a virtual stage has no reader of its own.
-        copies = split.parallel.world_size // split.parallel.dense_data
-        samples = sorted(n for _, taken_here in results for n in taken_here)
-        assert samples[::copies] == samples[copies - 1 :: copies]
-        taken += samples[::copies]
-    steps = len(CHAINS[chain]) * STAGE
-    assert sorted(taken) == list(range(steps * base.train.global_batch)), "a sample was taken twice or not at all"
+    chain = CHAINS[chain]
+    taken = chained(forks, tmp_path, chain, base, lambda split: TOLERANCE[split.precision])
+    count = len(chain) * STAGE * base.train.global_batch
+    assert sorted(taken) == list(range(count)), "a sample was taken twice or not at all"
 
 
 def saved_and_loaded(folder, base):
     """Crc of everything that is loaded against what was saved, into an engine with other weights."""
-    from pretrain.engine import state
-
     engine = engine_of(ONE.recipe(base))
     for step in range(3):
         engine.train_step(step, Samples())
     save(engine, folder, 3)
-    before = crcs(state.pieces(engine))
+    before = digests(engine)
     for step in range(3, 5):
         engine.train_step(step, Samples())
-    assert crcs(state.pieces(engine)) != before
+    assert digests(engine) != before
     load(engine, folder)
-    return before, crcs(state.pieces(engine)), engine.scheduler.num_steps
-
-
-def crcs(pieces):
-    return {
-        piece.name: zlib.crc32(piece.data.detach().contiguous().view(-1).view(torch.uint8).numpy()) for piece in pieces
-    }
+    return before, digests(engine), engine.scheduler.num_steps
 
 
 def test_modules_for_further_tokens_are_saved_and_loaded(forks, tmp_path):
