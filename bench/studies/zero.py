@@ -74,8 +74,7 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     from bench.studies.memory import tensors_of
     from megatron_patch import cpu
     from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.engine.engine import stop_parallel
+    from pretrain.engine import Engine, init_parallel, stop_parallel
     from pretrain.start.process import Processes
 
     cpu.install()

@@ -28,50 +28,42 @@ class StepReport(LayerReport):
 class RoutingReports:
     """Routing statistics of the MoE layers, summed over data parallel ranks and pipeline stages.
 
-    Tensor and context parallel ranks count the same tokens, so nothing is summed over them. The constructor and
-    `collect` are collective.
+    Tensor and context parallel ranks count the same tokens, so nothing is summed over them.
 
     Args:
         layers: the MoE layers on this rank.
         num_layers: number of layers of the whole model; they are numbered from 1.
+        num_experts: number of routed experts in each MoE layer; 0 for a model without MoE layers.
+        loss_names: names of the auxiliary losses, in the layers' order.
         data_group: ranks with different sequences.
         device: device for the reductions.
     """
 
     def __init__(
-        self, layers: Sequence[MegatronMoE], num_layers: int, data_group: dist.ProcessGroup, device: torch.device
+        self,
+        layers: Sequence[MegatronMoE],
+        num_layers: int,
+        num_experts: int,
+        loss_names: Sequence[str],
+        data_group: dist.ProcessGroup,
+        device: torch.device,
     ):
         self._layers = layers
         self._num_layers = num_layers
+        self._num_experts = num_experts
+        self._loss_names = tuple(loss_names)
         self._data_group = data_group
         self._device = device
-        names = [layer.metrics.loss_names for layer in layers]
-        self._loss_names = names[0] if names else ()
-        self._width = max((layer.metrics.sums().numel() for layer in layers), default=0)
-        self._num_experts = max((layer.metrics.num_experts for layer in layers), default=0)
+        self._width = len(LayerMetrics(num_experts, self._loss_names).sums())
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self.begin()
-        if self._stages.size() > 1:
-            self._agree()
 
     def begin(self) -> None:
         """Start counting exchanged bytes for the next report."""
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
-    def _agree(self) -> None:
-        """Give pipeline stages without MoE layers the number of sums and of experts per layer, and the loss names."""
-        sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
-        self._width, self._num_experts = sizes.tolist()
-        text = ",".join(self._loss_names).encode()
-        letters = torch.zeros(1024, dtype=torch.uint8, device=self._device)
-        letters[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
-        dist.all_reduce(letters, dist.ReduceOp.MAX, group=self._stages)
-        names = bytes(letters.tolist()).rstrip(b"\0").decode()
-        self._loss_names = tuple(names.split(",")) if names else ()
-
     def collect(self) -> dict[int, StepReport]:
-        """Return the statistics since the last call, by layer number.
+        """Return the statistics since the last call, by layer number. Collective.
 
         They are equal on every rank, except for the bytes exchanged. These bytes are counted from `begin` on, and
         averaged over this rank's data parallel group.

@@ -155,6 +155,30 @@ def test_a_registered_kind_and_exchange_train(forks):
         assert rank["validation"] == pytest.approx(alone["validation"], rel=1e-5)
 
 
+def reversed_blocks(recipe):
+    """The first samples of a recipe's kind, and of one with its own samples, which is a GPT in all else."""
+    from pretrain.data.inputs import open_inputs
+    from pretrain.data.samples import MadeOfBlocks
+    from pretrain.models import gpt, kind_of, register_model
+
+    class Reversed(MadeOfBlocks):
+        def __getitem__(self, n):
+            return self.blocks[n][::-1]
+
+    def samples(recipe, blocks, tokenizer, seed, length):
+        return Reversed(blocks)
+
+    register_model("reversed", SimpleNamespace(samples=samples))
+    other = replace(recipe, model=replace(recipe.model, kind="reversed"))
+    assert kind_of(other).build is gpt.build
+    return open_inputs(recipe).train[0].tolist(), open_inputs(other).train[0].tolist()
+
+
+def test_a_registered_kind_brings_its_own_samples(forks, recipe_file):
+    plain, backwards = only(forks.run(1, reversed_blocks, load_recipe(str(recipe_file()))))
+    assert backwards == plain[::-1] != plain
+
+
 ERRORS = {
     "a module that is missing": (["--run.imports", "nowhere"], "run.imports=nowhere", "neither an installed module"),
     "a file that is missing": (["--run.imports", "./nowhere.py"], "run.imports=./nowhere.py", "not a file"),

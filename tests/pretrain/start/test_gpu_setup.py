@@ -68,7 +68,7 @@ def test_metrics_of_all_layers_are_copied_at_once(num_layers, monkeypatch):
         metrics.add(RoutingStats(torch.ones(4, device="meta"), one, one, one), {"balance": one})
         exchange = SimpleNamespace(traffic=SimpleNamespace(sent=0))
         layers.append(SimpleNamespace(metrics=metrics, exchange=exchange, layer_number=number + 1))
-    reports = routing.RoutingReports(layers, num_layers, single, torch.device("meta"))
+    reports = routing.RoutingReports(layers, num_layers, 4, ["balance"], single, torch.device("meta"))
     rows = torch.ones(num_layers, 4 + 3 + 1 + 1 + 2, dtype=torch.float64)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: rows)  # the only read of the device
     with Copies() as copies:
