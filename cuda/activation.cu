@@ -176,14 +176,14 @@ __global__ void __launch_bounds__(256)
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate_backward(const T* __restrict__ hidden_MP, const T* __restrict__ d_active_MH,
-                      const float* __restrict__ weight_N, const i64* __restrict__ order_M,
+                      const float* __restrict__ weight_N, const i64* __restrict__ perm_M,
                       const i64* __restrict__ limit, i64 rows, i64 hidden_width, T* __restrict__ scaled_MH,
                       T* __restrict__ d_hidden_MP, float* __restrict__ d_weight_N) {
   constexpr int N = VECTOR<T>;
   float* shared = reinterpret_cast<float*>(shared_memory());
   const bool is_wide = hidden_width % N == 0 && is_aligned(hidden_MP, d_active_MH, scaled_MH, d_hidden_MP);
   const i64 row = own_row(), height = GATED ? 2 * hidden_width : hidden_width;
-  const i64 index = row < rows ? (order_M ? order_M[row] : row) : 0;
+  const i64 index = row < rows ? (perm_M ? perm_M[row] : row) : 0;
   T* scaled = scaled_MH ? scaled_MH + row * hidden_width : nullptr;
   T* d_hidden = d_hidden_MP ? d_hidden_MP + row * height : nullptr;
   float dot = 0;

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(256) count_tiles(const i64* __restrict__ exper
 // counts of all tiles itself, which saves a launch. With a single tile, the counts may be null.
 __global__ void __launch_bounds__(256)
     place(const i64* __restrict__ expert_N, i64 assignments, i64 num_experts, i64 tile,
-          const int* __restrict__ tile_count, i64* __restrict__ order_N, i64* __restrict__ place_N,
+          const int* __restrict__ tile_count, i64* __restrict__ perm_N, i64* __restrict__ inverse_N,
           u8* __restrict__ kept_N, i64* __restrict__ count_E, int* __restrict__ end_E, i64* __restrict__ num_kept) {
   const int experts = int(num_experts), bins = experts + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(256)
     const int bin = n < end ? bin_of(expert_N[n], experts) : -1;
     const int at = count_in_order(mine, bin);
     if (bin < 0) continue;
-    order_N[at] = n;
-    place_N[n] = at;
+    perm_N[at] = n;
+    inverse_N[n] = at;
     if (kept_N) kept_N[n] = bin < experts;
   }
 }

@@ -98,8 +98,9 @@ __global__ void __launch_bounds__(256)
 
 // One row of `combine`. `bias_LD` is null, or the bias of the experts, whose rows end at `end_L`.
 template <int N, class T>
-__device__ __forceinline__ void combine_row(const T* rows, const i64* place, const float* weight, i64 bound, int top_k,
-                                            i64 width, const T* bias_LD, const int* end_L, i64 experts, T* out) {
+__device__ __forceinline__ void combine_row(const T* rows, const i64* inverse, const float* weight, i64 bound,
+                                            int top_k, i64 width, const T* bias_LD, const int* end_L, i64 experts,
+                                            T* out) {
   for (i64 v = threadIdx.x; v < width / N; v += blockDim.x) {
     float sum[N] = {};
 #pragma unroll 1
@@ -109,7 +110,7 @@ __device__ __forceinline__ void combine_row(const T* rows, const i64* place, con
 #pragma unroll
       for (int a = 0; a < AHEAD; a++) {
         const int k = first + a;
-        const i64 at = k < top_k ? place[k] : -1;
+        const i64 at = k < top_k ? inverse[k] : -1;
         const bool is_kept = u64(at) < u64(bound);
         w[a] = !is_kept ? 0.0f : weight ? weight[k] : 1.0f;
         raw[a] = is_kept ? Raw<N, T>(rows + at * width + v * N) : Raw<N, T>();
@@ -124,10 +125,10 @@ __device__ __forceinline__ void combine_row(const T* rows, const i64* place, con
     }
 #pragma unroll 1
     for (int k = 0; bias_LD && k < top_k; k++) {
-      if (u64(place[k]) >= u64(bound)) continue;
+      if (u64(inverse[k]) >= u64(bound)) continue;
       const float w = weight ? weight[k] : 1.0f;
       float b[N];
-      load<N>(bias_LD + segment_of(end_L, experts, place[k]) * width + v * N, b);
+      load<N>(bias_LD + segment_of(end_L, experts, inverse[k]) * width + v * N, b);
 #pragma unroll
       for (int j = 0; j < N; j++) sum[j] += w * b[j];
     }
@@ -156,30 +157,30 @@ __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* r
   return dot;
 }
 
-// out[t] = sum over k of weight[t, k] * (rows[place[t, k]] + its expert's bias), in float and in a fixed order, over
+// out[t] = sum over k of weight[t, k] * (rows[inverse[t, k]] + its expert's bias), in float and in a fixed order, over
 // the kept assignments.
 template <class T>
 __global__ void __launch_bounds__(256)
-    combine(const T* __restrict__ rows, const i64* __restrict__ place_TK, const float* __restrict__ weight_TK,
+    combine(const T* __restrict__ rows, const i64* __restrict__ inverse_TK, const float* __restrict__ weight_TK,
             const i64* __restrict__ limit, const T* __restrict__ bias_LD, const int* __restrict__ end_L, i64 experts,
             i64 tokens, i64 top_k, i64 num_rows, i64 width, T* __restrict__ out_TD) {
   constexpr int N = VECTOR<T>;
   const i64 t = own_row(), bound = rows_kept(limit, num_rows);
   if (t >= tokens) return;
-  const i64* place = place_TK + t * top_k;
+  const i64* inverse = inverse_TK + t * top_k;
   const float* weight = weight_TK ? weight_TK + t * top_k : nullptr;
   T* out = out_TD + t * width;
   if (width % N == 0 && is_aligned(rows, bias_LD, out_TD))
-    combine_row<N>(rows, place, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
+    combine_row<N>(rows, inverse, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
   else
-    combine_row<1>(rows, place, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
+    combine_row<1>(rows, inverse, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
 }
 
-// d_rows[place[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[place[t, k]]>. Every row is
+// d_rows[inverse[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[inverse[t, k]]>. Every row is
 // written by its only assignment; rows from `limit` to `num_rows` are zero.
 template <class T>
 __global__ void __launch_bounds__(256)
-    combine_backward(const T* __restrict__ d_out_TD, const T* __restrict__ rows, const i64* __restrict__ place_TK,
+    combine_backward(const T* __restrict__ d_out_TD, const T* __restrict__ rows, const i64* __restrict__ inverse_TK,
                      const float* __restrict__ weight_TK, const i64* __restrict__ limit, i64 tokens, i64 top_k,
                      i64 num_rows, i64 width, T* __restrict__ d_rows, float* __restrict__ d_weight_TK) {
   constexpr int N = VECTOR<T>;
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(256)
   const i64 t = own_row(), bound = rows_kept(limit, num_rows);
   const T* d_out = d_out_TD + t * width;
   for (i64 k = 0; k < top_k; k++) {
-    const i64 at = t < tokens ? place_TK[t * top_k + k] : -1;
+    const i64 at = t < tokens ? inverse_TK[t * top_k + k] : -1;
     float dot = 0;
     if (u64(at) < u64(bound)) {
       const float w = weight_TK ? weight_TK[t * top_k + k] : 1.0f;
@@ -233,10 +234,10 @@ __global__ void __launch_bounds__(256) add_bias(const T* rows, const T* __restri
   is_wide ? add_row<N>(x, bias, width, to) : add_row<1>(x, bias, width, to);
 }
 
-// The gradient of one expert's bias, in the block's 32 columns: the sum of weight[order[i]] * rows[order[i] / per] over
+// The gradient of one expert's bias, in the block's 32 columns: the sum of weight[perm[i]] * rows[perm[i] / per] over
 // the expert's rows i. `shared`: a float per thread. All threads of the block must call it.
 template <class T>
-__device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i64 per, const float* weight,
+__device__ __forceinline__ void sum_columns(const T* rows, const i64* perm_M, i64 per, const float* weight,
                                             const int* end_L, i64 expert, i64 chunk, i64 width, float* shared,
                                             T* out_LD) {
   const int thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32;
@@ -246,7 +247,7 @@ __device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i
   if (column < width) {
 #pragma unroll 4
     for (i64 i = (expert ? end_L[expert - 1] : 0) + thread / 32; i < end; i += warps) {
-      const i64 index = order_M ? order_M[i] : i;
+      const i64 index = perm_M ? perm_M[i] : i;
       const float by = weight ? weight[index] : 1.0f;
       sum += by * to_float(rows[index / per * width + column]);
     }
@@ -259,13 +260,13 @@ __device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i
 }
 
 // Gradients of the biases, and, to save a launch, those of tokens and weights. The first blocks sum columns for the
-// biases. The others process tokens: d_x[t] = sum over k of d_rows[place[t, k]], and d_weight[t, k] +=
-// <d_out[t], second bias of the expert of place[t, k]>. With registers for four blocks per multiprocessor, none spills.
+// biases. The others process tokens: d_x[t] = sum over k of d_rows[inverse[t, k]], and d_weight[t, k] += <d_out[t],
+// second bias of the expert of inverse[t, k]>. With registers for four blocks per multiprocessor, none spills.
 template <class T>
 __global__ void __launch_bounds__(256, 4)
-    bias_gradients(const T* __restrict__ d_out, const i64* __restrict__ order_M, const float* __restrict__ weight_N,
+    bias_gradients(const T* __restrict__ d_out, const i64* __restrict__ perm_M, const float* __restrict__ weight_N,
                    const T* __restrict__ d_hidden_MP, const int* __restrict__ end_L, i64 experts, i64 width, i64 height,
-                   T* __restrict__ d_bias_in_LP, T* __restrict__ d_bias_out_LD, const i64* __restrict__ place_TK,
+                   T* __restrict__ d_bias_in_LP, T* __restrict__ d_bias_out_LD, const i64* __restrict__ inverse_TK,
                    const i64* __restrict__ limit, i64 tokens, i64 top_k, i64 num_rows, const T* __restrict__ d_rows_MD,
                    T* __restrict__ d_x_TD, const T* __restrict__ bias_out_LD, float* __restrict__ d_weight_TK) {
   constexpr int N = VECTOR<T>;
@@ -277,23 +278,23 @@ __global__ void __launch_bounds__(256, 4)
     if (chunk < of_in)
       sum_columns<T>(d_hidden_MP, nullptr, 1, nullptr, end_L, expert, chunk, height, shared, d_bias_in_LP);
     else
-      sum_columns<T>(d_out, order_M, top_k, weight_N, end_L, expert, chunk - of_in, width, shared, d_bias_out_LD);
+      sum_columns<T>(d_out, perm_M, top_k, weight_N, end_L, expert, chunk - of_in, width, shared, d_bias_out_LD);
     return;
   }
   const i64 t = (block - experts * of_expert) * blockDim.y + threadIdx.y;
-  const i64* place = place_TK + t * top_k;
+  const i64* inverse = inverse_TK + t * top_k;
   if (d_x_TD && t < tokens) {
     const i64 bound = rows_kept(limit, num_rows);
     if (width % N == 0 && is_aligned(d_rows_MD, d_x_TD))
-      combine_row<N, T>(d_rows_MD, place, nullptr, bound, int(top_k), width, nullptr, nullptr, 0, d_x_TD + t * width);
+      combine_row<N, T>(d_rows_MD, inverse, nullptr, bound, int(top_k), width, nullptr, nullptr, 0, d_x_TD + t * width);
     else
-      combine_row<1, T>(d_rows_MD, place, nullptr, bound, int(top_k), width, nullptr, nullptr, 0, d_x_TD + t * width);
+      combine_row<1, T>(d_rows_MD, inverse, nullptr, bound, int(top_k), width, nullptr, nullptr, 0, d_x_TD + t * width);
   }
   if (!d_weight_TK) return;
   const bool is_wide = width % N == 0 && is_aligned(d_out, bias_out_LD);
   const T* d = d_out + t * width;
   for (i64 k = 0; k < top_k; k++) {
-    const i64 expert = t < tokens ? segment_of(end_L, experts, place[k]) : experts;
+    const i64 expert = t < tokens ? segment_of(end_L, experts, inverse[k]) : experts;
     const T* bias = bias_out_LD + expert * width;
     float dot = 0;
     if (expert < experts)

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,19 +62,3 @@ def test_cases_chosen_by_id_and_position():
     assert [item.callspec.id for item in cases if not item.is_slow] == ["2-b", "5-a"]
     with pytest.raises(pytest.UsageError, match=r"of: of by_default\('7-b', '5-a'\) only 1 are cases"):
         thin(items("of", by_default=["7-b", "5-a"]))
-
-
-def test_a_changed_kernel_or_caller_or_test_changes_the_digest(tmp_path):
-    unchanged = runpy.run_path(str(Path(__file__).parent / "cuda" / "unchanged.py"))
-    for name in ("cuda/a.cu", "fmoe/kernels/b.py", "fmoe/routing.py", "tests/cuda/c.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("1")
-    digest = unchanged["digest"]
-    seen = {digest(tmp_path)}
-    for name in ("cuda/a.cu", "fmoe/kernels/b.py", "fmoe/routing.py", "tests/cuda/c.py", "cuda/new.cuh"):
-        (tmp_path / name).write_text("2")
-        assert digest(tmp_path) not in seen, name
-        seen.add(digest(tmp_path))
-    (tmp_path / "fmoe" / "other.py").write_text("2")
-    assert digest(tmp_path) in seen
-    assert all((unchanged["ROOT"] / source).exists() for source in unchanged["SOURCES"])

@@ -2,23 +2,9 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import emulator
 import pytest
-import unchanged
-
-HERE = Path(__file__).parent
-# They test what is installed as well, which the digest does not cover.
-ALWAYS = ("test_cuda_driver.py", "test_cuda_triton_launches.py")
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
-def pytest_collection_modifyitems(items):
-    here = [item for item in items if HERE in item.path.parents and item.path.name not in ALWAYS]
-    if here and unchanged.is_recorded():
-        for item in here:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +24,19 @@ def kept(pytestconfig, tmp_path):
 
 
 @pytest.fixture
+def on(kernels):
+    """The emulator as the CUDA backend of the CPU, during the test."""
+    with emulator.on_cpu(kernels) as launcher:
+        yield launcher
+
+
+@pytest.fixture
 def launch(kernels, request):
-    """`emulator.Emulator` with the seed of the case, if it has one."""
+    """A function that calls another one on the emulator, in orders of threads that follow from the test's ``seed``."""
     seed = request.node.callspec.params.get("seed", 0) if hasattr(request.node, "callspec") else 0
-    return emulator.Emulator(kernels, seed, unaligned=seed % 3 == 2)
+
+    def call(function, *arguments, **options):
+        with emulator.on_cpu(kernels, seed, unaligned=seed % 3 == 2):
+            return function(*arguments, **options)
+
+    return call

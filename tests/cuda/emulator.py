@@ -1,22 +1,23 @@
 """The kernels of ``cuda/`` on the CPU: built by g++ once for each source, launched with arrays between guard pages.
 
-Not a test itself. `Emulator` takes a launch as the device's launcher does, so that what calls kernels can be tested
-through it too.
+Not a test itself. `on_cpu` makes them the kernels of tensors on the CPU, so that their callers run too.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
-import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from kernel_list import KERNELS
 from torch import Tensor
+
+from fmoe.kernels.cuda import launch, loader
+from fmoe.kernels.cuda.instances import KERNELS
+from fmoe.kernels.cuda.launch import Argument, Geometry
 
 CUDA = Path(__file__).parents[2] / "cuda"
 HEADERS = Path(__file__).parent / "emulation"
@@ -24,39 +25,40 @@ FLAGS = "-O1 -std=c++20 -shared -fPIC -fvisibility=hidden -U_FORTIFY_SOURCE -fno
 WARNINGS = "-Wall -Werror -Wno-unknown-pragmas -Wno-unused-but-set-variable -Wno-maybe-uninitialized"
 
 
-def build(source: Path, names: Sequence[str], folder: Path) -> Path:
-    """A library of the instances that have these name expressions, in ``folder`` if it is not there yet."""
+def build(source: Path, names: Sequence[str], folder: Path) -> "Library":
+    """Return the library of the instances with these name expressions; build it in ``folder`` if it is not there."""
     host = f'#include "cuda_on_cpu.h"\n#include "{source}"\n'
     host += "KERNELS(" + ",\n        ".join(f"EMULATED({name})" for name in names) + ")\n"
-    parts = [host, FLAGS, WARNINGS, os.environ.get("CXX", "g++")]
+    compiler = os.environ.get("CXX", "g++")
     files = [*sorted(HEADERS.iterdir()), *sorted(source.parent.glob("*.cuh")), source]
-    key = hashlib.sha256("\0".join(parts + [f.read_text() for f in files]).encode()).hexdigest()[:20]
+    texts = [host, FLAGS, WARNINGS, compiler, *(file.read_text() for file in files)]
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
     library = folder / f"{source.stem}-{key}.so"
     if not library.exists():
         code = folder / f"{source.stem}-{key}-{os.getpid()}.cpp"
         code.write_text(host)
-        made = code.with_suffix(".so")
-        command = [parts[-1], *FLAGS.split(), *WARNINGS.split(), f"-I{HEADERS}", f"-I{source.parent}", "-o", made, code]
+        built = code.with_suffix(".so")
+        folders = [f"-I{HEADERS}", f"-I{source.parent}"]
+        command = [compiler, *FLAGS.split(), *WARNINGS.split(), *folders, "-o", built, code]
         done = subprocess.run(command, capture_output=True, text=True)
         code.unlink()
         assert done.returncode == 0, done.stderr
-        made.replace(library)
-        for old in folder.glob(f"{source.stem}-*.so"):
-            if old != library:
-                old.unlink()
-    return library
+        for older in folder.glob(f"{source.stem}-*.so"):
+            if older != built:
+                older.unlink()
+        built.replace(library)
+    return Library(library)
 
 
 def build_all(folder: Path) -> "dict[str, Library]":
-    """Every kernel by its name expression; two compilers at a time."""
+    """Return the library of every kernel by its name expression; two compilers run at a time."""
     with ThreadPoolExecutor(2) as pool:
-        made = {source: pool.submit(build, CUDA / source, names, folder) for source, names in KERNELS.items()}
-    libraries = {source: Library(path.result()) for source, path in made.items()}
-    return {name: libraries[source] for source, names in KERNELS.items() for name in names}
+        builds = {source: pool.submit(build, CUDA / source, names, folder) for source, names in KERNELS.items()}
+    return {name: builds[source].result() for source, names in KERNELS.items() for name in names}
 
 
 class Library:
-    """One source's kernels."""
+    """The kernels of one source."""
 
     def __init__(self, path: Path):
         self._library = ctypes.CDLL(str(path))
@@ -64,165 +66,115 @@ class Library:
             getattr(self._library, function).restype = ctypes.c_char_p
         self._library.allocate.restype = ctypes.c_void_p
 
-    def signature(self, name: str) -> str:
-        """p, i or d for each argument: a pointer, int64, double."""
-        return self._library.signature(name.encode()).decode()
+    def signature(self, kernel: str) -> str:
+        """Return a letter for each argument: c (pointer to constants), p (pointer), i (int64) or d (double)."""
+        return self._library.signature(kernel.encode()).decode()
 
     def allocate(self, num_bytes: int, gap: int, name: str) -> int:
         return self._library.allocate(ctypes.c_size_t(num_bytes), ctypes.c_size_t(gap), name.encode())
 
     def release(self, address: int) -> bool:
-        """Return whether nothing was written next to it."""
+        """Return whether nothing was written next to the array."""
         return bool(self._library.release(ctypes.c_void_p(address)))
 
-    def launch(self, name: str, grid: tuple, block: tuple, shared: int, values: list, seed: int) -> str | None:
-        """None, or what went wrong."""
+    def launch(self, kernel: str, geometry: Geometry, values: list, seed: int) -> str | None:
+        """Return None, or a description of the error."""
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        sizes = [(ctypes.c_uint * 3)(*shape) for shape in (grid, block)]
-        size, seed = ctypes.c_size_t(shared), ctypes.c_uint64(seed)
-        error = self._library.launch(name.encode(), *sizes, size, addresses, seed)
+        sizes = [(ctypes.c_uint * 3)(*shape) for shape in (geometry.grid, geometry.block)]
+        shared = ctypes.c_size_t(geometry.shared)
+        error = self._library.launch(kernel.encode(), *sizes, shared, addresses, ctypes.c_uint64(seed))
         return error.decode() if error else None
 
 
 class EmulationError(AssertionError):
-    """A kernel did what a GPU would let pass, or would not."""
+    """A kernel did what a GPU would let pass, or would not (``emulation/cuda_on_cpu.h``)."""
 
 
-@dataclass(frozen=True)
-class Output:
-    """An array that a kernel is to write, poisoned before.
-
-    Attributes:
-        zeroed: the kernel adds to it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    zeroed: bool = False
-
-
-@dataclass
 class Emulator:
-    """Launches kernels in orders of threads that follow from the seed.
+    """An `fmoe.kernels.cuda.launch.Launcher` for tensors on the CPU.
+
+    Kernels work on copies of their arguments between pages without access, in an order of threads that follows from
+    the seed.
+
+    Args:
+        unaligned: arrays begin where their type allows it, not at multiples of 16 bytes.
 
     Attributes:
-        unaligned: arrays begin where their type alone allows it, not at 16 bytes.
+        launched: name expressions of launched kernels, in order.
     """
 
-    libraries: dict[str, Library] = field(repr=False)
-    seed: int = 0
-    unaligned: bool = False
-    launches: int = field(default=0, init=False)
+    def __init__(self, libraries: Mapping[str, Library], seed: int = 0, unaligned: bool = False):
+        self._libraries = libraries
+        self._seed = seed
+        self._unaligned = unaligned
+        self.launched: list[str] = []
 
-    def __call__(self, name: str, geometry: tuple, *arguments) -> list[Tensor]:
-        """Launches ``name``.
-
-        Args:
-            geometry: grid, block, bytes of shared memory; one number or three for grid and block.
-            arguments: tensors (copied in), `Output`, `InOut` (the same one twice is one array), None, int, float, bool.
-
-        Returns:
-            What lies in the `Output` and `InOut` arrays afterwards, in their order.
-
-        Raises:
-            EmulationError: see cuda_on_cpu.h; or something was written beside an array.
-        """
-        library = self.libraries[name]
-        expected = library.signature(name)
-        given = "".join("d" if isinstance(a, float) else "i" if isinstance(a, int) else "p" for a in arguments)
-        assert given == expected, f"{name} takes {expected}, not {given}"
-        arrays, values, results = [], [], {}
-        try:
-            for number, argument in enumerate(arguments):
-                if isinstance(argument, float):
-                    values.append(ctypes.c_double(argument))
-                elif isinstance(argument, int):
-                    values.append(ctypes.c_int64(argument))
-                elif argument is None:
-                    values.append(ctypes.c_void_p(None))
-                else:
-                    array = results.get(id(argument)) if isinstance(argument, InOut) else None
-                    if array is None:
-                        array = Array(library, argument, f"argument {number}", self.unaligned)
-                        arrays.append(array)
-                    values.append(ctypes.c_void_p(array.address))
-                    if isinstance(argument, Output | InOut):
-                        results[id(argument) if isinstance(argument, InOut) else number] = array
-            self.launches += 1
-            grid, block, shared = geometry
-            error = library.launch(name, _three(grid), _three(block), shared, values, self.seed * 1000 + self.launches)
-            outputs = [array.read() for array in results.values()]
-            unchanged = all(array.is_unchanged() for array in arrays)
-        finally:
-            touched = [array.name for array in arrays if not array.release()]
-        if error is None and touched:
-            error = f"{name}: writes beside {', '.join(touched)}"
-        if error is None and not unchanged:
-            error = f"{name}: writes to what it only reads"
+    def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
+        library = self._libraries[kernel]
+        signature = library.signature(kernel)
+        kinds = "".join("d" if isinstance(a, float) else "i" if isinstance(a, int) else "p" for a in arguments)
+        expected = signature.replace("c", "p")
+        assert kinds == expected, f"{kernel} takes {expected}, not {kinds}"
+        assert all(a.device == device for a in arguments if isinstance(a, Tensor)), kernel
+        self.launched.append(kernel)
+        arrays: dict[int, tuple[Tensor, int, str]] = {}  # by address of the tensor: also its copy, and its name
+        changed = set()
+        values: list[ctypes._SimpleCData] = []
+        for number, (argument, letter) in enumerate(zip(arguments, signature, strict=True)):
+            if isinstance(argument, Tensor):
+                key = argument.data_ptr() or -number
+                if key not in arrays:
+                    name = f"argument {number}"
+                    arrays[key] = (argument, self._copy(library, argument, name), name)
+                if letter == "p":
+                    changed.add(key)
+                values.append(ctypes.c_void_p(arrays[key][1]))
+            elif argument is None:
+                values.append(ctypes.c_void_p(None))
+            else:
+                values.append((ctypes.c_double if isinstance(argument, float) else ctypes.c_int64)(argument))
+        error = library.launch(kernel, geometry, values, self._seed * 1000 + len(self.launched))
+        beside = []
+        for key, (tensor, copy, name) in arrays.items():
+            if key in changed:
+                ctypes.memmove(tensor.data_ptr(), copy, tensor.nbytes)
+            if not library.release(copy):
+                beside.append(name)
+        if error is None and beside:
+            error = f"{kernel}: writes beside {', '.join(beside)}"
         if error is not None:
             raise EmulationError(error)
-        return outputs
 
-    def array(self, kernel: str, tensor: Tensor, name: str) -> "Array":
-        """An array that stays, for kernels of the same source as this one that are told addresses in tables."""
-        return Array(self.libraries[kernel], InOut(tensor), name, self.unaligned)
+    def _copy(self, library: Library, tensor: Tensor, name: str) -> int:
+        """Return the address of a copy, which ends at a page, but for bytes that align its begin, or prevent that."""
+        gap = -tensor.nbytes % 16
+        if self._unaligned:
+            gap = (gap + tensor.itemsize) % 16
+        address = library.allocate(tensor.nbytes, gap, name)
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        return address
 
-
-@dataclass(frozen=True)
-class InOut:
-    """An array that a kernel reads and writes."""
-
-    tensor: Tensor
-
-
-class Array:
-    """Memory of one library, between pages that nobody may touch; `release` tells whether anything lies beside it."""
-
-    def __init__(self, library: Library, argument: "Tensor | Output | InOut", name: str, unaligned: bool):
-        self.name, self._library = name, library
-        like = argument.tensor if isinstance(argument, InOut) else argument
-        self._shape, self._dtype = tuple(like.shape), like.dtype
-        size = self._dtype.itemsize
-        self._bytes = size * torch.Size(self._shape).numel()
-        # To the end of a page, but for what keeps the begin at 16 bytes, or keeps it from there.
-        gap = -self._bytes % 16
-        if unaligned:
-            gap = (gap + size) % 16
-        self.address = library.allocate(self._bytes, gap, name)
-        self._before = None
-        if isinstance(argument, Output):
-            if argument.zeroed:
-                ctypes.memset(self.address, 0, self._bytes)
-        else:
-            data = like.detach().contiguous()
-            ctypes.memmove(self.address, data.data_ptr(), self._bytes)
-            if isinstance(argument, Tensor):
-                self._before = self._raw()
-
-    def _raw(self) -> bytes:
-        return ctypes.string_at(self.address, self._bytes)
-
-    def read(self) -> Tensor:
-        raw = bytearray(self._raw())
-        if not raw:
-            return torch.empty(self._shape, dtype=self._dtype)
-        return torch.frombuffer(raw, dtype=self._dtype).view(self._shape)
-
-    def is_unchanged(self) -> bool:
-        return self._before is None or self._before == self._raw()
-
-    def release(self) -> bool:
-        return self._library.release(self.address)
+    def names(self) -> set[str]:
+        """Return the launched kernels, without template arguments."""
+        return {name.partition("<")[0].removeprefix("fmoe::") for name in self.launched}
 
 
-def _three(shape: int | tuple) -> tuple[int, int, int]:
-    return (shape, 1, 1) if isinstance(shape, int) else tuple(shape) + (1,) * (3 - len(shape))
-
-
-def documented(name: str, text: str) -> str | None:
-    """The arguments of a kernel as docs/kernels.md tells them, as `Library.signature` does."""
-    found = re.search(rf"`{name}\(([^`]*)\)`", text)
-    if found is None:
-        return None
-    words = [word.split() for word in found[1].replace("\n", " ").split(",")]
-    return "".join("p" if w[0].endswith("*") else "d" if w[0] == "double" else "i" for w in words)
+@contextlib.contextmanager
+def on_cpu(libraries: Mapping[str, Library], seed: int = 0, unaligned: bool = False) -> Iterator[Emulator]:
+    """Make the emulator the CUDA backend of the CPU; new tensors without values are poisoned."""
+    emulator = Emulator(libraries, seed, unaligned)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    before = [(registry, dict(registry)) for registry in (launch.launchers, loader._reasons)]
+    launch.launchers.update(cpu=emulator, none=emulator)
+    loader._reasons.update(cpu=None, none=None)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield emulator
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(is_deterministic)
+        for registry, entries in before:
+            registry.clear()
+            registry.update(entries)

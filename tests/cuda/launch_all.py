@@ -20,7 +20,7 @@ from fmoe.kernels.cuda import build, calls, launch, loader, router, routing, row
 from fmoe.kernels.cuda.calls import TokenTiles
 from fmoe.kernels.cuda.instances import DTYPES, MAX_EXPERTS, MAX_SEGMENTS
 from fmoe.kernels.cuda.routing import Rule
-from fmoe.kernels.cuda.variants import Backward, Batch, forward
+from fmoe.kernels.cuda.variants import Batch, backward, forward
 from fmoe.optim import Lamb
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
@@ -83,17 +83,22 @@ def experts(dtype, code, gated, tokens=5, top_k=2, count=3, width=24, hidden=16)
     w_out, b_out = new(count, width, hidden, dtype=dtype), new(count, width, dtype=dtype)
     perm, inverse = new(assignments, dtype=torch.int64), new(tokens, top_k, dtype=torch.int64)
     end, limit = new(count, dtype=torch.int32), new(1, dtype=torch.int64)
-    of_tokens = (new(tokens, width, dtype=dtype), perm, inverse, new(tokens, top_k), end, limit)
-    of_rows = (new(assignments, width, dtype=dtype), None, None, new(assignments), end, None)
-    for batch in (Batch(*given, w_in, b_in, w_out, b_out, [0] * count, code, gated) for given in (of_tokens, of_rows)):
-        y, pre_activations = forward(batch, "loop")
-        needs = [True, True, not is_large, True, not is_large, True]  # experts without rows get gradients of zero
-        Backward(batch, torch.empty_like(y), pre_activations, needs).run("loop")
+    x = new(tokens, width, dtype=dtype)
     rows_MD = new(assignments, width, dtype=dtype)
+    parameters = (w_in, b_in, w_out, b_out)
+    options = ([0] * count, code, gated)
+    for batch in (
+        Batch(x, new(tokens, top_k), *parameters, perm, inverse, end, limit, *options),
+        Batch(rows_MD, new(assignments), *parameters, None, None, end, None, *options),
+    ):
+        y, pre_activations = forward(batch, "loop")
+        # Experts without rows get gradients of zero, for each of fused.NAMES.
+        needs = [True, True, not is_large, True, not is_large, True]
+        backward(batch, torch.empty_like(y), pre_activations, needs, "loop", {})
     calls.activate(new(assignments, height, dtype=dtype), b_in, end, limit, code, gated)
     calls.add_bias(rows_MD, b_out, end)
     calls.combine(rows_MD, inverse, new(tokens, top_k), limit, b_out, end)
-    calls.combine_backward(of_tokens[0], rows_MD, inverse, new(tokens, top_k), limit)
+    calls.combine_backward(x, rows_MD, inverse, new(tokens, top_k), limit)
 
 
 def route(dtype, tokens, count, top_k, capacity, half_width=0.01, groups=0, sequences=1):

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forks import values
-from small_kernels import FILL, build_in, sources
+from small_kernels import FILL, sources
 
 from fmoe.cli import run
 from fmoe.commands import build as cli
@@ -82,13 +81,6 @@ def test_built_once_then_from_the_cache(folder, compiled, caplog, arch):
     assert build.library(arch, force=True) == path and len(compiled) == 2
     assert f"compiling the CUDA kernels for {arch} with NVRTC" in caplog.text
     assert all(build.cached(other) is None for other in ARCHS if other != arch)
-
-
-def test_four_processes_compile_once(tmp_path, folder, forks):
-    log = tmp_path / "log"
-    paths = values(forks.run(4, build_in, str(folder), str(tmp_path / "src"), "sm_90", str(log)))
-    assert len(set(paths)) == 1 and log.read_text() == "compiled\n"
-    assert len(entries(folder)) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_close
-from cpu_launcher import on_cpu
+from emulator import on_cpu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,13 +26,6 @@ from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 X = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def on(kernels):
-    """The launcher of the kernels."""
-    with on_cpu(kernels) as launcher:
-        yield launcher
 
 
 def layer_of(backend, **options):
@@ -97,6 +90,7 @@ def test_gates_that_choose_otherwise(gate, on):
     assert on.names() >= FUSED - {"route", "route_backward"} and "route" not in on.names()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"expert": "swiglu", "d_hidden": 13}], ids=["grouped", "odd"])
 def test_sixteen_bits(options, dtype, on):
@@ -288,6 +282,7 @@ def copies_to_devices(monkeypatch):
     return made
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("gate", ["naive", "switch", "gshard", "sigmoid"])
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
 def test_nothing_looks_at_a_value(gate, expert, kernels, copies_to_devices):
@@ -344,6 +339,7 @@ def test_nothing_looks_at_a_value_in_a_padded_exchange(kernels, copies_to_device
         dist.destroy_process_group()
 
 
+@pytest.mark.by_default("naive")
 @pytest.mark.parametrize("gate", ["naive", "sigmoid"])
 def test_compiled_without_graph_breaks(gate, on):
     """From tokens to outputs; the layer around it breaks the graph where it keeps statistics."""
@@ -372,7 +368,7 @@ def report(layer):
     return [*found.load, found.entropy, *found.losses.values(), found.tokens]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("options", [{}, {"gate": "sigmoid"}, {"gate": "switch", "top_k": 1}], ids=str)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_compiled_layer_without_graph_breaks(options, recomputes, on):
@@ -405,6 +401,7 @@ def test_compiled_layer_without_graph_breaks(options, recomputes, on):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.slow
 def test_what_a_compiled_layer_counts_without_gradients(on):
     """Nothing, as ever."""
     layer = layer_of("cuda")

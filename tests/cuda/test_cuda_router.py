@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 from compare import assert_close
-from cpu_launcher import on_cpu
 
 import fmoe
 from fmoe.gates import GShardRouter, NaiveRouter, SwitchRouter
@@ -37,12 +36,6 @@ GROUPS = {
 }
 
 
-@pytest.fixture
-def on(kernels):
-    with on_cpu(kernels) as launcher:
-        yield launcher
-
-
 def by_kernel(gate, x, groups):
     """The routing of `fmoe.kernels.gates.route`, and the tokens for the experts."""
     tokens = LocalTokens([x], x, groups, x.shape[:-1])
@@ -61,6 +54,7 @@ def results(gate, x, groups, call):
     return routing, found
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("gate", GATES)

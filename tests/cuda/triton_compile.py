@@ -1,7 +1,7 @@
 """Launches Triton's kernels as `TritonGemms` does, outside of the interpreter; run by `stand_in.run`.
 
-``triton_compile.py bf16 some`` prints a description of each launch of a GEMM, as JSON, in the order of the stand-in's
-log. Instead of ``some``, ``variants`` launches with many compile-time flags, and ``up`` or another kind of GEMM with
+``triton_compile.py bf16 large`` prints a description of each launch of a GEMM, as JSON, in the order of the stand-in's
+log. Instead of a shape, ``variants`` launches with many compile-time flags, and ``up`` or another kind of GEMM with
 its configurations. Triton itself specialises the arguments, and compiles for the stand-in's architecture.
 """
 
@@ -88,11 +88,11 @@ class Experts:
         )
 
 
-def some(experts: Experts) -> None:
+def some(experts: Experts, shape: str) -> None:
     """Launch each kind of GEMM once, as in a model with gated experts."""
     for kind in triton_gemm.KINDS:
-        experts.run(kind, "large")
-    experts.run("multiply", "large", tokens=False)
+        experts.run(kind, shape)
+    experts.run("multiply", shape, tokens=False)
 
 
 def variants(experts: Experts) -> None:
@@ -137,8 +137,10 @@ def main(dtype: str, cases: str) -> None:
     experts = Experts(dtype)
     if cases in triton_gemm.KINDS:
         configurations(experts, cases)
+    elif cases in SHAPES:
+        some(experts, cases)
     else:
-        {"some": some, "variants": variants}[cases](experts)
+        variants(experts)
     json.dump({"triton": triton.__version__, "launches": experts.told}, sys.stdout)
 
 

@@ -21,11 +21,13 @@ TILE = 2048  # least number of assignments per thread block when sorting
 TOKEN_TILES = 512  # approximate number of tiles of tokens of a large batch; small groups may need more
 
 
-def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
-    launcher = launch.launcher(like.device)
-    assert launcher is not None, f"no kernels are loaded for {like.device}"
+def _start(kernel: str, geometry: Geometry, first: Tensor, *others: Argument) -> None:
+    """Launch a kernel on the device of its first argument."""
+    launcher = launch.launcher(first.device)
+    assert launcher is not None, f"no kernels are loaded for {first.device}"
+    arguments = (first, *others)
     assert all(a.is_contiguous() for a in arguments if isinstance(a, Tensor)), kernel
-    launcher(f"fmoe::{kernel}", geometry, arguments, like.device)
+    launcher(f"fmoe::{kernel}", geometry, arguments, first.device)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def gather(
     out = x.new_empty(rows, x.shape[1], dtype=dtype or x.dtype)
     name = f"gather<{DTYPES[x.dtype]}, {DTYPES[out.dtype]}>"
     geometry = by_rows(rows, x.shape[1], at_once(x, out))
-    _start(name, geometry, x, x, index_M, per, scale, limit, rows, x.shape[1], out)
+    _start(name, geometry, x, index_M, per, scale, limit, rows, x.shape[1], out)
     return out
 
 
@@ -138,31 +140,34 @@ def combine(
         bias_LD: bias of each expert, added to its rows first. It needs ``limit`` and ``end_L``.
         end_L: end of each expert's rows.
     """
-    (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
-    out = rows_MD.new_empty(tokens, width)
+    num_rows, width = rows_MD.shape
+    tokens, top_k = inverse_TK.shape
+    experts = 0 if end_L is None else end_L.shape[0]
+    sizes = (experts, tokens, top_k, num_rows, width)
+    out_TD = rows_MD.new_empty(tokens, width)
     name = f"combine<{DTYPES[rows_MD.dtype]}>"
     geometry = by_rows(tokens, width, at_once(rows_MD))
-    bias = (bias_LD, end_L, 0 if end_L is None else end_L.shape[0])
-    _start(name, geometry, rows_MD, rows_MD, inverse_TK, weight_TK, limit, *bias, tokens, top_k, num_rows, width, out)
-    return out
+    _start(name, geometry, rows_MD, inverse_TK, weight_TK, limit, bias_LD, end_L, *sizes, out_TD)
+    return out_TD
 
 
 def jitter(
     x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles, addend_TD: Tensor | None = None
 ) -> Tensor:
     """Return ``x * noise + addend``, with the noise of `fmoe.kernels.cuda.router.Jitter`."""
-    out = torch.empty_like(x_TD)
-    _jitter(x_TD, addend_TD, key, first_group, half_width, tiles, out, None)
-    return out
+    out_TD = torch.empty_like(x_TD)
+    _jitter(x_TD, addend_TD, key, first_group, half_width, tiles, out_TD, None)
+    return out_TD
 
 
 def jitter_and_change(
     x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles
 ) -> tuple[Tensor, Tensor]:
     """Return ``x * noise`` and ``x * (noise - 1)``, with the noise of `fmoe.kernels.cuda.router.Jitter`."""
-    out, change = torch.empty_like(x_TD), torch.empty_like(x_TD)
-    _jitter(x_TD, None, key, first_group, half_width, tiles, out, change)
-    return out, change
+    out_TD = torch.empty_like(x_TD)
+    change_TD = torch.empty_like(x_TD)
+    _jitter(x_TD, None, key, first_group, half_width, tiles, out_TD, change_TD)
+    return out_TD, change_TD
 
 
 def _jitter(
@@ -172,14 +177,11 @@ def _jitter(
     first_group: int,
     half_width: float,
     tiles: TokenTiles,
-    out_TD: Tensor,
-    change_TD: Tensor | None,
+    *outputs: Tensor | None,
 ) -> None:
-    tokens, width = x_TD.shape
-    geometry = by_rows(tokens, width, at_once(x_TD))
-    sizes = (float(half_width), tokens, width, *tiles.sizes[:3])
-    name = f"jitter<{DTYPES[x_TD.dtype]}>"
-    _start(name, geometry, x_TD, x_TD, addend_TD, key, first_group, *sizes, out_TD, change_TD)
+    sizes = (float(half_width), *x_TD.shape, *tiles.sizes[:3])
+    geometry = by_rows(*x_TD.shape, at_once(x_TD))
+    _start(f"jitter<{DTYPES[x_TD.dtype]}>", geometry, x_TD, addend_TD, key, first_group, *sizes, *outputs)
 
 
 def combine_backward(
@@ -196,22 +198,21 @@ def combine_backward(
 
     The gradient of ``weight_TK`` is in float32.
     """
-    (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
-    d_rows = torch.empty_like(rows_MD) if needs_rows else None
-    d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
+    tokens, width = d_out_TD.shape
+    d_rows_MD = torch.empty_like(rows_MD) if needs_rows else None
+    d_weight_TK = torch.empty_like(inverse_TK, dtype=torch.float32) if needs_weight else None
     name = f"combine_backward<{DTYPES[rows_MD.dtype]}>"
     geometry = by_rows(tokens, width, at_once(rows_MD), 4)
-    sizes = (tokens, top_k, num_rows, width)
-    _start(name, geometry, rows_MD, d_out_TD, rows_MD, inverse_TK, weight_TK, limit, *sizes, d_rows, d_weight)
-    return d_rows, d_weight
+    sizes = (*inverse_TK.shape, *rows_MD.shape)
+    _start(name, geometry, d_out_TD, rows_MD, inverse_TK, weight_TK, limit, *sizes, d_rows_MD, d_weight_TK)
+    return d_rows_MD, d_weight_TK
 
 
 def add_bias(rows_MD: Tensor, bias_LD: Tensor, end_L: Tensor) -> None:
     """Add each expert's bias to its rows, in place; set the rows after the last expert's to zero."""
-    rows, width = rows_MD.shape
-    geometry = by_rows(rows, width, at_once(rows_MD))
-    arguments = (rows_MD, bias_LD, end_L, bias_LD.shape[0], rows, width, rows_MD)
-    _start(f"add_bias<{DTYPES[rows_MD.dtype]}>", geometry, rows_MD, *arguments)
+    geometry = by_rows(*rows_MD.shape, at_once(rows_MD))
+    sizes = (bias_LD.shape[0], *rows_MD.shape)
+    _start(f"add_bias<{DTYPES[rows_MD.dtype]}>", geometry, rows_MD, bias_LD, end_L, *sizes, rows_MD)
 
 
 def bias_gradients(
@@ -248,24 +249,42 @@ def bias_gradients(
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
     """
-    experts, width, height = end_L.shape[0], d_out.shape[1], 0 if d_hidden_MP is None else d_hidden_MP.shape[1]
-    d_bias_in = d_out.new_empty(experts, height) if needs_in else None
-    d_bias_out = d_out.new_empty(experts, width) if needs_out else None
-    d_x = None if d_rows_MD is None else torch.empty_like(d_out)
-    has_tokens = d_x is not None or d_weight_TK is not None
+    experts = end_L.shape[0]
+    width = d_out.shape[1]
+    height = 0 if d_hidden_MP is None else d_hidden_MP.shape[1]
+    rows = 0 if d_rows_MD is None else d_rows_MD.shape[0]
     tokens, top_k = (0, 1) if inverse_TK is None else inverse_TK.shape
-    geometry = by_rows(tokens, width, at_once(d_out))
-    columns = -(-height // 32) * needs_in + -(-width // 32) * needs_out
-    blocks = experts * columns + (geometry.grid[0] if has_tokens else 0)
-    sizes = (tokens, top_k, 0 if d_rows_MD is None else d_rows_MD.shape[0])
-    of_tokens = (inverse_TK, limit, *sizes, d_rows_MD, d_x, bias_out_LD, d_weight_TK)
+    d_bias_in_LP = d_out.new_empty(experts, height) if needs_in else None
+    d_bias_out_LD = d_out.new_empty(experts, width) if needs_out else None
+    d_x_TD = None if d_rows_MD is None else torch.empty_like(d_out)
+    over_tokens = by_rows(tokens, width, at_once(d_out))
+    blocks = experts * (-(-height // 32) * needs_in + -(-width // 32) * needs_out)
+    if d_rows_MD is not None or d_weight_TK is not None:
+        blocks += over_tokens.grid[0]
     _start(
         f"bias_gradients<{DTYPES[d_out.dtype]}>",
-        Geometry((max(1, blocks), 1, 1), geometry.block, 4 * 256),
-        *(d_out, d_out, perm_M, weight_N, d_hidden_MP, end_L, experts, width, height, d_bias_in, d_bias_out),
-        *of_tokens,
+        Geometry((max(1, blocks), 1, 1), over_tokens.block, 4 * 256),
+        d_out,
+        perm_M,
+        weight_N,
+        d_hidden_MP,
+        end_L,
+        experts,
+        width,
+        height,
+        d_bias_in_LP,
+        d_bias_out_LD,
+        inverse_TK,
+        limit,
+        tokens,
+        top_k,
+        rows,
+        d_rows_MD,
+        d_x_TD,
+        bias_out_LD,
+        d_weight_TK,
     )
-    return d_bias_in, d_bias_out, d_x
+    return d_bias_in_LP, d_bias_out_LD, d_x_TD
 
 
 def activate(
@@ -283,13 +302,12 @@ def activate(
     """
     rows, height = before_MP.shape
     hidden = height // 2 if gated else height
-    active = before_MP.new_empty(rows, hidden)
-    name = f"activate<{DTYPES[before_MP.dtype]}, {code}, {'true' if gated else 'false'}>"
+    active_MH = before_MP.new_empty(rows, hidden)
+    name = f"activate<{DTYPES[before_MP.dtype]}, {code}, {str(gated).lower()}>"
     geometry = by_rows(rows, hidden, at_once(before_MP))
-    out = None if bias_LP is None else before_MP
-    arguments = (before_MP, bias_LP, end_L, end_L.shape[0], limit, rows, hidden, out, active)
-    _start(name, geometry, before_MP, *arguments)
-    return active
+    hidden_MP = None if bias_LP is None else before_MP
+    _start(name, geometry, before_MP, bias_LP, end_L, end_L.shape[0], limit, rows, hidden, hidden_MP, active_MH)
+    return active_MH
 
 
 def activate_backward(
@@ -316,17 +334,17 @@ def activate_backward(
             gradient of the combine weights, which is zero for dropped assignments. Each is None if it is not needed.
     """
     rows, hidden = d_active_MH.shape
-    scaled = torch.empty_like(d_active_MH) if needs_active else None
-    d_hidden = torch.empty_like(hidden_MP) if needs_hidden else None
-    d_weight = None
+    scaled_MH = torch.empty_like(d_active_MH) if needs_active else None
+    d_hidden_MP = torch.empty_like(hidden_MP) if needs_hidden else None
+    d_weight_N = None
     if needs_weight and weight_N is not None:
         # The kernel writes only assignments that have a row.
-        d_weight = torch.empty_like(weight_N) if weight_N.numel() == rows else torch.zeros_like(weight_N)
-    name = f"activate_backward<{DTYPES[hidden_MP.dtype]}, {code}, {'true' if gated else 'false'}>"
+        d_weight_N = torch.empty_like(weight_N) if weight_N.numel() == rows else torch.zeros_like(weight_N)
+    outputs = (scaled_MH, d_hidden_MP, d_weight_N)
+    name = f"activate_backward<{DTYPES[hidden_MP.dtype]}, {code}, {str(gated).lower()}>"
     geometry = by_rows(rows, hidden, at_once(hidden_MP), 4)
-    arguments = (hidden_MP, d_active_MH, weight_N, perm_M, limit, rows, hidden, scaled, d_hidden, d_weight)
-    _start(name, geometry, hidden_MP, *arguments)
-    return scaled, d_hidden, d_weight
+    _start(name, geometry, hidden_MP, d_active_MH, weight_N, perm_M, limit, rows, hidden, *outputs)
+    return outputs
 
 
 def plan_tile(assignments: int, experts: int) -> int:
@@ -355,21 +373,25 @@ def place(
         The fields of a `fmoe.kernels.rows.DispatchPlan`: (perm_N, inverse_N, kept_N, count_E, end_E, num_kept).
     """
     assignments = expert_N.numel()
-    tile, (tiles, _) = plan_tile(assignments, experts), tile_count_shape(assignments, experts)
+    tile = plan_tile(assignments, experts)
+    tiles, bins = tile_count_shape(assignments, experts)
+    sizes = (assignments, experts, tile)
     if tiles == 1:
         tile_count = None
     elif tile_count is None:
-        tile_count = expert_N.new_empty(tiles, experts + 1, dtype=torch.int32)
-        counting = Geometry((tiles, 1, 1), (256, 1, 1), 4 * (experts + 1))
-        _start("count_tiles", counting, expert_N, expert_N, assignments, experts, tile, tile_count)
-    order, places = torch.empty_like(expert_N), torch.empty_like(expert_N)
-    kept = torch.empty_like(expert_N, dtype=torch.bool)
-    count, end = expert_N.new_empty(experts), expert_N.new_empty(experts, dtype=torch.int32)
-    num_kept = expert_N.new_empty(1)
-    warps = num_warps(8 * (experts + 1), 4 * (experts + 2))
-    geometry = Geometry((tiles, 1, 1), (32 * warps, 1, 1), 4 * ((warps + 2) * (experts + 1) + warps))
-    outputs = (order, places, kept, count, end, num_kept)
-    _start("place", geometry, expert_N, expert_N, assignments, experts, tile, tile_count, *outputs)
+        tile_count = expert_N.new_empty(tiles, bins, dtype=torch.int32)
+        _start("count_tiles", Geometry((tiles, 1, 1), (256, 1, 1), 4 * bins), expert_N, *sizes, tile_count)
+    outputs = (
+        torch.empty_like(expert_N),
+        torch.empty_like(expert_N),
+        torch.empty_like(expert_N, dtype=torch.bool),
+        expert_N.new_empty(experts),
+        expert_N.new_empty(experts, dtype=torch.int32),
+        expert_N.new_empty(1),
+    )
+    warps = num_warps(8 * bins, 4 * (bins + 1))
+    geometry = Geometry((tiles, 1, 1), (32 * warps, 1, 1), 4 * ((warps + 2) * bins + warps))
+    _start("place", geometry, expert_N, *sizes, tile_count, *outputs)
     return outputs
 
 
@@ -380,7 +402,7 @@ def count_choices(expert_TK: Tensor, mask_T: Tensor | None, experts: int, tiles:
     sum_B3 = expert_TK.new_empty(tiles.count, 3, dtype=torch.float32)
     geometry = Geometry((tiles.count, top_k, 1), (256, 1, 1), 4 * (experts + 1))
     sizes = (tokens, top_k, experts, *tiles.sizes)
-    _start("count_choices", geometry, expert_TK, expert_TK, mask_T, *sizes, count_BKE, sum_B3)
+    _start("count_choices", geometry, expert_TK, mask_T, *sizes, count_BKE, sum_B3)
     return Counted(tiles, count_BKE, None, sum_B3, None)
 
 
@@ -424,22 +446,39 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
     Args:
         factor: capacity factor; None for no limit.
     """
-    tiles, count_BCE = counted.tiles, counted.count_BCE
-    choices, experts = count_BCE.shape[1:]
-    groups, chunks = max(1, tiles.groups), -(-experts // 32)
+    tiles = counted.tiles
+    _, choices, experts = counted.count_BCE.shape
+    groups = max(1, tiles.groups)
+    chunks = -(-experts // 32)
     new = counted.sum_B3.new_empty
-    limit_G, tile_count, sums = new(groups, dtype=torch.int64), None, None
+    limit_G = new(groups, dtype=torch.int64)
+    tile_count = None
     if factor:
         tile_count = new(*tile_count_shape(tiles.tokens * top_k, experts), dtype=torch.int32)
-    outputs: tuple[Argument, ...] = (None,) * 7
+    sums = None
+    of_losses: tuple[Argument, ...] = (None,) * 7
     if counted.sum_BE is not None:
         sums = RouterSums(new(groups, experts), new(experts + 5), new(()), new(()))
-        kept_GE, part_GX = new(groups, experts, dtype=torch.int64), new(groups, chunks, 2, dtype=torch.float64)
-        outputs = (sums.fraction_GE, kept_GE, part_GX, counted.ticket, sums.stats, sums.balance, sums.z)
-    geometry = Geometry((groups, chunks, 1), (32, 16, 1), 12 * 32 * 16)
-    sizes = (groups, tiles.per_group, choices, experts, top_k, float(factor or 0.0))
-    outputs = (limit_G, tile_count, 0 if tile_count is None else tile_count.numel(), *outputs)
-    _start("queue", geometry, count_BCE, count_BCE, counted.sum_BE, counted.sum_B3, *sizes, *outputs)
+        kept_GE = new(groups, experts, dtype=torch.int64)
+        part_GX = new(groups, chunks, 2, dtype=torch.float64)
+        of_losses = (sums.fraction_GE, kept_GE, part_GX, counted.ticket, sums.stats, sums.balance, sums.z)
+    _start(
+        "queue",
+        Geometry((groups, chunks, 1), (32, 16, 1), 12 * 32 * 16),
+        counted.count_BCE,
+        counted.sum_BE,
+        counted.sum_B3,
+        groups,
+        tiles.per_group,
+        choices,
+        experts,
+        top_k,
+        float(factor or 0.0),
+        limit_G,
+        tile_count,
+        0 if tile_count is None else tile_count.numel(),
+        *of_losses,
+    )
     return Queued(limit_G, tile_count, sums)
 
 
@@ -450,15 +489,18 @@ def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> t
         ``expert_TK``, with -1 for assignments over the expert's capacity in the routing group; and ``tile_count`` for
             `place`.
     """
-    (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
+    tokens, top_k = expert_TK.shape
+    experts = counted.count_BCE.shape[2]
+    tiles = counted.tiles
     assert queued.tile_count is not None
-    kept = torch.empty_like(expert_TK)
+    kept_TK = torch.empty_like(expert_TK)
     warps = min(num_warps(0, 4 * experts), top_k)
     geometry = Geometry((tiles.count, 1, 1), (32 * warps, 1, 1), 4 * warps * experts)
     sizes = (tokens, top_k, experts, *tiles.sizes)
-    given = (counted.count_BCE, queued.limit_G, plan_tile(tokens * top_k, experts))
-    _start("drop_over_capacity", geometry, expert_TK, expert_TK, *sizes, *given, kept, queued.tile_count)
-    return kept, queued.tile_count
+    tile = plan_tile(tokens * top_k, experts)
+    outputs = (kept_TK, queued.tile_count)
+    _start("drop_over_capacity", geometry, expert_TK, *sizes, counted.count_BCE, queued.limit_G, tile, *outputs)
+    return outputs
 
 
 def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -469,10 +511,11 @@ def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor
         order_S: indices of the segments in the order of the result.
         rows: total number of rows.
     """
-    segments, order = len(receive_S), receive_S.new_empty(rows)
+    segments = len(receive_S)
+    order = receive_S.new_empty(rows)
     inverse = torch.empty_like(order)
     geometry = Geometry((max(1, -(-rows // 256)), 1, 1), (256, 1, 1), 4 * (3 * segments + 2 + 8))
-    _start("segment_order", geometry, receive_S, receive_S, order_S, segments, rows, order, inverse)
+    _start("segment_order", geometry, receive_S, order_S, segments, rows, order, inverse)
     return order, inverse
 
 
@@ -501,8 +544,10 @@ def route(
     entropy_T = logits_TE.new_empty(tokens, dtype=torch.float32)
     flags = (is_sigmoid, by_logits, normalize, float(scale), groups, kept_groups, best_of)
     tiles = TokenTiles(tokens, max(1, tokens))
-    found = _route(logits_TE, bias_E, mask_T, top_k, flags, tiles, False, score_TE, entropy_T, None)
-    return found[0], found[1], score_TE, found[2], entropy_T
+    expert_TK, weight_TK, logsumexp_T = _route(
+        logits_TE, bias_E, mask_T, top_k, flags, tiles, False, score_TE, entropy_T, None
+    )
+    return expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T
 
 
 def route_counted(
@@ -527,10 +572,15 @@ def route_counted(
     Returns:
         (expert_TK, weight_TK, logsumexp_T, counts and sums by tile).
     """
-    experts, new = logits_TE.shape[1], logits_TE.new_empty
-    count_BCE = new(tiles.count, top_k if by_choice else 1, experts, dtype=torch.int32)
-    sum_BE, sum_B3 = new(tiles.count, experts, dtype=torch.float32), new(tiles.count, 3, dtype=torch.float32)
-    counted = Counted(tiles, count_BCE, sum_BE, sum_B3, new(1, dtype=torch.int32))
+    experts = logits_TE.shape[1]
+    new = logits_TE.new_empty
+    counted = Counted(
+        tiles,
+        count_BCE=new(tiles.count, top_k if by_choice else 1, experts, dtype=torch.int32),
+        sum_BE=new(tiles.count, experts, dtype=torch.float32),
+        sum_B3=new(tiles.count, 3, dtype=torch.float32),
+        ticket=new(1, dtype=torch.int32),
+    )
     flags = (False, by_logits, normalize, float(scale), groups, kept_groups, best_of)
     return *_route(logits_TE, None, mask_T, top_k, flags, tiles, by_choice, None, None, counted), counted
 
@@ -547,20 +597,39 @@ def _route(
     entropy_T: Tensor | None,
     counted: Counted | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (tokens, experts), new = logits_TE.shape, logits_TE.new_empty
-    expert_TK, weight_TK = new(tokens, top_k, dtype=torch.int64), new(tokens, top_k, dtype=torch.float32)
-    logsumexp_T = new(tokens, dtype=torch.float32)
+    tokens, experts = logits_TE.shape
+    new = logits_TE.new_empty
+    outputs = (
+        new(tokens, top_k, dtype=torch.int64),
+        new(tokens, top_k, dtype=torch.float32),
+        new(tokens, dtype=torch.float32),
+    )
+    expert_TK, weight_TK, logsumexp_T = outputs
     counts: tuple[Argument, ...] = (None,) * 4
     if counted is not None:
         counts = (counted.count_BCE, counted.sum_BE, counted.sum_B3, counted.ticket)
     width, of_block, of_warp = route_words(experts, top_k, int(flags[4]), counted is not None, by_choice)
     warps = num_warps(4 * of_block, 4 * of_warp)
-    geometry = Geometry((tiles.count, 1, 1), (32 * warps, 1, 1), 4 * (of_block + warps * of_warp))
-    outputs = (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T, *counts)
-    sizes = (tokens, experts, top_k, *flags, *tiles.sizes, by_choice)
-    name = f"route<{DTYPES[logits_TE.dtype]}, {width}>"
-    _start(name, geometry, logits_TE, logits_TE, bias_E, mask_T, *sizes, *outputs)
-    return expert_TK, weight_TK, logsumexp_T
+    _start(
+        f"route<{DTYPES[logits_TE.dtype]}, {width}>",
+        Geometry((tiles.count, 1, 1), (32 * warps, 1, 1), 4 * (of_block + warps * of_warp)),
+        logits_TE,
+        bias_E,
+        mask_T,
+        tokens,
+        experts,
+        top_k,
+        *flags,
+        *tiles.sizes,
+        by_choice,
+        expert_TK,
+        weight_TK,
+        score_TE,
+        logsumexp_T,
+        entropy_T,
+        *counts,
+    )
+    return outputs
 
 
 def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
@@ -569,8 +638,9 @@ def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice:
     Words are 4 bytes of shared memory. The first number is 0 for more than 256 experts.
     """
     width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
-    of_block = experts * (top_k if by_choice else 1) if counted else 0
-    return width, of_block, top_k + groups + 3 + (experts if counted else 0) + (experts if width == 0 else 0)
+    of_block = counted * experts * (top_k if by_choice else 1)
+    of_warp = top_k + groups + 3 + counted * experts + (width == 0) * experts
+    return width, of_block, of_warp
 
 
 @dataclass(frozen=True)
@@ -609,17 +679,32 @@ def route_backward(
     Args:
         dtype: dtype of the result; None for the dtype of the logits.
     """
-    (tokens, experts), top_k = logits_TE.shape, expert_TK.shape[1]
-    out = torch.empty_like(logits_TE, dtype=dtype)
-    warps = num_warps(0, 4 * experts)
-    geometry = Geometry((max(1, -(-tokens // warps)), 1, 1), (32 * warps, 1, 1), 4 * warps * experts)
-    given = (logits_TE, expert_TK, logsumexp_T, d_weight_TK, d_score_TE, d_logsumexp_T)
+    tokens, experts = logits_TE.shape
+    out_TE = torch.empty_like(logits_TE, dtype=dtype)
     of_losses: tuple[Argument, ...] = (None,) * 5
+    tiles = TokenTiles(tokens, max(1, tokens))
     if losses is not None:
         routed = losses.stats[experts + 2 : experts + 3]
         of_losses = (losses.mask_T, losses.balance, losses.z, losses.fraction_GE, routed)
-    tiles = TokenTiles(tokens, max(1, tokens)) if losses is None else losses.tiles
-    sizes = (tokens, experts, top_k, is_sigmoid, normalize, float(scale), *tiles.sizes[:3])
-    name = f"route_backward<{DTYPES[logits_TE.dtype]}, {DTYPES[out.dtype]}>"
-    _start(name, geometry, logits_TE, *given, *of_losses, *sizes, out)
-    return out
+        tiles = losses.tiles
+    warps = num_warps(0, 4 * experts)
+    _start(
+        f"route_backward<{DTYPES[logits_TE.dtype]}, {DTYPES[out_TE.dtype]}>",
+        Geometry((max(1, -(-tokens // warps)), 1, 1), (32 * warps, 1, 1), 4 * warps * experts),
+        logits_TE,
+        expert_TK,
+        logsumexp_T,
+        d_weight_TK,
+        d_score_TE,
+        d_logsumexp_T,
+        *of_losses,
+        tokens,
+        experts,
+        expert_TK.shape[1],
+        is_sigmoid,
+        normalize,
+        float(scale),
+        *tiles.sizes[:3],
+        out_TE,
+    )
+    return out_TE

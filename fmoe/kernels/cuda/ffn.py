@@ -10,16 +10,16 @@ output width of the first map (2 H if gated, else H).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fmoe.kernels import fused
 from fmoe.kernels.backends import activation_code
 from fmoe.kernels.cuda.gemm import choose, requested
-from fmoe.kernels.cuda.variants import NAMES, Backward, Batch, forward
-from fmoe.kernels.native import ops as native
+from fmoe.kernels.cuda.variants import Batch, backward, forward
+from fmoe.kernels.fused import NAMES
 
 
 def expert_ffn(
@@ -57,23 +57,22 @@ def expert_ffn(
         UserError: ``gemm`` is unknown or unavailable.
         NotImplementedError: an input has a forward-mode tangent.
     """
-    native.check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
-    limit = on_host = None
-    if perm_N is not None:
-        end, limit = offsets
-        if end is None:
-            ends = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device).cumsum(0)
-            end, limit = ends.int(), ends[-1:]
-    else:
+    fused.check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
+    on_host = None
+    end, limit = offsets
+    if perm_N is None:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         end = _ends_on(rows_MD.device, on_host)
-    weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
-    given = [rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD]
-    x, w_in, b_in, w_out, b_out = (None if t is None else t.contiguous() for t in given)
-    tensors = (x, perm_N, inverse_TK, weight_TK, end, limit, w_in, b_in, w_out, b_out)
+        limit = None
+    elif end is None:
+        ends = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device).cumsum(0)
+        end = ends.int()
+        limit = ends[-1:]
+    weight_TK = None if weight_TK is None else weight_TK.float()
+    tensors = (rows_MD, weight_TK, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
+    inputs = [None if t is None else t.contiguous() for t in tensors]
     options = (activation_code(activation), gated, requested(gemm), into_main_grad)
-    out, _ = _expert_ffn(*tensors, on_host, *options)
-    return out
+    return _expert_ffn(*inputs, perm_N, inverse_TK, end, limit, on_host, *options)[0]
 
 
 def _ends_on(device: torch.device, counts: list[int]) -> Tensor:
@@ -87,165 +86,122 @@ def _ends_on(device: torch.device, counts: list[int]) -> Tensor:
     return end.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else end
 
 
-@torch.library.custom_op("fmoe_cuda::expert_ffn", mutates_args=())
-def _expert_ffn(
-    x: Tensor,
-    perm: Optional[Tensor],  # noqa: UP045
-    inverse: Optional[Tensor],  # noqa: UP045
-    weight: Optional[Tensor],  # noqa: UP045
-    end: Tensor,
-    limit: Optional[Tensor],  # noqa: UP045
-    w_in: Tensor,
-    b_in: Optional[Tensor],  # noqa: UP045
-    w_out: Tensor,
-    b_out: Optional[Tensor],  # noqa: UP045
-    counts: Optional[List[int]],  # noqa: UP006, UP045
-    activation: int,
-    gated: bool,
-    gemm: str,
-    into_main_grad: bool,
-) -> Tuple[Tensor, Tensor]:  # noqa: UP006
+_FIELDS = (  # of a `Batch`
+    "Tensor x, Tensor? weight, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    "Tensor? perm, Tensor? inverse, Tensor end, Tensor? limit, SymInt[]? counts, int activation, bool gated"
+)
+
+
+@torch.library.custom_op(
+    "fmoe_cuda::expert_ffn",
+    mutates_args=(),
+    schema=f"({_FIELDS}, str gemm, bool into_main_grad) -> (Tensor, Tensor)",
+)
+def _expert_ffn(*inputs):
     """Return the outputs, and the pre-activations: [N, P] with ``perm``, else [M, P]."""
-    batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
+    *fields, gemm, _into_main_grad = inputs
+    batch = Batch(*fields)
+    x = batch.x
     if not batch.num_rows:
-        return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
+        return torch.zeros_like(x), x.new_empty(0, batch.w_in.shape[1])
     run = functools.partial(forward, batch)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        return run(choose(gemm, "forward", x, batch.num_rows, w_in, w_out, run))
+        return run(choose(gemm, "forward", x, batch.num_rows, batch.w_in, batch.w_out, run))
 
 
 @_expert_ffn.register_fake
-def _(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated, gemm, into_main_grad):
+def _(x, _weight, w_in, _b_in, _w_out, _b_out, perm, *_others):
     return torch.empty_like(x), x.new_empty(x.shape[0] if perm is None else perm.shape[0], w_in.shape[1])
 
 
-@torch.library.custom_op("fmoe_cuda::expert_ffn_backward", mutates_args=())
-def _expert_ffn_backward(
-    grad: Tensor,
-    x: Tensor,
-    hidden: Tensor,
-    perm: Optional[Tensor],  # noqa: UP045
-    inverse: Optional[Tensor],  # noqa: UP045
-    weight: Optional[Tensor],  # noqa: UP045
-    end: Tensor,
-    limit: Optional[Tensor],  # noqa: UP045
-    w_in: Tensor,
-    b_in: Optional[Tensor],  # noqa: UP045
-    w_out: Tensor,
-    b_out: Optional[Tensor],  # noqa: UP045
-    counts: Optional[List[int]],  # noqa: UP006, UP045
-    activation: int,
-    gated: bool,
-    gemm: str,
-    needs: List[bool],  # noqa: UP006
-) -> List[Tensor]:  # noqa: UP006
+@torch.library.custom_op(
+    "fmoe_cuda::expert_ffn_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor hidden, {_FIELDS}, str gemm, bool[] needs) -> Tensor[]",
+)
+def _expert_ffn_backward(grad, hidden, *inputs):
     """Return the gradient of each input in `NAMES`; an empty tensor if it is not needed."""
-    batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
-    return _gradients(batch, grad, hidden, needs, gemm)
-
-
-def _gradients(
-    batch: Batch,
-    grad: Tensor,
-    hidden: Tensor,
-    needs: Sequence[bool],
-    gemm: str,
-    sum_in: Tensor | None = None,
-    sum_out: Tensor | None = None,
-) -> list[Tensor]:
-    """Return the gradient of each input in `NAMES`; empty if not needed, or if added to ``sum_in`` or ``sum_out``."""
-    step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
-    if not hidden.shape[0]:
-        here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
-        found = {name: torch.zeros_like(getattr(batch, name)) for name in here}
-    else:
-        name = "backward" if sum_in is None and sum_out is None else "backward to main_grad"
-        with torch.cuda.device_of(batch.x):
-            found = step.run(choose(gemm, name, batch.x, batch.num_rows, batch.w_in, batch.w_out, step.rehearse))
-    return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # one each: torch forbids aliases
+    *fields, gemm, needs = inputs
+    return _gradients(Batch(*fields), grad, hidden, needs, gemm, {})
 
 
 @_expert_ffn_backward.register_fake
-def _(
-    grad,
-    x,
-    hidden,
-    perm,
-    inverse,
-    weight,
-    end,
-    limit,
-    w_in,
-    b_in,
-    w_out,
-    b_out,
-    counts,
-    activation,
-    gated,
-    gemm,
-    needs,
-):
-    given = (x, weight, w_in, b_in, w_out, b_out)
-    return [torch.empty_like(t) if needed else x.new_empty(0) for t, needed in zip(given, needs, strict=True)]
+def _(grad, _hidden, *inputs):
+    tensors = inputs[: len(NAMES)]
+    needs = inputs[-1]
+    return [torch.empty_like(t) if needed else grad.new_empty(0) for t, needed in zip(tensors, needs, strict=True)]
+
+
+def _gradients(
+    batch: Batch, grad: Tensor, hidden: Tensor, needs: Sequence[bool], gemm: str, sums: dict[str, Tensor]
+) -> list[Tensor]:
+    """Return the gradient of each input in `NAMES`; empty if it is not needed, or is added to a tensor in ``sums``."""
+    run = functools.partial(backward, batch, grad, hidden, needs)
+
+    def rehearse(variant: str) -> None:
+        run(variant, {name: torch.empty_like(total) for name, total in sums.items()})
+
+    if not batch.num_rows:
+        needed = [name for name, is_needed in zip(NAMES, needs, strict=True) if is_needed and name not in sums]
+        gradients = {name: torch.zeros_like(getattr(batch, name)) for name in needed}
+    else:
+        step = "backward to main_grad" if sums else "backward"
+        with torch.cuda.device_of(batch.x):
+            gradients = run(choose(gemm, step, batch.x, batch.num_rows, batch.w_in, batch.w_out, rehearse), sums)
+    # Each gets its own empty tensor: torch forbids aliases.
+    return [gradients[name] if name in gradients else hidden.new_empty(0) for name in NAMES]
 
 
 def _keep(ctx, inputs, output):
     *tensors, counts, activation, gated, gemm, ctx.into_main_grad = inputs
-    ctx.options = (counts, activation, gated, gemm)
+    ctx.options = (counts, activation, gated)
+    ctx.gemm = gemm
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-# Indices of `NAMES` among the arguments.
-_DIFFERENTIABLE = (0, 3, 6, 7, 8, 9)
-
-
 def _backward(ctx, grad, _grad_hidden):
-    results: list[Tensor | None] = [None] * 15
     if grad is None:
-        return tuple(results)
-    x, *tensors, hidden = ctx.saved_tensors
-    w_in, w_out = tensors[5], tensors[7]
-    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    counts, activation, gated, gemm = ctx.options
-    if torch.is_grad_enabled():  # create_graph
-        perm, _, weight, end, _, w_in, b_in, w_out, b_out = tensors
-        counts = end.diff(prepend=end.new_zeros(1)).tolist() if counts is None else counts
-        options = {"perm": perm, "counts": counts, "activation": activation, "gated": gated}
-        inputs = (x, weight, w_in, b_in, w_out, b_out)
-        gradients = native.differentiable_gradients(inputs, needs, grad, **options)
-        for position, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
-            results[position] = gradient
-        return tuple(results)
-    sums: list[Tensor | None] = [None, None]
-    if ctx.into_main_grad:
-        sums = [native.main_grad(w) if needed else None for w, needed in ((w_in, needs[2]), (w_out, needs[4]))]
-    if sums == [None, None]:
-        gradients = _expert_ffn_backward(grad.contiguous(), x, hidden, *tensors, *ctx.options, needs)
-    else:  # a plain function: main_grad does not exist under tracing
-        batch = Batch(*(x, *tensors, counts, activation, gated))
-        with torch.no_grad():
-            gradients = [*_gradients(batch, grad.contiguous(), hidden, needs, gemm, *sums)]
-    for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
-        if total is not None:
-            results[_DIFFERENTIABLE[number]] = native.added_to_main_grad(w)
-            needs[number] = False
-    for position, needed, gradient in zip(_DIFFERENTIABLE, needs, gradients, strict=True):
-        if needed:
-            results[position] = gradient
-    return tuple(results)
+        return (None,) * 15
+    *tensors, hidden = ctx.saved_tensors
+    counts, activation, gated = ctx.options
+    needs = list(ctx.needs_input_grad[: len(NAMES)])
+
+    def run(sum_in, sum_out):
+        if sum_in is None and sum_out is None:
+            return _expert_ffn_backward(grad.contiguous(), hidden, *tensors, *ctx.options, ctx.gemm, needs)
+        sums = {name: total for name, total in (("w_in", sum_in), ("w_out", sum_out)) if total is not None}
+        with torch.no_grad():  # a plain function: main_grad does not exist under tracing
+            return _gradients(Batch(*tensors, *ctx.options), grad.contiguous(), hidden, needs, ctx.gemm, sums)
+
+    def counts_on_host():
+        end = tensors[8]
+        return end.diff(prepend=end.new_zeros(1)).tolist() if counts is None else counts
+
+    gradients = fused.gradients(
+        tensors[: len(NAMES)],
+        needs,
+        grad,
+        run,
+        perm=tensors[6],
+        counts=counts_on_host,
+        activation=activation,
+        gated=gated,
+        into_main_grad=ctx.into_main_grad,
+    )
+    return *gradients, *(None,) * 9
 
 
 _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
-def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
+def _flops(_x, _weight, w_in, _b_in, w_out, *_others, out_shape=None) -> int:
     # Dropped assignments are included: only the device knows how many they are.
-    return native.forward_flops(out_shape[1][0], w_in, w_out)
+    return fused.forward_flops(out_shape[1][0], w_in, w_out)
 
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn_backward)
-def _flops_backward(grad, x, hidden, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, **options) -> int:
-    return native.backward_flops(hidden[0], w_in, w_out, others[-1])
+def _flops_backward(_grad, hidden, _x, _weight, w_in, _b_in, w_out, *others, **_options) -> int:
+    return fused.backward_flops(hidden[0], w_in, w_out, others[-1])

@@ -36,7 +36,8 @@ class Gemms:
     """
 
     def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):
-        self._end_L, self._is_grouped = end_L, variant == "grouped"
+        self._end_L = end_L
+        self._is_grouped = variant == "grouped"
         if not self._is_grouped and counts is None:
             ends = end_L.tolist()
             counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
@@ -109,10 +110,11 @@ def requested(gemm: str) -> str:
     named = os.environ.get("FMOE_GEMM") or "auto"
     if named not in VARIANTS:
         raise UserError(f"FMOE_GEMM={named!r} is not one of {', '.join(VARIANTS)}")
-    found = named if gemm == "auto" else gemm
-    if found == "triton" and (missing := triton_gemm.why()) is not None:
-        raise UserError(f"{'gemm' if gemm == found else 'FMOE_GEMM'}='triton' is unavailable: {missing}")
-    return found
+    chosen = named if gemm == "auto" else gemm
+    missing = triton_gemm.why() if chosen == "triton" else None
+    if missing is not None:
+        raise UserError(f"{'gemm' if gemm == chosen else 'FMOE_GEMM'}='triton' is unavailable: {missing}")
+    return chosen
 
 
 def choose(
@@ -144,29 +146,33 @@ def choose(
     Raises:
         UserError: "triton" is requested, but is not installed or fails its self-check on this device.
     """
+    device = x.device
     if requested == "triton":
-        if (wrong := _wrong_with_triton(x.device)) is not None:
-            raise UserError(f"gemm='triton' (or FMOE_GEMM=triton) is unavailable on {x.device}: {wrong}")
+        wrong = _wrong_with_triton(device)
+        if wrong is not None:
+            raise UserError(f"gemm='triton' (or FMOE_GEMM=triton) is unavailable on {device}: {wrong}")
         return requested
     first = "grouped" if _can_group(x, w_in_LPD, w_out_LDH) else "loop"
     if requested != "auto":
         return "loop" if requested == "loop" else first
-    if x.device.type != "cuda":
+    if device.type != "cuda":
         return first
     key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}{'' if first == 'grouped' else ', not grouped'}"
-    found, is_capturing = _tuned.get(key), torch.cuda.is_current_stream_capturing()
-    if found == "triton" and x.device not in _checked and is_capturing:
+    fastest = _tuned.get(key)
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    if fastest == "triton" and device not in _checked and is_capturing:
         return first  # the self-check waits for the device, which a capture forbids
-    if found is None or (found == "triton" and _wrong_with_triton(x.device) is not None):
-        if is_capturing:  # grouped_mm falls back to a loop except in bfloat16 from sm_90 on
-            is_waiting = first == "loop" or x.dtype != torch.bfloat16 or _architecture(x.device) < 9
-            return "triton" if is_waiting and _checked.get(x.device, "") is None else first
-        variants = ["grouped", "loop"] if first == "grouped" else ["loop"]
-        if _wrong_with_triton(x.device) is None:
-            variants.append("triton")
-        found, lasts = tuning.fastest(variants, run, key) if len(variants) > 1 else (first, True)
-        _tuned.put(key, found, lasts)
-    return found
+    if fastest is not None and (fastest != "triton" or _wrong_with_triton(device) is None):
+        return fastest
+    if is_capturing:  # grouped_mm falls back to a loop except in bfloat16 from sm_90 on
+        synchronizes = first == "loop" or x.dtype != torch.bfloat16 or _architecture(device) < 9
+        return "triton" if synchronizes and _checked.get(device, "") is None else first
+    variants = ["grouped", "loop"] if first == "grouped" else ["loop"]
+    if _wrong_with_triton(device) is None:
+        variants.append("triton")
+    fastest, lasts = tuning.fastest(variants, run, key) if len(variants) > 1 else (first, True)
+    _tuned.put(key, fastest, lasts)
+    return fastest
 
 
 def _can_group(x: Tensor, *weights: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The CUDA kernels (docs/kernels.md): their source files, compiled instances and limits."""
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 
@@ -11,12 +12,16 @@ ROUTE_WIDTHS = (1, 2, 4, 8)  # experts per lane of a warp, for up to 32 times as
 MAX_EXPERTS, MAX_SEGMENTS = 4094, 4080
 
 
-def _each(kernel: str, *arguments) -> tuple[str, ...]:
-    return tuple(f"fmoe::{kernel}<{', '.join(map(str, words))}>" for words in itertools.product(*arguments))
-
-
 _T = tuple(DTYPES.values())
-_SAME = tuple(f"{t}, {t}" for t in _T)
+
+
+def _each(kernel: str, *words: Iterable) -> tuple[str, ...]:
+    return tuple(f"fmoe::{kernel}<{', '.join(map(str, chosen))}>" for chosen in itertools.product(*words))
+
+
+def _activations(kernel: str) -> tuple[str, ...]:
+    return _each(kernel, _T, range(4), ("false", "true")) + _each(kernel, _T, (4,), ("true",))
+
 
 # Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers take only float32 logits.
 KERNELS: dict[str, tuple[str, ...]] = {
@@ -26,22 +31,13 @@ KERNELS: dict[str, tuple[str, ...]] = {
         f"fmoe::{kernel}"
         for kernel in ("count_tiles", "place", "count_choices", "queue", "drop_over_capacity", "segment_order")
     ),
-    "rows.cu": (
-        *_each("gather", _T, _T),
-        *_each("combine", _T),
-        *_each("combine_backward", _T),
-        *_each("bias_gradients", _T),
-        *_each("jitter", _T),
-        *_each("add_bias", _T),
+    "rows.cu": sum(
+        (_each(kernel, _T) for kernel in ("combine", "combine_backward", "bias_gradients", "jitter", "add_bias")),
+        _each("gather", _T, _T),
     ),
-    "activation.cu": (
-        *_each("activate", _T, range(4), ("false", "true")),
-        *_each("activate", _T, (4,), ("true",)),
-        *_each("activate_backward", _T, range(4), ("false", "true")),
-        *_each("activate_backward", _T, (4,), ("true",)),
-    ),
+    "activation.cu": _activations("activate") + _activations("activate_backward"),
     "lamb.cu": (
-        *_each("lamb_measure", sorted({*_SAME, *(f"{t}, float" for t in _T)})),
+        *_each("lamb_measure", sorted({f"{t}, {grad}" for t in _T for grad in (t, "float")})),
         "fmoe::lamb_norms",
         *_each("lamb_update", _T),
     ),

@@ -3,8 +3,6 @@
 Shape letters: T tokens, D width, K experts per token, N = T * K assignments, M rows, E experts.
 """
 
-from typing import List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
 
     The sum is computed in float32. Terms with an index of M or above are left out.
     """
-    return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
+    return _combine(rows_MD.contiguous(), inverse_TK, weight_TK.float().contiguous())
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,24 +27,19 @@ def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) ->
     return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
 
 
-@torch.library.custom_op("fmoe_cuda::permute", mutates_args=())
-def _permute(x: Tensor, perm: Tensor, inverse: Tensor, num_rows: int) -> Tensor:
+def _operation(name: str, schema: str):
+    """Return a decorator that makes a function the operation ``fmoe_cuda::name``, without in-place changes."""
+    return torch.library.custom_op(f"fmoe_cuda::{name}", mutates_args=(), schema=schema)
+
+
+@_operation("permute", "(Tensor x, Tensor perm, Tensor inverse, SymInt num_rows) -> Tensor")
+def _permute(x, perm, inverse, num_rows):
     return calls.gather(x, perm, inverse.shape[1], num_rows)
 
 
 @_permute.register_fake
-def _(x, perm, inverse, num_rows):
+def _(x, _perm, _inverse, num_rows):
     return x.new_empty(num_rows, x.shape[1])
-
-
-@torch.library.custom_op("fmoe_cuda::gather_sum", mutates_args=())
-def _gather_sum(rows: Tensor, inverse: Tensor) -> Tensor:
-    return calls.combine(rows, inverse)
-
-
-@_gather_sum.register_fake
-def _(rows, inverse):
-    return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
 def _keep_permute(ctx, inputs, output):
@@ -54,34 +47,32 @@ def _keep_permute(ctx, inputs, output):
 
 
 def _permute_backward(ctx, grad):
-    (inverse,) = ctx.saved_tensors
-    return _gather_sum(grad.contiguous(), inverse), None, None, None
+    return _combine(grad.contiguous(), *ctx.saved_tensors, None), None, None, None
 
 
 _permute.register_autograd(_permute_backward, setup_context=_keep_permute)
 
 
-@torch.library.custom_op("fmoe_cuda::combine", mutates_args=())
-def _combine(rows: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+@_operation("combine", "(Tensor rows, Tensor inverse, Tensor? weight) -> Tensor")
+def _combine(rows, inverse, weight):
     return calls.combine(rows, inverse, weight)
 
 
 @_combine.register_fake
-def _(rows, weight, inverse):
+def _(rows, inverse, _weight):
     return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
-@torch.library.custom_op("fmoe_cuda::combine_backward", mutates_args=())
-def _combine_backward(grad: Tensor, rows: Tensor, weight: Tensor, inverse: Tensor, needs: List[bool]) -> List[Tensor]:  # noqa: UP006
-    found = calls.combine_backward(grad, rows, inverse, weight, needs_rows=needs[0], needs_weight=needs[1])
-    return [rows.new_empty(0) if gradient is None else gradient for gradient in found]
+@_operation("combine_backward", "(Tensor grad, Tensor rows, Tensor inverse, Tensor? weight, bool[] needs) -> Tensor[]")
+def _combine_backward(grad, rows, inverse, weight, needs):
+    gradients = calls.combine_backward(grad, rows, inverse, weight, needs_rows=needs[0], needs_weight=needs[1])
+    return [rows.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 
 @_combine_backward.register_fake
-def _(grad, rows, weight, inverse, needs):
-    return [
-        torch.empty_like(t) if needed else rows.new_empty(0) for t, needed in zip((rows, weight), needs, strict=True)
-    ]
+def _(_grad, rows, _inverse, weight, needs):
+    tensors = (rows, weight)
+    return [torch.empty_like(t) if needed else rows.new_empty(0) for t, needed in zip(tensors, needs, strict=True)]
 
 
 def _keep_combine(ctx, inputs, output):
@@ -89,21 +80,21 @@ def _keep_combine(ctx, inputs, output):
 
 
 def _backward_of_combine(ctx, grad):
-    needs = list(ctx.needs_input_grad[:2])
-    found = _combine_backward(grad.contiguous(), *ctx.saved_tensors, needs)
-    return (*(gradient if needed else None for gradient, needed in zip(found, needs, strict=True)), None)
+    needs_rows, _, needs_weight = ctx.needs_input_grad
+    gradients = _combine_backward(grad.contiguous(), *ctx.saved_tensors, [needs_rows, needs_weight])
+    return gradients[0] if needs_rows else None, None, gradients[1] if needs_weight else None
 
 
 _combine.register_autograd(_backward_of_combine, setup_context=_keep_combine)
 
 
-@torch.library.custom_op("fmoe_cuda::reorder", mutates_args=())
-def _reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+@_operation("reorder", "(Tensor rows, Tensor index, Tensor inverse, ScalarType dtype) -> Tensor")
+def _reorder(rows, index, _inverse, dtype):
     return calls.gather(rows, index, 1, index.shape[0], dtype=dtype)
 
 
 @_reorder.register_fake
-def _(rows, index, inverse, dtype):
+def _(rows, _index, _inverse, dtype):
     return torch.empty_like(rows, dtype=dtype)
 
 
@@ -121,12 +112,14 @@ def _backward_of_reorder(ctx, grad):
 _reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
 
 
-@torch.library.custom_op("fmoe_cuda::place", mutates_args=())
+@_operation(
+    "place",
+    "(Tensor expert_TK, SymInt num_experts, Tensor? tile_count=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def place(
-    expert_TK: Tensor,
-    num_experts: int,
-    tile_count: Optional[Tensor] = None,  # noqa: UP045
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
+    expert_TK: Tensor, num_experts: int, tile_count: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sort assignments by expert, stably, with dropped ones (-1) last.
 
     Args:
@@ -135,14 +128,12 @@ def place(
     Returns:
         The fields of a `fmoe.kernels.rows.DispatchPlan`: (perm_N, inverse_TK, kept_TK, count_E, end_E, num_kept).
     """
-    perm_N, places, kept, count_E, end_E, num_kept = calls.place(
-        expert_TK.contiguous().view(-1), num_experts, tile_count
-    )
-    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), count_E, end_E, num_kept
+    perm_N, inverse_N, kept_N, *counts = calls.place(expert_TK.contiguous().view(-1), num_experts, tile_count)
+    return perm_N, inverse_N.view_as(expert_TK), kept_N.view_as(expert_TK), *counts
 
 
 @place.register_fake
-def _(expert_TK, num_experts, tile_count=None):
+def _(expert_TK, num_experts, _tile_count=None):
     new = expert_TK.new_empty
     return (
         new(expert_TK.numel()),
@@ -154,27 +145,11 @@ def _(expert_TK, num_experts, tile_count=None):
     )
 
 
-@torch.library.custom_op("fmoe_cuda::drop_over_capacity", mutates_args=())
-def _drop_over_capacity(
-    expert_TK: Tensor,
-    mask_T: Optional[Tensor],  # noqa: UP045
-    num_experts: int,
-    group_size: int,
-    sequences: int,
-    sequence_length: int,
-    factor: float,
-) -> Tensor:
-    tiles = calls.TokenTiles(expert_TK.shape[0], group_size, sequences, sequence_length)
-    counted = calls.count_choices(expert_TK, mask_T, num_experts, tiles)
-    queued = calls.queue(counted, expert_TK.shape[1], factor)
-    return calls.drop_over_capacity(expert_TK, counted, queued)[0]
-
-
-@_drop_over_capacity.register_fake
-def _(expert_TK, mask_T, num_experts, group_size, sequences, sequence_length, factor):
-    return torch.empty_like(expert_TK)
-
-
+@_operation(
+    "drop_over_capacity",
+    "(Tensor expert_TK, Tensor? mask_T, SymInt num_experts, SymInt group_size, SymInt sequences, "
+    "SymInt sequence_length, float factor) -> Tensor",
+)
 def drop_over_capacity(
     expert_TK: Tensor,
     mask_T: Tensor | None,
@@ -192,6 +167,14 @@ def drop_over_capacity(
         sequences, sequence_length: memory layout of the tokens, as in `fmoe.kernels.gates.memory_shape`.
         factor: capacity factor.
     """
+    expert_TK = expert_TK.contiguous()
     mask_T = None if mask_T is None else mask_T.contiguous()
-    sizes = (num_experts, group_size, sequences, sequence_length, factor)
-    return _drop_over_capacity(expert_TK.contiguous(), mask_T, *sizes)
+    tiles = calls.TokenTiles(expert_TK.shape[0], group_size, sequences, sequence_length)
+    counted = calls.count_choices(expert_TK, mask_T, num_experts, tiles)
+    queued = calls.queue(counted, expert_TK.shape[1], factor)
+    return calls.drop_over_capacity(expert_TK, counted, queued)[0]
+
+
+@drop_over_capacity.register_fake
+def _(expert_TK, *_others):
+    return torch.empty_like(expert_TK)

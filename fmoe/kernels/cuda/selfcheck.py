@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from fmoe.kernels import reference
 from fmoe.kernels.backends import activation_code
 from fmoe.kernels.cuda import router, rows
-from fmoe.kernels.cuda.variants import NAMES, Backward, Batch, forward
+from fmoe.kernels.cuda.variants import Batch, backward, forward
+from fmoe.kernels.fused import NAMES
 from fmoe.kernels.rows import DispatchPlan
 
 _T, _K, _E, _D, _H = 45, 2, 5, 24, 16
@@ -45,54 +46,63 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
         if not torch.equal(getattr(found_plan, name).cpu(), getattr(plan, name)):
             return f"the plan's {name} differs"
 
-    end_E, silu = found_plan.end_E, activation_code(F.silu)
+    end_E = found_plan.end_E
+    silu = activation_code(F.silu)
     assert end_E is not None and silu is not None
-    inputs = [normal(_T, _D), normal(_E, 2 * _H, _D) / _D**0.5, normal(_E, _D, _H) / _H**0.5, normal(_T, _K).abs()]
+    inputs = [normal(_T, _D), normal(_T, _K).abs(), normal(_E, 2 * _H, _D) / _D**0.5, normal(_E, _D, _H) / _H**0.5]
     grad = normal(_T, _D)
-    for dtype, near in _NEAR.items():
-        *given, weight = (t.to(dtype) for t in inputs)
-        given.append(weight.float())
-        x, w_in, w_out, weight = (t.to(device, copy=True) for t in given)
-        indices = (found_plan.perm_N, found_plan.inverse_TK, weight)
-        batch = Batch(x, *indices, end_E, found_plan.num_kept, w_in, None, w_out, None, None, silu, True)
+    for dtype in _NEAR:
+        x, weight, w_in, w_out = (t.to(dtype) for t in inputs)
+        leaves = (x, weight.float(), w_in, w_out)
+        x, weight, w_in, w_out = (t.to(device, copy=True) for t in leaves)
+        plan_on_device = (found_plan.perm_N, found_plan.inverse_TK, end_E, found_plan.num_kept)
+        batch = Batch(x, weight, w_in, None, w_out, None, *plan_on_device, None, silu, True)
         y, hidden = forward(batch, gemm)
         needs = [name in ("x", "weight", "w_in", "w_out") for name in NAMES]
-        mine = Backward(batch, grad.to(device, dtype), hidden, needs).run(gemm)
-        x, w_in, w_out, weight = (t.double().requires_grad_() for t in given)
-        counts = plan.counts
-        rows_MD = reference.permute(x, plan.perm_N, plan.inverse_TK, sum(counts))
-        out = reference.expert_ffn(rows_MD, w_in, None, w_out, None, counts, F.silu, True)
-        expected = reference.combine(out, weight, plan.inverse_TK)
+        gradients = backward(batch, grad.to(device, dtype), hidden, needs, gemm, {})
+        x, weight, w_in, w_out = (t.double().requires_grad_() for t in leaves)
+        rows_MD = reference.permute(x, plan.perm_N, plan.inverse_TK, sum(plan.counts))
+        out_MD = reference.expert_ffn(rows_MD, w_in, None, w_out, None, plan.counts, F.silu, True)
+        expected = reference.combine(out_MD, weight, plan.inverse_TK)
         expected.backward(grad.to(dtype).double())
-        pairs = [
+        wrong = _first_wrong(
+            dtype,
             ("output", y, expected.detach()),
-            ("gradient of tokens", mine["x"], x.grad),
-            ("gradient of first matrices", mine["w_in"], w_in.grad),
-            ("gradient of second matrices", mine["w_out"], w_out.grad),
-            ("gradient of weights", mine["weight"], weight.grad),
-        ]
-        for name, a, b in pairs:
-            error = float((a.cpu().double() - b).norm() / b.norm())
-            if not error <= near:
-                return f"the {name} in {dtype} has a relative error of {error:.1e}"
-        wrong = _failure_of_router(device, normal(_T, _D).to(dtype), (normal(_E, _D) / _D**0.5).to(dtype), near)
+            ("gradient of tokens", gradients["x"], x.grad),
+            ("gradient of first matrices", gradients["w_in"], w_in.grad),
+            ("gradient of second matrices", gradients["w_out"], w_out.grad),
+            ("gradient of weights", gradients["weight"], weight.grad),
+        )
+        wrong = wrong or _failure_of_router(device, normal(_T, _D).to(dtype), (normal(_E, _D) / _D**0.5).to(dtype))
         if wrong is not None:
             return wrong
     return None
 
 
-def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, near: float) -> str | None:
+def _first_wrong(dtype: torch.dtype, *results: tuple[str, Tensor, Tensor | None]) -> str | None:
+    """Return a description of the first result, of (name, result, expected result), that is wrong; else None."""
+    for name, result, expected in results:
+        assert expected is not None
+        error = float((result.cpu().double() - expected).norm() / expected.norm())
+        if not error <= _NEAR[dtype]:
+            return f"the {name} in {dtype} has a relative error of {error:.1e}"
+    return None
+
+
+def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor) -> str | None:
     """Return a description of the router's first wrong result; None if all results are right."""
-    # Jitter and capacity are on, but their effect on the results is below the tolerance `near`.
-    factor, half_width, group = 100.0, 2.0**-20, (_T, 1, _T)
-    x, weight = x_TD.to(device, copy=True), weight_ED.to(device, copy=True)
+    # Jitter and capacity are on, but their effect on the results is below the tolerance.
+    factor = 100.0
+    half_width = 2.0**-20
+    group = (_T, 1, _T)
+    x = x_TD.to(device, copy=True)
+    weight = weight_ED.to(device, copy=True)
     flags = (False, False, 1.0, 0, 1, 1)  # weighted by the softmax over all experts
-    found = router._router(x, weight, None, _K, *flags, *group, factor, half_width, 3, 0)
-    expert, kept, weights, balance, z, stats, _, logits, logsumexp, fraction, jittered = found
-    ones = torch.ones_like(weights)
-    given = (ones, torch.ones_like(balance), torch.ones_like(z), None, jittered, weight, None, expert, stats)
-    sizes = (False, 1.0, *group, half_width, 3, 0, [True, True])
-    d_x, d_weight = router._router_backward(*given, logits, logsumexp, fraction, *sizes)
+    routed = router._router(x, weight, None, _K, *flags, *group, factor, half_width, 3, 0)
+    expert, kept, weights, balance, z, stats, _, logits, logsumexp, fraction, jittered = routed
+    d_outputs = (torch.ones_like(weights), torch.ones_like(balance), torch.ones_like(z), None)
+    saved = (jittered, weight, None, expert, stats, logits, logsumexp, fraction)
+    d_x, d_weight = router._router_backward(*d_outputs, *saved, False, 1.0, *group, half_width, 3, 0, [True, True])
     # Expected results in float64 on the CPU, with gradients derived by hand.
     logits_TE = x_TD.double() @ weight_ED.double().t()
     logsumexp_T1 = logits_TE.logsumexp(-1, keepdim=True)
@@ -102,17 +112,13 @@ def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, ne
     slope_E = _E * hit_TE.mean(0) / _K
     d_prob_TE = hit_TE + slope_E / _T
     d_logits_TE = prob_TE * (d_prob_TE - (prob_TE * d_prob_TE).sum(-1, keepdim=True) + 2 * logsumexp_T1 / _T)
-    pairs = [
-        ("choice of experts", kept.double(), expert_TK.double()),
+    return _first_wrong(
+        x_TD.dtype,
+        ("choice of experts", kept, expert_TK.double()),
         ("router's weights", weights, weight_TK),
         ("balance loss", balance, (slope_E * prob_TE.mean(0)).sum()),
         ("z loss", z, logsumexp_T1.square().mean()),
         ("load", stats[:_E], hit_TE.sum(0)),
         ("router's gradient of tokens", d_x, d_logits_TE @ weight_ED.double()),
         ("router's gradient", d_weight, d_logits_TE.t() @ x_TD.double()),
-    ]
-    for name, a, b in pairs:
-        error = float((a.cpu().double() - b).norm() / b.norm())
-        if not error <= near:
-            return f"the {name} in {x_TD.dtype} has a relative error of {error:.1e}"
-    return None
+    )

@@ -9,6 +9,7 @@ output width of the first map (2 H if gated, else H).
 
 import functools
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -81,40 +82,38 @@ def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth
         depth: size of the summed axis.
     """
     is_wide = dtype == torch.float32
-    most = 64 if is_wide else 128
-    tile_rows = _clipped(rows, most)
-    tile_columns = _clipped(columns, most)
+    limit = 64 if is_wide else 128
+    tile_rows = _clipped(rows, limit)
+    tile_columns = _clipped(columns, limit)
     sums = 1
     if (kind == "up" and gated) or kind == "down_backward":  # two sums, or a sum and two tiles of hidden units
-        tile_columns, sums = min(tile_columns, most // 2), 2
-    warps = 8 if tile_rows * tile_columns * sums >= most * most else 4
+        tile_columns = min(tile_columns, limit // 2)
+        sums = 2
+    warps = 8 if tile_rows * tile_columns * sums >= limit * limit else 4
     return Config(tile_rows, tile_columns, _clipped(depth, 32 if is_wide else 64), warps, stages=3)
 
 
 def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> list[Config]:
     """Return the tile configurations to measure, the default first. All fit into 160 KiB of shared memory."""
-    first = default_config(kind, dtype, rows, columns, depth, gated)
-    found = [first]
-    size, products = dtype.itemsize, 2 if kind == "up" and gated else 1
-    # Beside its sum, this one holds the hidden units: of larger tiles, most registers spill.
-    is_crowded = kind == "down_backward"
-    tiles = 2 if is_crowded else products
-    most = 128 * 128 if is_crowded else 256 * 128
-    for tile_rows in (64, 128):
-        for tile_columns in (64, 128, 256):
-            for tile_depth in (32, 64):
-                for stages in (3, 4):
-                    config = Config(
-                        _clipped(rows, tile_rows),
-                        _clipped(columns, tile_columns),
-                        _clipped(depth, tile_depth),
-                        8 if tile_rows * tile_columns * tiles >= 128 * 128 else 4,
-                        stages,
-                    )
-                    held = size * stages * config.depth * (config.rows + products * config.columns)
-                    if held <= 160 * 1024 and config.rows * config.columns * tiles <= most:
-                        found.append(config)
-    return list(dict.fromkeys(found))
+    candidates = [default_config(kind, dtype, rows, columns, depth, gated)]
+    products = 2 if kind == "up" and gated else 1
+    tiles = products
+    max_elements = 256 * 128
+    if kind == "down_backward":  # beside its sum, it holds the hidden units: of larger tiles, most registers spill
+        tiles = 2
+        max_elements = 128 * 128
+    for tile_rows, tile_columns, tile_depth, stages in itertools.product((64, 128), (64, 128, 256), (32, 64), (3, 4)):
+        config = Config(
+            _clipped(rows, tile_rows),
+            _clipped(columns, tile_columns),
+            _clipped(depth, tile_depth),
+            8 if tile_rows * tile_columns * tiles >= 128 * 128 else 4,
+            stages,
+        )
+        shared = dtype.itemsize * stages * config.depth * (config.rows + products * config.columns)
+        if shared <= 160 * 1024 and config.rows * config.columns * tiles <= max_elements:
+            candidates.append(config)
+    return list(dict.fromkeys(candidates))
 
 
 _tuned = TuningCache("triton.json", lambda v: isinstance(v, list) and len(v) == 6 and all(type(n) is int for n in v))
@@ -132,8 +131,8 @@ def is_tuning() -> bool:
     return value == "1"
 
 
-def _clipped(extent: int, most: int) -> int:
-    return max(16, min(most, _power(extent)))
+def _clipped(extent: int, limit: int) -> int:
+    return max(16, min(limit, _power(extent)))
 
 
 def _power(number: int) -> int:
@@ -151,7 +150,9 @@ class TritonGemms:
     """
 
     def __init__(self, end_L: Tensor, rows: int, tuned: dict[str, Config] | None = None):
-        self._end, self._rows, self._tuned = end_L, rows, tuned or {}
+        self._end = end_L
+        self._rows = rows
+        self._tuned = tuned or {}
         self._schedules: dict[int, tuple[Tensor, int]] = {}
 
     def up(
@@ -175,15 +176,15 @@ class TritonGemms:
         """
         _experts, height, width = w_in_LPD.shape
         hidden = height // 2 if gated else height
-        out = x.new_empty(self._rows, height), x.new_empty(self._rows, hidden)
-        bias, index = _or(b_in_LP, x), _or(index_M, x)
+        outputs = x.new_empty(self._rows, height), x.new_empty(self._rows, hidden)
+        inputs = (x, _or(index_M, x), w_in_LPD, _or(b_in_LP, x))
         flags = {"A": activation, "GATED": gated, "HAS_BIAS": b_in_LP is not None, "IS_GATHERED": index_M is not None}
 
         def launch(config: Config) -> tuple[Tensor, Tensor]:
             tiles, count = self._tiles(config.rows)
-            given = (x, index, w_in_LPD, bias, *out, tiles, self._end, count, width, hidden, per)
-            self._start("up", (count * _ceil(hidden, config.columns),), given, config, x.dtype, width, **flags)
-            return out
+            arguments = (*inputs, *outputs, tiles, self._end, count, width, hidden, per)
+            self._start("up", (count * _ceil(hidden, config.columns),), arguments, config, x.dtype, width, **flags)
+            return outputs
 
         return self._with_config(launch, x, "up", self._mean_rows, hidden, width, gated)
 
@@ -203,9 +204,9 @@ class TritonGemms:
 
         def launch(config: Config) -> Tensor:
             tiles, count = self._tiles(config.rows)
-            given = (x, w, _or(bias, x), out, tiles, self._end, count, depth, columns, *strides)
+            arguments = (x, w, _or(bias, x), out, tiles, self._end, count, depth, columns, *strides)
             grid = (count * _ceil(columns, config.columns),)
-            self._start("multiply", grid, given, config, x.dtype, depth, HAS_BIAS=bias is not None)
+            self._start("multiply", grid, arguments, config, x.dtype, depth, HAS_BIAS=bias is not None)
             return out
 
         return self._with_config(launch, x, "multiply", self._mean_rows, columns, depth, False)
@@ -255,10 +256,24 @@ class TritonGemms:
             columns = _ceil(hidden, config.columns)
             # Zero for dropped assignments.
             dots = weight_N.new_zeros(columns, weight_N.shape[0]) if needs_weight and weight_N is not None else None
-            outputs = (_or(scaled, hidden_MP), _or(d_hidden, hidden_MP), _or(dots, hidden_MP))
-            given = (grad, _or(index_M, grad), w_out_LDH, hidden_MP, _or(weight_N, grad), *outputs, tiles, self._end)
-            sizes = (count, width, hidden, per, 0 if dots is None else dots.shape[1])
-            self._start("down_backward", (count * columns,), (*given, *sizes), config, grad.dtype, width, **flags)
+            arguments = (
+                grad,
+                _or(index_M, grad),
+                w_out_LDH,
+                hidden_MP,
+                _or(weight_N, grad),
+                _or(scaled, hidden_MP),
+                _or(d_hidden, hidden_MP),
+                _or(dots, hidden_MP),
+                tiles,
+                self._end,
+                count,
+                width,
+                hidden,
+                per,
+                0 if dots is None else dots.shape[1],
+            )
+            self._start("down_backward", (count * columns,), arguments, config, grad.dtype, width, **flags)
             return None if dots is None else dots.sum(0)
 
         dot_N = self._with_config(launch, grad, "down_backward", self._mean_rows, hidden, width, gated)
@@ -281,15 +296,20 @@ class TritonGemms:
                 "" for neither.
             total: float32 [L, O, I]. The products are added to it, and it is returned.
         """
-        height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
+        height = left.shape[1]
+        width = right.shape[1]
+        experts = self._end.shape[0]
         out = left.new_empty(experts, height, width) if total is None else total
-        given = (left, right, _or(index_M, left), out, self._end, height, width, per)
-        is_left, is_right = (index_M is not None and gathered == side for side in ("left", "right"))
-        flags = {"GATHERS_LEFT": is_left, "GATHERS_RIGHT": is_right, "ADDS": total is not None}
+        arguments = (left, right, _or(index_M, left), out, self._end, height, width, per)
+        flags = {
+            "GATHERS_LEFT": index_M is not None and gathered == "left",
+            "GATHERS_RIGHT": index_M is not None and gathered == "right",
+            "ADDS": total is not None,
+        }
 
         def launch(config: Config) -> Tensor:
             grid = (_ceil(height, config.rows) * _ceil(width, config.columns), experts)
-            self._start("weights", grid, given, config, left.dtype, None, **flags)
+            self._start("weights", grid, arguments, config, left.dtype, None, **flags)
             return out
 
         sizes = (height, width, self._mean_rows)
@@ -320,12 +340,12 @@ class TritonGemms:
         bucket = {"weights": (rows, columns, _power(per_expert))}.get(kind, (_power(per_expert), columns, depth))
         name = torch.cuda.get_device_name(like.device)
         key = f"{name}, {version()}, {kind}, {like.dtype}, {'x'.join(map(str, bucket))}{', gated' if gated else ''}"
-        found = _tuned.get(key)
-        if found is None and may_tune and is_tuning() and not torch.cuda.is_current_stream_capturing():
+        measured = _tuned.get(key)
+        if measured is None and may_tune and is_tuning() and not torch.cuda.is_current_stream_capturing():
             best, lasts = fastest(configs(*sizes), launch, key)
-            found = list(astuple(best))
-            _tuned.put(key, found, lasts)
-        return launch(default_config(*sizes) if found is None else Config(*found))
+            measured = list(astuple(best))
+            _tuned.put(key, measured, lasts)
+        return launch(default_config(*sizes) if measured is None else Config(*measured))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
         """Return (expert, first row) of each tile of ``block`` rows, int32 [tiles, 2], and a bound on their number."""
@@ -343,7 +363,7 @@ class TritonGemms:
         self,
         kind: str,
         grid: tuple[int, ...],
-        given: tuple,
+        arguments: tuple,
         config: Config,
         dtype: torch.dtype,
         depth: int | None,
@@ -353,7 +373,7 @@ class TritonGemms:
             flags["EVEN"] = depth % config.depth == 0
         is_wide = dtype == torch.float32
         getattr(_kernels(), kind)[grid](
-            *given,
+            *arguments,
             **flags,
             # Not `allow_tf32`, which raises if this newer setting was used.
             PRECISION="tf32" if is_wide and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",

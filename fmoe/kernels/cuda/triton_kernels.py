@@ -23,15 +23,15 @@ def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: 
     count = tl.where(index < experts, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
     before = tl.sum(tl.where(index < expert, count, 0), 0)
     first_row = tl.sum(tl.where(index == expert, begin, 0), 0)
-    own = tl.sum(tl.where(index == expert, count, 0), 0)
+    own_tiles = tl.sum(tl.where(index == expert, count, 0), 0)
     if expert == experts:
-        own = tiles - before
+        own_tiles = tiles - before
     name = tl.where(expert == experts, -1, expert)
-    for first in range(0, own, BLOCK):
+    for first in range(0, own_tiles, BLOCK):
         tile = first + tl.arange(0, BLOCK)
         at = tile_ptr + 2 * (before + tile)
-        tl.store(at, tl.zeros([BLOCK], tl.int32) + name, mask=tile < own)
-        tl.store(at + 1, first_row + tile * BLOCK_M, mask=tile < own)
+        tl.store(at, tl.zeros([BLOCK], tl.int32) + name, mask=tile < own_tiles)
+        tl.store(at + 1, first_row + tile * BLOCK_M, mask=tile < own_tiles)
 
 
 @triton.jit
@@ -106,11 +106,11 @@ def _rows_of(first_row, end, x_ptr, index_ptr, width, per, IS_GATHERED: tl.const
     """Return the row indices of a tile, their assignments, and pointers to their data."""
     # Past the expert's end, assignments and pointers repeat the first row's.
     row = first_row + tl.arange(0, BLOCK)
-    known = tl.where(row < end, row, first_row)
-    index = known.to(tl.int64)
+    valid = tl.where(row < end, row, first_row)
+    index = valid.to(tl.int64)
     source = index
     if IS_GATHERED:
-        index = tl.load(index_ptr + known)
+        index = tl.load(index_ptr + valid)
         source = index // per
     return row, index, x_ptr + source * width
 
@@ -152,11 +152,11 @@ def up(
         end = tl.load(end_ptr + expert)
         row, _index, x_row = _rows_of(first_row, end, x_ptr, index_ptr, width, per, IS_GATHERED, BLOCK_M)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        known = n % hidden
+        valid = n % hidden
         k = tl.arange(0, BLOCK_K)
         height = 2 * hidden if GATED else hidden
         x = x_row[:, None] + k[None, :]
-        w = w_ptr + expert.to(tl.int64) * height * width + known.to(tl.int64)[None, :] * width + k[:, None]
+        w = w_ptr + expert.to(tl.int64) * height * width + valid.to(tl.int64)[None, :] * width + k[:, None]
         zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         first = zero
         if GATED:
@@ -179,22 +179,22 @@ def up(
         else:
             first = _accumulate(first, x, w, width, 1, EVEN, BLOCK_K, PRECISION)
         kind = active_ptr.dtype.element_ty
-        bias = bias_ptr + expert.to(tl.int64) * height + known
+        bias = bias_ptr + expert.to(tl.int64) * height + valid
         if HAS_BIAS:
             first += tl.load(bias)[None, :].to(tl.float32)
-        is_own = (row < end)[:, None] & (n < hidden)[None, :]
+        is_inside = (row < end)[:, None] & (n < hidden)[None, :]
         at = hidden_ptr + row.to(tl.int64)[:, None] * height + n[None, :]
         rounded = first.to(kind)
-        tl.store(at, rounded, mask=is_own)
+        tl.store(at, rounded, mask=is_inside)
         active, _slope = _activation(rounded.to(tl.float32), A)
         if GATED:
             if HAS_BIAS:
                 second += tl.load(bias + hidden)[None, :].to(tl.float32)
             rounded = second.to(kind)
-            tl.store(at + hidden, rounded, mask=is_own)
+            tl.store(at + hidden, rounded, mask=is_inside)
             factor, _slope = _second(rounded.to(tl.float32), A)
             active *= factor
-        tl.store(active_ptr + row.to(tl.int64)[:, None] * hidden + n[None, :], active.to(kind), mask=is_own)
+        tl.store(active_ptr + row.to(tl.int64)[:, None] * hidden + n[None, :], active.to(kind), mask=is_inside)
 
 
 @triton.jit
@@ -230,17 +230,17 @@ def multiply(
         end = tl.load(end_ptr + expert)
         row, _index, x_row = _rows_of(first_row, end, x_ptr, x_ptr, width, 1, False, BLOCK_M)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        known = n % columns
+        valid = n % columns
         k = tl.arange(0, BLOCK_K).to(tl.int64)
         x = x_row[:, None] + k[None, :]
-        w = w_ptr + expert.to(tl.int64) * stride_e + known.to(tl.int64)[None, :] * stride_n + k[:, None] * stride_k
+        w = w_ptr + expert.to(tl.int64) * stride_e + valid.to(tl.int64)[None, :] * stride_n + k[:, None] * stride_k
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         total = _accumulate(total, x, w, width, stride_k, EVEN, BLOCK_K, PRECISION)
         if HAS_BIAS:
-            total += tl.load(bias_ptr + expert.to(tl.int64) * columns + known)[None, :].to(tl.float32)
-        is_own = (row < end)[:, None] & (n < columns)[None, :]
+            total += tl.load(bias_ptr + expert.to(tl.int64) * columns + valid)[None, :].to(tl.float32)
+        is_inside = (row < end)[:, None] & (n < columns)[None, :]
         out = out_ptr + row.to(tl.int64)[:, None] * columns + n[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_own)
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -289,22 +289,24 @@ def down_backward(
         end = tl.load(end_ptr + expert)
         row, index, grad_row = _rows_of(first_row, end, grad_ptr, index_ptr, width, per, IS_GATHERED, BLOCK_M)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        known = n % hidden
+        valid = n % hidden
         k = tl.arange(0, BLOCK_K).to(tl.int64)
         grad = grad_row[:, None] + k[None, :]
-        w = w_ptr + expert.to(tl.int64) * width * hidden + k[:, None] * hidden + known[None, :]
+        w = w_ptr + expert.to(tl.int64) * width * hidden + k[:, None] * hidden + valid[None, :]
         d_active = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         d_active = _accumulate(d_active, grad, w, width, hidden, EVEN, BLOCK_K, PRECISION)
-        is_own = (row < end)[:, None] & (n < hidden)[None, :]
+        is_inside = (row < end)[:, None] & (n < hidden)[None, :]
         height = 2 * hidden if GATED else hidden
         at = row.to(tl.int64)[:, None] * height + n[None, :]
-        value, slope = _activation(tl.load(hidden_ptr + at, mask=is_own, other=0.0).to(tl.float32), A)
+        value, slope = _activation(tl.load(hidden_ptr + at, mask=is_inside, other=0.0).to(tl.float32), A)
         active = value
         if GATED:
-            second, second_slope = _second(tl.load(hidden_ptr + at + hidden, mask=is_own, other=0.0).to(tl.float32), A)
+            second, second_slope = _second(
+                tl.load(hidden_ptr + at + hidden, mask=is_inside, other=0.0).to(tl.float32), A
+            )
             active = value * second
         if NEEDS_WEIGHT:
-            dot = tl.sum(tl.where(is_own, active * d_active, 0.0), 1)
+            dot = tl.sum(tl.where(is_inside, active * d_active, 0.0), 1)
             tl.store(dot_ptr + column.to(tl.int64) * assignments + index, dot, mask=row < end)
         if HAS_WEIGHT:
             weight = tl.load(weight_ptr + index)[:, None]
@@ -312,13 +314,13 @@ def down_backward(
             d_active *= weight
         kind = hidden_ptr.dtype.element_ty
         if NEEDS_ACTIVE:
-            tl.store(scaled_ptr + row.to(tl.int64)[:, None] * hidden + n[None, :], active.to(kind), mask=is_own)
+            tl.store(scaled_ptr + row.to(tl.int64)[:, None] * hidden + n[None, :], active.to(kind), mask=is_inside)
         if NEEDS_HIDDEN:
             d_first = d_active * slope
             if GATED:
                 d_first *= second
-                tl.store(d_hidden_ptr + at + hidden, (d_active * value * second_slope).to(kind), mask=is_own)
-            tl.store(d_hidden_ptr + at, d_first.to(kind), mask=is_own)
+                tl.store(d_hidden_ptr + at + hidden, (d_active * value * second_slope).to(kind), mask=is_inside)
+            tl.store(d_hidden_ptr + at, d_first.to(kind), mask=is_inside)
 
 
 @triton.jit
@@ -356,15 +358,15 @@ def weights(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(begin, end, BLOCK_K):
         row = first + step
-        is_own = row < end
-        own = row.to(tl.int64)
-        source = own
+        is_inside = row < end
+        row64 = row.to(tl.int64)
+        source = row64
         if GATHERS_LEFT or GATHERS_RIGHT:
-            source = tl.load(index_ptr + row, mask=is_own, other=0) // per
-        left_row = source if GATHERS_LEFT else own
-        right_row = source if GATHERS_RIGHT else own
-        left = tl.load(left_ptr + left_row[None, :] * height + left_column, mask=is_own[None, :], other=0.0)
-        right = tl.load(right_ptr + right_row[:, None] * width + right_column, mask=is_own[:, None], other=0.0)
+            source = tl.load(index_ptr + row, mask=is_inside, other=0) // per
+        left_row = source if GATHERS_LEFT else row64
+        right_row = source if GATHERS_RIGHT else row64
+        left = tl.load(left_ptr + left_row[None, :] * height + left_column, mask=is_inside[None, :], other=0.0)
+        right = tl.load(right_ptr + right_row[:, None] * width + right_column, mask=is_inside[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
     is_out = (m < height)[:, None] & (n < width)[None, :]
     out = out_ptr + (expert.to(tl.int64) * height + m[:, None]) * width + n[None, :]

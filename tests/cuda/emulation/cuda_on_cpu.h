@@ -200,11 +200,15 @@ inline unsigned two_bfloats(float low, float high) { return bfloat_bits(low) | b
 namespace emulation {
 template <class... P>
 struct Signature {
-  static constexpr char letter(bool is_pointer, bool is_real) { return is_pointer ? 'p' : is_real ? 'd' : 'i'; }
-  // p, i (int64) or d (double) for each argument.
+  template <class A>
+  static constexpr char letter() {
+    if (std::is_pointer_v<A>) return std::is_const_v<std::remove_pointer_t<A>> ? 'c' : 'p';
+    return std::is_same_v<A, double> ? 'd' : 'i';
+  }
+  // c (a pointer to constants), p (a pointer), i (int64) or d (double) for each argument.
   static const char* text(void (*)(P...)) {
     static_assert(((std::is_pointer_v<P> || std::is_same_v<P, double> || std::is_same_v<P, long long>)&&...));
-    static const char letters[] = {letter(std::is_pointer_v<P>, std::is_same_v<P, double>)..., 0};
+    static const char letters[] = {letter<P>()..., 0};
     return letters;
   }
   template <size_t... I>
