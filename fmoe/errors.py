@@ -33,6 +33,18 @@ class BuildError(RuntimeError):
     """The native or the CUDA backend cannot be built or loaded here. The message is one line: what failed and why."""
 
 
+class CompilerError(BuildError):
+    """Failure of a compiler: the reason in one line, and its whole output.
+
+    Attributes:
+        output: what the compiler printed.
+    """
+
+    def __init__(self, reason: str, output: str):
+        super().__init__(reason)
+        self.output = output
+
+
 def printable(text: str) -> str:
     """Return the text with control and format characters, line separators and lone surrogates as escape sequences.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fmoe.errors import BuildError
+from fmoe.errors import BuildError, CompilerError
 from fmoe.files import lock, sha256, sync, unlock, write_atomically
 
 KEEP = 8  # entries per folder and suffix; the least recently used are removed
@@ -48,11 +48,11 @@ def folders() -> list[Path]:
 
 def get(
     key: str,
-    make: Callable[[Path, bool], Path],
+    build: Callable[[Path], Path] | BuildError,
     *,
+    what: str,
+    compiler: str,
     suffix: str = ".so",
-    what: str = "the native CPU backend",
-    cannot: BuildError | None = None,
     force: bool = False,
     instead_of: tuple[int, int] | None = None,
 ) -> Path:
@@ -62,38 +62,55 @@ def get(
     its result or its error. On a file system without locks, several processes may build the entry.
 
     Args:
-        make: function that builds the entry, called with the cache folder and whether the lock is held. It builds in
-            the folder from `workplace`, and returns the path from `publish`. If the build fails, it calls
-            `publish_failure` and raises a BuildError.
+        build: function that builds a library in a temporary folder, and returns its path. It raises `CompilerError` on
+            failure. Or the error that there is no compiler, raised if a build is needed.
         what: name of the library in messages.
-        cannot: the error that there is no compiler, raised if a build is needed; None if a compiler was found.
+        compiler: name of the compiler in messages.
         force: build even if the entry exists.
         instead_of: `identity` of an entry that did not load. That entry is not returned again.
 
     Raises:
-        BuildError: there is no compiler (``cannot``), the build fails, or no cache folder is usable; the message has
-            one line.
+        BuildError: there is no compiler (``build``), the build fails, or no cache folder is usable; the message has one
+            line.
     """
-    if not force:
-        found = find(key, suffix)
-        if found is not None and identity(found) != instead_of:
-            return found
-    if cannot is not None:
-        raise cannot
+
+    def accepted(entry: Path | None) -> Path | None:
+        return None if entry is None or force or identity(entry) == instead_of else entry
+
+    entry = accepted(find(key, suffix))
+    if entry is not None:
+        return entry
+    if isinstance(build, BuildError):
+        raise build
     folder = writable()
-    failed = failure(folder, key)
-    known_failure = identity(failed)
+    report = failure(folder, key)
+    earlier_report = identity(report)
     try:
         with locked(folder, key, what) as is_locked:
-            if not force:  # the process that held the lock has built it, or has failed
-                found = find_in(folder, key, suffix)
-                if found is not None and identity(found) != instead_of:
-                    return found
-                if identity(failed) not in (None, known_failure):
-                    raise BuildError(failed.read_text(encoding="utf-8").partition("\n")[0])
-            return make(folder, is_locked)
+            # Perhaps the process that held the lock has built the entry, or has failed.
+            entry = accepted(find_in(folder, key, suffix))
+            if entry is not None:
+                return entry
+            if not force and identity(report) not in (None, earlier_report):
+                raise BuildError(report.read_text(encoding="utf-8").partition("\n")[0])
+            begin = time.monotonic()
+            logger.warning("compiling %s with %s, once per machine; fmoe build does it in advance", what, compiler)
+            if is_locked:
+                _remove_workplaces(folder, key)
+            with tempfile.TemporaryDirectory(
+                prefix=f"{_BUILDING}{key}-", dir=folder, ignore_cleanup_errors=True
+            ) as place:
+                try:
+                    library = build(Path(place))
+                except CompilerError as error:
+                    reason = f"{compiler} failed: {error}"
+                    publish_failure(folder, key, f"{reason}\n{error.output}")
+                    raise BuildError(f"{reason} (full output: {report})") from error
+                entry = _publish(library, folder, key)
+            logger.info("compiled %s in %.1f s: %s", what, time.monotonic() - begin, entry)
+            return entry
     except OSError as error:
-        reason = error.strerror or error
+        reason = error.strerror or str(error)
         raise BuildError(f"building {what} in {folder} failed: {reason}; set FMOE_CACHE to another folder") from error
 
 
@@ -164,17 +181,7 @@ def locked(folder: Path, key: str, what: str = "a library") -> Iterator[bool]:
         os.close(handle)
 
 
-def workplace(folder: Path, key: str, is_locked: bool) -> Path:
-    """Create and return a temporary folder for a build.
-
-    With ``is_locked``, also remove the folders of earlier builds of this key that were killed.
-    """
-    if is_locked:
-        _remove_workplaces(folder, key)
-    return Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=folder))
-
-
-def publish(library: Path, folder: Path, key: str) -> Path:
+def _publish(library: Path, folder: Path, key: str) -> Path:
     """Move a built library into the cache, and return the path of the entry.
 
     Remove the key's older entries and failure report. Also remove the least recently used entries, so that at most

@@ -44,7 +44,5 @@ def test_no_warning_and_no_spill(capsys):
         spilled = {name: number for name, (_, number) in by_kernel.items() if number}
         with capsys.disabled():
             most = max(used for used, _ in by_kernel.values())
-            print(
-                f"\n{arch} {source}: {len(by_kernel)} kernels, {most} registers, {len(spilled)} spill", end=""
-            )
+            print(f"\n{arch} {source}: {len(by_kernel)} kernels, {most} registers, {len(spilled)} spill", end="")
         assert not spilled or version != TUNED

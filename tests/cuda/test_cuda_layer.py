@@ -339,7 +339,7 @@ def test_nothing_looks_at_a_value_in_a_padded_exchange(kernels, copies_to_device
         dist.destroy_process_group()
 
 
-@pytest.mark.by_default("naive")
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["naive", "sigmoid"])
 def test_compiled_without_graph_breaks(gate, on):
     """From tokens to outputs; the layer around it breaks the graph where it keeps statistics."""

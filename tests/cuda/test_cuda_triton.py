@@ -144,7 +144,7 @@ def test_every_configuration_is_a_right_one(monkeypatch):
         assert_close(hidden, expected, 1e-5, str(config))
 
 
-@pytest.mark.by_default("torch.bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_main_grad_and_frozen_weights(dtype):
     case = next(c for c in map(Case, range(400)) if c.dtype == dtype and c.gated and 5 < sum(c.plan.counts) < 12)
@@ -212,6 +212,7 @@ def test_a_layer(on):
     assert "combine" in on.names() and not on.names() & {"gather", "activate", "activate_backward"}
 
 
+@pytest.mark.slow
 def test_triton_passes_its_self_check_inside_an_operation(monkeypatch):
     """There the first layer that may use it checks it, below autograd."""
     monkeypatch.setattr(gemm, "_checked", {})

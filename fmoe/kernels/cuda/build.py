@@ -4,12 +4,10 @@ A cache entry (`fmoe.kernels.cache`) is a zip file. For each source file, it has
 It contains no code of torch, so it fits every version of torch.
 """
 
+import functools
 import hashlib
 import json
-import logging
 import os
-import shutil
-import time
 import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +17,10 @@ from pathlib import Path
 from fmoe.errors import BuildError, UserError
 from fmoe.files import sha256
 from fmoe.kernels import cache
-from fmoe.kernels.cuda import nvrtc
+from fmoe.kernels.cuda import nvrtc as compiler
 from fmoe.kernels.cuda.instances import KERNELS
 from fmoe.kernels.cuda.nvrtc import Nvrtc
 
-logger = logging.getLogger("fmoe")
-
-WHAT = "the CUDA kernels"
 _SUFFIX = ".zip"
 _INDEX = "kernels.json"
 
@@ -69,32 +64,25 @@ def library(
             usable. The message has one line.
     """
     sources = sources or SHIPPED
-    found = _find()
-    if isinstance(found, Nvrtc):
-        check_arch(arch, found)
-
-    def make(folder: Path, is_locked: bool) -> Path:
-        if isinstance(found, BuildError):
-            raise found
-        return _build(sources, arch, found, folder, is_locked, echo)
-
-    cannot = found if isinstance(found, BuildError) else None
+    nvrtc = _find()
+    if isinstance(nvrtc, Nvrtc):
+        check_arch(arch, nvrtc)
     return cache.get(
-        _key(sources, arch, found),
-        make,
+        _key(sources, arch, nvrtc),
+        nvrtc if isinstance(nvrtc, BuildError) else functools.partial(_build, sources, arch, echo),
+        what=f"the CUDA kernels for {arch}",
+        compiler="" if isinstance(nvrtc, BuildError) else nvrtc.name,
         suffix=_SUFFIX,
-        what=f"{WHAT} for {arch}",
-        cannot=cannot,
         force=force,
         instead_of=instead_of,
     )
 
 
-def check_arch(arch: str, found: Nvrtc) -> None:
-    """Raise UserError if the compiler ``found`` does not support the architecture."""
-    if arch not in found.architectures:
-        valid = ", ".join(found.architectures)
-        raise UserError(f"arch={arch!r} is not supported by {found.name}; valid names: {valid}")
+def check_arch(arch: str, nvrtc: Nvrtc) -> None:
+    """Raise UserError if the compiler does not support the architecture."""
+    if arch not in nvrtc.architectures:
+        valid = ", ".join(nvrtc.architectures)
+        raise UserError(f"arch={arch!r} is not supported by {nvrtc.name}; valid names: {valid}")
 
 
 def cached(arch: str, sources: Sources | None = None) -> Path | None:
@@ -123,52 +111,37 @@ def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
 
 def _find() -> Nvrtc | BuildError:
     try:
-        return nvrtc.find()
+        return compiler.find()
     except BuildError as error:
         return error
 
 
-def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
-    """Return the cache key; if ``found`` is a BuildError, the prefix that the keys of all NVRTC versions share."""
+def _key(sources: Sources, arch: str, nvrtc: Nvrtc | BuildError) -> str:
+    """Return the cache key; without a compiler, the prefix that the keys of all NVRTC versions share."""
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):
         if path.is_file():
             digest.update(f"{path.name}\0{sha256(path)}\0".encode())
     digest.update(json.dumps(sorted((name, list(kernels)) for name, kernels in sources.kernels.items())).encode())
-    version = "" if isinstance(found, BuildError) else found.version.replace(".", "_")
+    version = "" if isinstance(nvrtc, BuildError) else nvrtc.version.replace(".", "_")
     return f"cuda-{arch}-{digest.hexdigest()[:16]}-{version}"
 
 
-def _build(
-    sources: Sources, arch: str, found: Nvrtc, folder: Path, is_locked: bool, echo: Callable[[str], None] | None
-) -> Path:
-    begin = time.monotonic()
-    logger.warning("compiling %s for %s with %s, once per machine; fmoe build precompiles them", WHAT, arch, found.name)
-    key = _key(sources, arch, found)
-    place = cache.workplace(folder, key, is_locked)
+def _build(sources: Sources, arch: str, echo: Callable[[str], None] | None, place: Path) -> Path:
+    """Compile the sources, in parallel; write the result into the folder ``place``, and return its path."""
 
-    def compile_one(name: str) -> nvrtc.Code:
-        return nvrtc.compile_file(sources.folder / name, sources.kernels[name], arch, verbose=echo is not None)
+    def compile_file(name: str) -> compiler.Code:
+        return compiler.compile_file(sources.folder / name, sources.kernels[name], arch, verbose=echo is not None)
 
-    try:
-        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            codes = dict(zip(sources.kernels, pool.map(compile_one, sources.kernels), strict=True))
-    except BuildError as error:
-        line, _, rest = str(error).partition("\n")
-        cache.publish_failure(folder, key, f"{found.name} failed: {line}\n{rest}")
-        raise BuildError(f"{found.name} failed: {line} (full output: {cache.failure(folder, key)})") from error
-    else:
-        for name, code in codes.items():
-            if echo is not None:
-                echo(f"{name} for {arch}: {len(code.cubin)} bytes\n{code.log.strip()}")
-        result = place / f"library{_SUFFIX}"
-        index = json.dumps({name: code.symbols for name, code in codes.items()})
-        with zipfile.ZipFile(result, "w") as archive:
-            entries: dict[str, str | bytes] = {_INDEX: index} | {f"{n}.cubin": code.cubin for n, code in codes.items()}
-            for name, data in entries.items():
-                archive.writestr(zipfile.ZipInfo(name), data)  # without a date, for reproducible bytes
-        entry = cache.publish(result, folder, key)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    logger.info("compiled %s for %s in %.1f s: %s", WHAT, arch, time.monotonic() - begin, entry)
-    return entry
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+        codes = dict(zip(sources.kernels, pool.map(compile_file, sources.kernels), strict=True))
+    entries: dict[str, str | bytes] = {_INDEX: json.dumps({name: code.symbols for name, code in codes.items()})}
+    for name, code in codes.items():
+        if echo is not None:
+            echo(f"{name} for {arch}: {len(code.cubin)} bytes\n{code.log.strip()}")
+        entries[f"{name}.cubin"] = code.cubin
+    library = place / f"library{_SUFFIX}"
+    with zipfile.ZipFile(library, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(zipfile.ZipInfo(name), data)  # without a date, for reproducible bytes
+    return library

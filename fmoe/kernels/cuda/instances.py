@@ -9,7 +9,8 @@ DTYPES = {torch.float32: "float", torch.float16: "fmoe::f16", torch.bfloat16: "f
 
 ROUTE_WIDTHS = (1, 2, 4, 8)  # experts per lane of a warp, for up to 32 times as many experts; width 0 for more
 # Experts and segments whose counters fit into the shared memory of a thread block (`calls.place`, `segment_order`).
-MAX_EXPERTS, MAX_SEGMENTS = 4094, 4080
+MAX_EXPERTS = 4094
+MAX_SEGMENTS = 4080
 
 
 _T = tuple(DTYPES.values())

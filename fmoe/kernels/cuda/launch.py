@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -129,8 +130,11 @@ class DeviceLauncher:
             from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
         except Exception as error:  # a damaged installation may raise any class
             raise Unusable(error) from error
-        self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
-        self._device, self._of_thread = Device, _OfThread()
+        self._launch = launch
+        self._config = LaunchConfig
+        self._stream = Stream.from_handle
+        self._device = Device
+        self._of_thread = _OfThread()
         self._streams = {0: LEGACY_DEFAULT_STREAM}
         self._codes = {}
         self._kernels: dict[str, object] = {}
@@ -156,25 +160,18 @@ class DeviceLauncher:
         values = [pack(argument) for argument in arguments]
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
-        if index != current:
-            with torch.cuda.device(index):
-                self._start(index, device, config, kernel, values)
-        else:
-            self._start(index, device, config, kernel, values)
-
-    def _start(self, index: int, device: torch.device, config: object, kernel: str, values: list) -> None:
-        # The driver needs a current context in every thread that launches, torch's autograd threads included. torch
-        # makes one current only when a call of the runtime library needs it.
-        if index not in self._of_thread.devices:
-            self._device(index).set_current()
-            self._of_thread.devices.add(index)
-        self._launch(self._current(device), config, self._kernel(kernel), *values)
+        with nullcontext() if index == current else torch.cuda.device(index):
+            # The driver needs a current context in every thread that launches, torch's autograd threads included. torch
+            # makes one current only when a call of the runtime library needs it.
+            if index not in self._of_thread.devices:
+                self._device(index).set_current()
+                self._of_thread.devices.add(index)
+            self._launch(self._current(device), config, self._kernel(kernel), *values)
 
     def _kernel(self, name: str):
-        found = self._kernels.get(name)
-        if found is None:
-            found = self._kernels[name] = self._codes[name].get_kernel(name)
-        return found
+        if name not in self._kernels:
+            self._kernels[name] = self._codes[name].get_kernel(name)
+        return self._kernels[name]
 
     def _current(self, device: torch.device):
         handle = torch.cuda.current_stream(device).cuda_stream

@@ -75,15 +75,16 @@ def describe() -> str:
     parts = [f"built for {', '.join(built)}" if built else "nothing built"]
     supported: tuple[str, ...] = ()
     try:
-        found = nvrtc.find()
-        supported = found.architectures
-        parts.append(found.name)
+        compiler = nvrtc.find()
+        supported = compiler.architectures
+        parts.append(compiler.name)
     except BuildError as error:
         parts.append(str(error))
     if not here:
         return ", ".join([*parts, "no GPU here"])
-    missing = [arch for arch in here if arch not in built]
-    for arch in missing:
+    for arch in here:
+        if arch in built:
+            continue
         failed = build.last_failure(arch)
         if arch not in supported:
             parts.append(f"no compiler for {arch}: torch path")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fmoe.errors import BuildError
+from fmoe.errors import BuildError, CompilerError
 
 
 class Unusable(BuildError):
@@ -67,12 +67,14 @@ def find() -> Nvrtc:
     except Exception as error:  # a damaged installation may raise any class
         raise Unusable(error) from error
     try:
-        (code, *version), (other, known) = nvrtc.nvrtcVersion(), nvrtc.nvrtcGetSupportedArchs()
+        error_of_version, *version = nvrtc.nvrtcVersion()
+        error_of_archs, archs = nvrtc.nvrtcGetSupportedArchs()
     except Exception as error:  # cuda.pathfinder has its own class for a missing library
         raise BuildError(f"NVRTC is not found ({_first_line(error)}): pip install {_package('nvrtc')}") from error
-    if code or other:
-        raise BuildError(f"NVRTC does not work ({code or other}): pip install --force-reinstall {_package('nvrtc')}")
-    return Nvrtc(".".join(map(str, version)), tuple(f"sm_{number}" for number in known))
+    if error_of_version or error_of_archs:
+        reason = error_of_version or error_of_archs
+        raise BuildError(f"NVRTC does not work ({reason}): pip install --force-reinstall {_package('nvrtc')}")
+    return Nvrtc(".".join(map(str, version)), tuple(f"sm_{number}" for number in archs))
 
 
 def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool = False) -> Code:
@@ -84,24 +86,27 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
         verbose: list registers, spills and shared memory in `Code.log`.
 
     Raises:
-        BuildError: compilation fails. The message is the compiler's first error, followed by its whole output.
+        CompilerError: compilation fails.
     """
     log = io.StringIO()
     try:
         from cuda.core import Program, ProgramOptions
 
-        chosen = ProgramOptions(
+        options = ProgramOptions(
             name=path.name,
             arch=arch,
             std="c++17",
             include_path=str(path.parent),
             ptxas_options=["-v"] if verbose else None,
         )
-        program = Program(path.read_text(encoding="utf-8"), "c++", chosen)
+        program = Program(path.read_text(encoding="utf-8"), "c++", options)
         try:
-            made = program.compile("cubin", name_expressions=tuple(kernels), logs=log)
-            symbols = {name: _text(symbol) for name, symbol in made.symbol_mapping.items()}
-            return Code(bytes(made.code), symbols, log.getvalue())
+            code = program.compile("cubin", name_expressions=tuple(kernels), logs=log)
+            symbols = {
+                name: symbol.decode() if isinstance(symbol, bytes) else symbol
+                for name, symbol in code.symbol_mapping.items()
+            }
+            return Code(bytes(code.code), symbols, log.getvalue())
         finally:
             program.close()
     except Exception as error:
@@ -109,11 +114,7 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\): (catastrophic )?error\b", line)]
         errors.sort(key=lambda line: line.startswith("__nv_name_map"))  # consequences of earlier errors go last
-        raise BuildError(f"{[*errors, *lines, type(error).__name__][0]}\n{text}") from error
-
-
-def _text(symbol: bytes | str) -> str:
-    return symbol.decode() if isinstance(symbol, bytes) else symbol
+        raise CompilerError([*errors, *lines, type(error).__name__][0], text) from error
 
 
 def _first_line(error: Exception) -> str:

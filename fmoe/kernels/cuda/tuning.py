@@ -79,7 +79,8 @@ def milliseconds(step: Callable[[], object]) -> float:
     """Return the time of a step on the current CUDA stream: the best of three runs after a warmup."""
     times = []
     for _ in range(1 + _ROUNDS):
-        begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)
+        done = torch.cuda.Event(enable_timing=True)
         begin.record()
         step()
         done.record()
@@ -99,8 +100,9 @@ class TuningCache:
     """
 
     def __init__(self, name: str, is_valid: Callable[[object], bool]):
-        self._name, self._is_valid = name, is_valid
-        self._known: dict[str, object] | None = None
+        self._name = name
+        self._is_valid = is_valid
+        self._loaded: dict[str, object] | None = None
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or None."""
@@ -112,8 +114,7 @@ class TuningCache:
         Args:
             lasts: whether to store it in the file too, not only in this process.
         """
-        known = self._values()
-        known[key] = value
+        self._values()[key] = value
         path = self._path()
         if path is None or not lasts:
             return
@@ -121,15 +122,15 @@ class TuningCache:
             write_atomically(path, json.dumps({**self._read(), key: value}, indent=1).encode())
 
     def _values(self) -> dict[str, object]:
-        if self._known is None:
-            self._known = {key: value for key, value in self._read().items() if self._is_valid(value)}
-        return self._known
+        if self._loaded is None:
+            self._loaded = {key: value for key, value in self._read().items() if self._is_valid(value)}
+        return self._loaded
 
     def _read(self) -> dict[str, object]:
         path = self._path()
         with suppress(OSError, ValueError):
-            if path is not None and isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
-                return found
+            values = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+            return values if isinstance(values, dict) else {}
         return {}
 
     def _path(self) -> Path | None:

@@ -3,18 +3,16 @@
 It needs only a C++ compiler and torch's headers.
 """
 
+import functools
 import hashlib
 import json
-import logging
 import os
 import platform
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -22,13 +20,11 @@ from pathlib import Path
 
 import torch
 
-from fmoe.errors import BuildError
+from fmoe.errors import BuildError, CompilerError
 from fmoe.files import sha256
 from fmoe.kernels import cache
 from fmoe.kernels.native import compiler
 from fmoe.kernels.native.compiler import Compiler
-
-logger = logging.getLogger("fmoe")
 
 
 @dataclass(frozen=True)
@@ -90,14 +86,14 @@ def library(
     """
     recipe = _recipe(sources, sanitize)
     cxx = recipe.compiler
-
-    def make(folder: Path, is_locked: bool) -> Path:
-        if isinstance(cxx, BuildError):
-            raise cxx
-        return _build(recipe, cxx, folder, is_locked, echo)
-
-    cannot = cxx if isinstance(cxx, BuildError) else None
-    return cache.get(recipe.key, make, cannot=cannot, force=force, instead_of=instead_of)
+    return cache.get(
+        recipe.key,
+        cxx if isinstance(cxx, BuildError) else functools.partial(_build, recipe, cxx, echo),
+        what="the native CPU backend",
+        compiler="" if isinstance(cxx, BuildError) else cxx.name,
+        force=force,
+        instead_of=instead_of,
+    )
 
 
 def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> Path | None:
@@ -123,73 +119,52 @@ def _recipe(sources: Sources | None, sanitize: Sequence[str]) -> _Recipe:
     if sys.platform != "linux":
         raise BuildError(f"the native backend supports Linux only, not {platform.system()}")
     try:
-        found: Compiler | BuildError = compiler.find()
+        cxx: Compiler | BuildError = compiler.find()
     except BuildError as error:
-        found = error
+        cxx = error
     parts = [
         [(path.name, sha256(path)) for path in sorted(sources.folder.iterdir()) if path.is_file()],
         [sources.once, sources.by_isa, sources.libraries],
         [compiler.isas(), compiler.compile_flags(sanitize), compiler.link_flags(sanitize)],
         [torch.__version__, torch.version.git_version, platform.machine(), os.confstr("CS_GNU_LIBC_VERSION")],
     ]
-    return _Recipe(sources, tuple(sanitize), _digest(parts)[:16], found)
+    return _Recipe(sources, tuple(sanitize), _digest(parts)[:16], cxx)
 
 
 def _digest(parts: list) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: Callable[[str], None] | None) -> Path:
-    begin = time.monotonic()
-    logger.warning("compiling the native CPU backend with %s, once per machine; fmoe build precompiles it", cxx.name)
-    place = cache.workplace(folder, recipe.key, is_locked)
-    try:
-        objects, commands = _commands(recipe, cxx, place)
-        result = place / "library.so"
-        link = [*cxx.command, *compiler.link_flags(recipe.sanitize), *map(str, objects)]
-        link += [*compiler.library_flags(recipe.sources.libraries), "-o", str(result)]
-        try:
-            _run_all(commands, place, echo)
-            _run_all([link], place, echo)
-        except _CompilerError as error:
-            failure = cache.failure(folder, recipe.key)
-            line = f"{cxx.name} failed: {error.first}"
-            cache.publish_failure(folder, recipe.key, f"{line}\n{error.command}\n{error.output}")
-            raise BuildError(f"{line} (full output: {failure})") from error
-        entry = cache.publish(result, folder, recipe.key)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    logger.info("compiled the native CPU backend in %.1f s: %s", time.monotonic() - begin, entry)
-    return entry
-
-
-def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], list[list[str]]]:
-    """Return the objects in link order, and the commands that compile them."""
+def _build(recipe: _Recipe, cxx: Compiler, echo: Callable[[str], None] | None, place: Path) -> Path:
+    """Compile and link the sources in the folder ``place``; return the path of the library."""
     sources = recipe.sources
-    jobs: list[tuple[str, str, tuple[str, ...]]] = [(name, "", ()) for name in sources.once]
-    jobs += [(name, isa, flags) for isa, flags in compiler.isas().items() for name in sources.by_isa]
-    objects, commands = [], []
-    for name, isa, flags in jobs:
-        target = place / f"{Path(name).stem}{'-' + isa if isa else ''}.o"
-        command = [*cxx.command, *compiler.compile_flags(recipe.sanitize), *flags]
-        if isa:
-            command.append(f"-DFMOE_ISA={isa}")
-        command += compiler.include_flags() if sources.libraries else []
-        commands.append([*command, "-c", str(sources.folder / name), "-o", str(target)])
-        objects.append(target)
-    return objects, commands
+    jobs = [(name, Path(name).stem, ()) for name in sources.once]
+    for isa, flags in compiler.isas().items():
+        jobs += [(name, f"{Path(name).stem}-{isa}", (*flags, f"-DFMOE_ISA={isa}")) for name in sources.by_isa]
+    shared_flags = compiler.compile_flags(recipe.sanitize)
+    if sources.libraries:
+        shared_flags += compiler.include_flags()
+    objects = []
+    commands = []
+    for name, target, flags in jobs:
+        objects.append(f"{place / target}.o")
+        commands.append([*cxx.command, *shared_flags, *flags, "-c", str(sources.folder / name), "-o", objects[-1]])
+    library = place / "library.so"
+    link = [*cxx.command, *compiler.link_flags(recipe.sanitize), *objects]
+    link += [*compiler.library_flags(sources.libraries), "-o", str(library)]
+    _run_all(commands, place, echo)
+    _run_all([link], place, echo)
+    return library
 
 
-class _CompilerError(Exception):
-    """Failure of a compiler's command; ``first`` is the line of its output with the reason."""
-
-    def __init__(self, command: Sequence[str], code: int, output: str):
-        self.command, self.output = shlex.join(command), output
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
-        errors = [line for line in lines if re.search(r"\berror\b|undefined reference|cannot find", line, re.I)]
-        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.first = [*errors, *lines[-1:], ended][0]
-        super().__init__(self.first)
+def _check(command: Sequence[str], code: int, output: str) -> None:
+    """Raise CompilerError if a command has failed."""
+    if not code:
+        return
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror\b|undefined reference|cannot find", line, re.I)]
+    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    raise CompilerError([*errors, *lines[-1:], ended][0], f"{shlex.join(command)}\n{output}")
 
 
 def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str], None] | None) -> None:
@@ -211,15 +186,13 @@ def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str
         )
         processes.append(process)
         output, _ = process.communicate()
-        if process.returncode:
-            raise _CompilerError(command, process.returncode, output)
+        _check(command, process.returncode, output)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        futures = []
-        for command in commands:
-            if echo is not None:
+        if echo is not None:
+            for command in commands:
                 echo(shlex.join(command))
-            futures.append(pool.submit(run, command))
+        futures = [pool.submit(run, command) for command in commands]
         try:
             for future in as_completed(futures):
                 future.result()

@@ -73,22 +73,20 @@ def find() -> Compiler:
         program = shutil.which(words[0])
         if program is None:
             raise BuildError(f"no C++ compiler: there is no program {words[0]!r} (CXX={named!r})")
-        found = _ask((program, *words[1:]))
-        if not _suits(found):
-            raise BuildError(_unsuitable(found))
-        return found
-    unsuitable = None
-    for candidate in CANDIDATES:
-        program = shutil.which(candidate)
-        if program is None:
-            continue
-        found = _ask((program,))
-        if _suits(found):
-            return found
-        unsuitable = unsuitable or found
-    if unsuitable is not None:
-        raise BuildError(_unsuitable(unsuitable))
-    raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH; install one, or set CXX")
+        commands = [(program, *words[1:])]
+    else:
+        commands = [(program,) for program in map(shutil.which, CANDIDATES) if program is not None]
+    unsuitable = []
+    for command in commands:
+        compiler = _ask(command)
+        if _suits(compiler):
+            return compiler
+        unsuitable.append(compiler)
+    if not unsuitable:
+        raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH; install one, or set CXX")
+    raise BuildError(
+        f"{unsuitable[0].name} does not fit the OpenMP library that torch has loaded: install g++, or set CXX to it"
+    )
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:
@@ -220,10 +218,6 @@ def _suits(compiler: Compiler) -> bool:
     """Return whether code that the compiler compiles can use torch's OpenMP library."""
     # g++ calls GNU's entry points, which LLVM's and Intel's libraries have too. clang calls LLVM's, which GNU's lacks.
     return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
-
-
-def _unsuitable(compiler: Compiler) -> str:
-    return f"{compiler.name} does not fit the OpenMP library that torch has loaded: install g++, or set CXX to it"
 
 
 @cache

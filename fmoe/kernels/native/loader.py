@@ -110,17 +110,20 @@ def describe() -> str:
         failed = build.last_failure()
         if failed is not None:
             return f"not built, {failed}: torch path; the next start tries again"
-        found = compiler.find()
+        cxx = compiler.find()
     except BuildError as error:
         return f"{error}: torch path"
-    return f"not built yet, {found.name} found: built when the first layer is made, or by fmoe build"
+    return f"not built yet, {cxx.name} found: built when the first layer is made, or by fmoe build"
 
 
 def _load() -> _Outcome:
     if is_off():
         return _Outcome(reason="FMOE_NATIVE=0 turns it off")
-    sanitize, huge_pages = _sanitizers(), switch("FMOE_HUGE_PAGES")
-    _check_isa()
+    from fmoe.kernels.native import compiler
+
+    sanitize = _sanitizers()
+    huge_pages = switch("FMOE_HUGE_PAGES")
+    compiler.isa_limit()  # an invalid FMOE_NATIVE_ISA is an error, which the library itself does not check
     try:
         path = _load_library(sanitize)
     except BuildError as error:
@@ -169,14 +172,6 @@ def _cached() -> Path | None:
         return build.cached(sanitize=_sanitizers())
     except BuildError:
         return None
-
-
-def _check_isa() -> None:
-    """Raise UserError if FMOE_NATIVE_ISA is invalid."""
-    from fmoe.kernels.native import compiler
-
-    # The library itself does not check it.
-    compiler.isa_limit()
 
 
 def _sanitizers() -> tuple[str, ...]:

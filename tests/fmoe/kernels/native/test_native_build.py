@@ -339,11 +339,11 @@ def test_a_named_folder_that_cannot_be_written(tmp_path, monkeypatch):
 def test_a_disk_that_fills_up_during_a_build(tmp_path, monkeypatch):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
 
-    def make(folder, is_locked):
+    def fill_up(place):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(BuildError, match=f"^building a library in {tmp_path} failed: No space left.*; set FMOE_CACHE "):
-        cache.get("key", make, what="a library")
+        cache.get("key", fill_up, what="a library", compiler="a compiler")
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
