@@ -126,11 +126,11 @@ class SDPAttention(DotProductAttention):
             attention_bias: added to the scores, such as T5's relative positions: [1 or b, heads, s of queries, s of
                 keys].
         """
-        more = (attn_mask_type, attention_bias, packed_seq_params)
+        options = (attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         if self.context_group is None:
-            return self._forward(query, key, value, attention_mask, *more)
+            return self._forward(query, key, value, *options)
         query, key, value = spread_heads(query, key, value, self.context_group)
-        out = self._forward(query, key, value, attention_mask, *more)
+        out = self._forward(query, key, value, *options)
         return heads_to_sequence(out.unflatten(2, query.shape[2:]), self.context_group).flatten(2)
 
     def _forward(
@@ -145,7 +145,8 @@ class SDPAttention(DotProductAttention):
     ) -> Tensor:
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
-        window, sinks_H = softmax.window_size, self._sinks()
+        window = softmax.window_size
+        sinks_H = self._sinks()
         is_local = sinks_H is not None or window is not None
         # Left to megatron-core: windows and offsets in attention that is not causal, or with a bias.
         special = window is not None and (window[0] < 0 or window[1] != 0)
@@ -167,14 +168,17 @@ class SDPAttention(DotProductAttention):
         mask = attention_mask  # or a bias that is -inf where the mask is True
         if attention_bias is not None:
             hidden = _later(q, k) if is_causal else attention_mask
-            mask, is_causal = attention_bias.to(dtype), False
-            mask = mask if hidden is None else mask.masked_fill(hidden, -torch.inf)
+            is_causal = False
+            mask = attention_bias.to(dtype)
+            if hidden is not None:
+                mask = mask.masked_fill(hidden, -torch.inf)
         dropout = self.attention_dropout.p if self.training else 0.0
         size = None if window is None else window[0] + 1
         if dropout and isinstance(self.attention_dropout, HeadDropout):
             if size is not None:
                 far = ~visible(query.shape[0], key.shape[0], size, query.device)
-                mask, is_causal = far if mask is None else far | mask, False
+                mask = far if mask is None else far | mask
+                is_causal = False
             out = self._attend(q, k, v, mask, is_causal, sinks_H)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
         if dropout:
@@ -188,7 +192,9 @@ class SDPAttention(DotProductAttention):
                 out = causal_attention(q, k, v, scale=self.softmax_scale, **local)
                 return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
             out = F.scaled_dot_product_attention(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 attn_mask=~mask if mask is not None and mask.dtype == torch.bool else mask,
                 dropout_p=dropout,
                 is_causal=is_causal,

@@ -46,7 +46,8 @@ def mark_weights(model: nn.Module) -> None:
 def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
     """Return ``a @ b`` of two bf16 matrices as bf16 [M, O], summed in float32 and rounded once."""
     b_IO = b_IO.float()
-    (rows, inner), width = a_MI.shape, b_IO.shape[1]
+    rows, inner = a_MI.shape
+    width = b_IO.shape[1]
     out_MO = a_MI.new_empty(rows, width)
     chunks = max(-(-rows * max(inner, width) // _CHUNK), 1)
     each = max(-(-rows // chunks), 1)
@@ -73,7 +74,8 @@ def forward_in_float32(forward: Callable) -> staticmethod:
             return forward(ctx, input, weight, bias, *settings)
         ctx.num_settings = len(settings)
         ctx.save_for_backward(input, weight)
-        ctx.group, ctx.has_bias = group if allreduce_dgrad else None, bias is not None
+        ctx.group = group if allreduce_dgrad else None
+        ctx.has_bias = bias is not None
         out = product(input.flatten(0, -2), weight.t()).view(*input.shape[:-1], len(weight))
         return out if bias is None else out + bias
 
@@ -93,7 +95,7 @@ def backward_in_float32(backward: Callable) -> staticmethod:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         grad_MO = grad.flatten(0, -2)
-        d_input, handle = None, None
+        d_input = handle = None
         if needs_input:
             d_input = product(grad_MO, weight).view(input.shape)
             if ctx.group is not None:

@@ -46,7 +46,8 @@ def slice_rotary_positions(model: Any) -> None:
     Megatron-core's own positions are those of two chunks, one from each end of the sequence (zigzag). A model without a
     rotary embedding is unchanged.
     """
-    embedding, group = getattr(model, "rotary_pos_emb", None), context_group(model.config)
+    embedding = getattr(model, "rotary_pos_emb", None)
+    group = context_group(model.config)
     if embedding is None or group is None:
         return
     embedding.cp_group = None  # the embedding then returns all positions
@@ -98,7 +99,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-        ctx.group, ctx.to_heads = group, to_heads
+        ctx.group = group
+        ctx.to_heads = to_heads
         size = group.size()
         sent = x.unflatten(2, (size, -1)).movedim(2, 0) if to_heads else x.unflatten(0, (size, -1))
         sent = sent.contiguous()

@@ -41,7 +41,8 @@ def _device_on_cpu(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     # TorchScript knows builtin functions by their objects; torch.distributed.optim compiles some when it is imported.
-    if (operator := _builtins._find_builtin(function)) is not None:
+    operator = _builtins._find_builtin(function)
+    if operator is not None:
         _builtins._register_builtin(wrapped, operator)
     return wrapped
 
@@ -184,10 +185,8 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
 _LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
-_FACTORIES = (
-    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye", "linspace"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-)
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye")
+_FACTORIES += ("linspace", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 PATCHES = (

@@ -36,7 +36,9 @@ class TokenDropout(nn.Dropout):
 
     def __init__(self, rate: float, site: int, is_sliced: bool = False):
         super().__init__(rate)
-        self.site, self.is_sliced, self.part = site, is_sliced, ""
+        self.site = site
+        self.is_sliced = is_sliced
+        self.part = ""
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.p):
@@ -50,8 +52,8 @@ class TokenDropout(nn.Dropout):
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         slices, number = _context_parallel()
-        ranks, rank = ranks * slices, rank + ranks * number
-        return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
+        begin = (rank + ranks * number) * length
+        return self.token_keys(range(begin, begin + length), ranks * slices * length, batch, x_SBH.device).t()
 
     def token_keys(self, positions: range, length: int, batch: int, device: torch.device) -> Tensor:
         """Return a hash of each token at ``positions`` in each sequence.

@@ -93,7 +93,8 @@ class MegatronMoE(MoE):
         if isinstance(options.get("gate"), nn.Module):
             kind = type(options["gate"]).__name__
             raise UserError(f"gate is a module ({kind}), which all layers would share: pass its name or class")
-        self._run_seed, self._layer_offset = seed, layer_offset
+        self._run_seed = seed
+        self._layer_offset = layer_offset
         if layer_number is not None:
             layer_number += layer_offset
         tensor_group = _group(pg_collection, "tp", parallel_state.get_tensor_model_parallel_group)
@@ -106,7 +107,8 @@ class MegatronMoE(MoE):
         slice_group, sequence_group = _token_groups(config, pg_collection, tensor_group)
         if _has_router(options.get("gate", "naive")):
             gate_options = {"init_method": config.init_method, **(gate_options or {})}
-        if isinstance(expert := options.get("expert", "ffn"), str):
+        expert = options.get("expert", "ffn")
+        if isinstance(expert, str):
             of_model = {
                 "activation": config.activation_func,
                 "gated": config.gated_linear_unit,
@@ -135,7 +137,9 @@ class MegatronMoE(MoE):
             name=_name(layer_number),
             **options,
         )
-        self.config, self.spec, self.layer_number = config, spec, layer_number
+        self.config = config
+        self.spec = spec
+        self.layer_number = layer_number
         num_layers = model_layers or config.num_layers + (config.mtp_num_layers or 0)
         super().__init__(**spec.arguments(aux=functools.partial(MegatronAux, config, layer_number, num_layers)))
         modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
@@ -196,7 +200,8 @@ class MegatronMoE(MoE):
     def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:
         if self._shared_output is None:
             return super().finish(outputs, tokens, weight_TK)
-        (shared_TD, stream), self._shared_output = self._shared_output, None
+        shared_TD, stream = self._shared_output
+        self._shared_output = None
         torch.cuda.current_stream().wait_stream(stream)
         shared_TD.record_stream(torch.cuda.current_stream())
         return [outputs[0] + tokens.without_padding(shared_TD), *outputs[1:]]
@@ -204,7 +209,8 @@ class MegatronMoE(MoE):
     def _mark_experts(self) -> None:
         super()._mark_experts()
         experts = {id(parameter) for parameter in self.experts.parameters()}
-        slice_group, sequence_group = self.layout.slice_group, self.layout.sequence_group
+        slice_group = self.layout.slice_group
+        sequence_group = self.layout.sequence_group
         parameter: Any
         for parameter in self.parameters():
             if id(parameter) in experts:
@@ -214,7 +220,8 @@ class MegatronMoE(MoE):
             elif slice_group is not None or sequence_group is not None:
                 parameter.sequence_parallel = sequence_group is not None
                 setattr(parameter, patches.PARTIAL, sequence_group is None)
-        bias, group = getattr(self.experts, "bias_out", None), self.spec.expert_tensor_group
+        bias = getattr(self.experts, "bias_out", None)
+        group = self.spec.expert_tensor_group
         if bias is not None and group is not None:
             bias.shared = group.rank() > 0  # equal on all ranks: Megatron then counts it once
 
@@ -226,13 +233,13 @@ class MegatronMoE(MoE):
         The experts' hidden units are split over expert tensor parallel ranks. Gate and shared expert are replicated.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        rest = {
+        replicated = {
             name: value
             for name, value in self.state_dict(keep_vars=True).items()
             if not name.startswith("experts.") and name != ONE_RANK and isinstance(value, Tensor)
         }
         sharded = make_sharded_tensors_for_checkpoint(
-            rest,
+            replicated,
             prefix,
             {},
             sharded_offsets,
@@ -259,7 +266,9 @@ class MegatronAux(AuxLosses):
 
     def __init__(self, config: TransformerConfig, layer_number: int | None, num_layers: int, *args, **arguments):
         super().__init__(*args, **arguments)
-        self.config, self.layer_number, self.num_layers = config, layer_number, num_layers
+        self.config = config
+        self.layer_number = layer_number
+        self.num_layers = num_layers
 
     def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
         if self.config.calculate_per_token_loss and routing.stats is not None:

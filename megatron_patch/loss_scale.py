@@ -22,7 +22,8 @@ class SharedGradScaler(MegatronGradScaler):
     """
 
     def __init__(self, scaler: MegatronGradScaler):  # does not call the parent's, which allocates a scale
-        self.scaler, self.skipped = scaler, 0
+        self.scaler = scaler
+        self.skipped = 0
 
     @property
     def scale(self) -> Tensor:
@@ -73,7 +74,8 @@ class SharedGradScaler(MegatronGradScaler):
 def grad_scaler(optimizer: MegatronOptimizer) -> SharedGradScaler | None:
     """Return the scaler that all inner optimizers share; None if losses are not scaled."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(scaler := getattr(part, "grad_scaler", None), SharedGradScaler):
+        scaler = getattr(part, "grad_scaler", None)
+        if isinstance(scaler, SharedGradScaler):
             return scaler
     return None
 
@@ -104,9 +106,9 @@ def settle_together(prepare: Callable) -> Callable:
         if scaler is None:
             return found_inf
         # Each optimizer has reduced its overflow over the ranks that split its parameters, but not over replicas.
-        found = torch.full_like(scaler.scale, float(found_inf))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        found_inf = bool(found)
+        on_any_rank = torch.full_like(scaler.scale, float(found_inf))
+        dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
+        found_inf = bool(on_any_rank)
         scaler.settle(found_inf)
         return found_inf
 

@@ -73,15 +73,16 @@ def stacks(model: Any) -> tuple[Stack, ...]:
         blocks = {"encoder": model.config}
     elif isinstance(model, T5Model):
         blocks = {"encoder": model.encoder_config, "decoder": model.config}
-    found, offset = [], 0
+    parts = []
+    offset = 0
     for name, config in blocks.items():
         block = getattr(model, name)  # None on a pipeline stage without this block
-        found.append(Stack(() if block is None else tuple(block.layers), config, offset))
+        parts.append(Stack(() if block is None else tuple(block.layers), config, offset))
         offset += config.num_layers
     if model.config.mtp_num_layers:
         layers = tuple(mtp_layers(model))
-        found.append(Stack(tuple(layer for layer, _ in layers), model.config, layers[0][1] if layers else 0, True))
-    return tuple(found)
+        parts.append(Stack(tuple(layer for layer, _ in layers), model.config, layers[0][1] if layers else 0, True))
+    return tuple(parts)
 
 
 def fmoe_layer_spec(base_spec: LayerSpec, **options) -> LayerSpec:
@@ -163,11 +164,11 @@ def fmoefy(
     for layer, offset in chosen:
         if isinstance(layer.pre_mlp_layernorm, IdentityOp):
             _refuse_norm_in_mlp(f"layer {layer.layer_number + offset}", layer.mlp)
-    found = [mlp_block(layer, granularity, offset) for layer, offset in chosen] if upcycle else []
-    check_chosen(model, found, granularity, options)
+    dense = [mlp_block(layer, granularity, offset) for layer, offset in chosen] if upcycle else []
+    check_chosen(model, dense, granularity, options)
     shape = {"num_experts": num_experts, "granularity": granularity, "sequence_first": True}
-    how = plan_blocks(found, upcycle=upcycle, exact=exact, noise=noise, options={**options, **shape})
-    blocks: list[Block | None] = [f.block for f in found] or [None] * len(chosen)
+    how = plan_blocks(dense, upcycle=upcycle, exact=exact, noise=noise, options={**options, **shape})
+    blocks: list[Block | None] = [found.block for found in dense] or [None] * len(chosen)
     options = {"num_experts": num_experts, "seed": seed, **options}
     if len(parts) > 1:
         options = {"model_layers": total, **options}

@@ -122,7 +122,8 @@ def sharded_names() -> dict[str, str]:
 
 def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
     """Return fmoe's weights from those of a GroupedMLP, which has the matrices of all experts in one tensor."""
-    first, second = left.pop("experts.weight1"), left.pop("experts.weight2", None)
+    first = left.pop("experts.weight1")
+    second = left.pop("experts.weight2", None)
     if second is None:
         raise UserError("experts.weight2 is missing")
     if first.numel() % (count * width) or second.numel() % (count * width):
@@ -145,10 +146,12 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
                 names = [form.format(n=n, linear=linear, kind=kind) for n in range(count)]
                 if names[0] not in left:
                     continue
-                if missing := [name for name in names if name not in left]:
+                missing = [name for name in names if name not in left]
+                if missing:
                     raise UserError(f"{missing[0]} is missing: {count} experts are expected (num_local_experts)")
                 found[f"experts.{kind}_{ours}"] = torch.stack([left.pop(name) for name in names])
-    if lacking := {"experts.weight_in", "experts.weight_out"} - found.keys():
+    lacking = {"experts.weight_in", "experts.weight_out"} - found.keys()
+    if lacking:
         raise UserError(
             f"the state has no weights for {', '.join(sorted(lacking))}: use a state of SequentialMLP, GroupedMLP or "
             "TEGroupedMLP"
@@ -177,9 +180,11 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
     """
     parts = checked_stacks(model, "convert_moe_layers")
     total = sum(stack.num_layers for stack in parts)
-    more = {"model_layers": total} if len(parts) > 1 else {}
+    options = {"seed": seed, **options}
+    if len(parts) > 1:
+        options = {"model_layers": total, **options}
     made = [
-        (layer, _converted(layer, {"seed": seed, "layer_offset": offset, **more, **options}))
+        (layer, _converted(layer, {"layer_offset": offset, **options}))
         for in_stack, _, offset, _ in parts
         for layer in in_stack
         if isinstance(layer.mlp, MoELayer)
@@ -192,7 +197,8 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
 
 
 def _converted(layer: Any, options: dict[str, Any]) -> MegatronMoE:
-    old, config = layer.mlp, layer.config
+    old = layer.mlp
+    config = layer.config
     name = f"the MoELayer of layer {layer.layer_number + options['layer_offset']}"
     _check(old, config, name)
     gate, gate_options = _gate(config, old.router)

@@ -45,7 +45,8 @@ class MTPModel(GPTModel):
     def _postprocess(self, *args, mtp_in_postprocess: bool | None = None, **options) -> Tensor:
         if self.training and options.get("labels") is not None:
             return super()._postprocess(*args, mtp_in_postprocess=mtp_in_postprocess, **options)
-        depth, self.config.mtp_num_layers = self.config.mtp_num_layers, None
+        depth = self.config.mtp_num_layers
+        self.config.mtp_num_layers = None
         try:
             return super()._postprocess(*args, mtp_in_postprocess=False, **options)
         finally:
@@ -84,7 +85,8 @@ def mtp_block_spec(
     if norm is not None:
         changed |= {"enorm": norm, "hnorm": norm, "layer_norm": norm}
     keyed = copy.copy(spec)
-    keyed.module, keyed.submodules = KeyedMTPLayer, replace(spec.submodules, **changed)
+    keyed.module = KeyedMTPLayer
+    keyed.submodules = replace(spec.submodules, **changed)
     return replace(block, layer_specs=[keyed] * len(block.layer_specs))
 
 

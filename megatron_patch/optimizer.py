@@ -99,20 +99,21 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
     Args:
         state: new optimizer state of ``shard.main``, by name, such as ``exp_avg``; None keeps the old one.
     """
-    own, main = shard.optimizer, shard.main
-    if not isinstance(own, HybridDeviceOptimizer):
+    optimizer = shard.optimizer
+    main = shard.main
+    if not isinstance(optimizer, HybridDeviceOptimizer):
         if state is not None:
-            own.state[main] = state
+            optimizer.state[main] = state
         return
-    stepped = own.param_to_inner_param[main]
+    stepped = optimizer.param_to_inner_param[main]
     if stepped is not main:
         stepped.data.copy_(main)
     if state is None:
         return
-    for part in own.sub_optimizers:
+    for part in optimizer.sub_optimizers:
         if any(stepped is parameter for group in part.param_groups for parameter in group["params"]):
             part.state[stepped] = {name: value.to(stepped.device) for name, value in state.items()}
-            own.state[main] = part.state[stepped]
+            optimizer.state[main] = part.state[stepped]
 
 
 def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
@@ -196,12 +197,12 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
 
 
 def _layout(part: MegatronOptimizer) -> Layout:
-    found, parameters = list(shards_of(part)), parameters_of(part)
+    parameters = parameters_of(part)
     over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     return Layout(
         [Blocks.of(parameter, (*over, *_tensor_groups(parameter))) for parameter in parameters],
-        {shard.main: (numbers[shard.parameter], shard.start) for shard in found},
+        {shard.main: (numbers[shard.parameter], shard.start) for shard in shards_of(part)},
     )
 
 

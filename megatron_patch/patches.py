@@ -57,7 +57,7 @@ def apply(patches: Iterable[Patch]) -> None:
         UserError: the version of megatron-core is not supported, or lacks a function or class that a patch replaces.
     """
     installed = versions.check()
-    found = []
+    holders = []
     for patch in patches:
         try:
             holder = patch.holder()
@@ -67,8 +67,8 @@ def apply(patches: Iterable[Patch]) -> None:
             raise UserError(
                 f"megatron-core {installed} has no {patch.module}.{patch.name}, which megatron_patch replaces"
             )
-        found.append((holder, patch))
-    for holder, patch in found:
+        holders.append((holder, patch))
+    for holder, patch in holders:
         setattr(holder, patch.name, patch.make(getattr(holder, patch.name, None)))
 
 
@@ -83,7 +83,8 @@ def _sum_partial_gradients(reduce: Callable) -> Callable:
             return
         marked = (p for chunk in model for p in chunk.parameters() if p.requires_grad and getattr(p, PARTIAL, False))
         grads = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in marked]
-        if grads := [grad for grad in grads if grad is not None]:
+        grads = [grad for grad in grads if grad is not None]
+        if grads:
             flat = _flatten_dense_tensors(grads)
             dist.all_reduce(flat, group=group)
             for grad, total in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):

@@ -26,7 +26,8 @@ def norm_all_heads(attention: type[SelfAttention]) -> type[SelfAttention]:
     class AllHeadsNormAttention(attention):
         def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
             super().__init__(config, *args, **options)
-            width, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+            width = self.hidden_size_per_attention_head
+            eps = config.layernorm_epsilon
             self.q_layernorm = AllHeadsRMSNorm(width, config, eps, num_heads=config.num_attention_heads)
             self.k_layernorm = AllHeadsRMSNorm(width, config, eps, num_heads=config.num_query_groups)
 
@@ -45,7 +46,8 @@ class AllHeadsRMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, *, num_heads: int):
         super().__init__()
-        self.eps, self.num_elements = eps, num_heads * hidden_size
+        self.eps = eps
+        self.num_elements = num_heads * hidden_size
         self.num_ranks = config.tensor_model_parallel_size
         self.weight = nn.Parameter(torch.ones(num_heads // self.num_ranks * hidden_size))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)

@@ -56,7 +56,8 @@ def _gated(
     key: str, value: Tensor, offsets: tuple, exchange: Exchange, group: dist.ProcessGroup, replica: tuple
 ) -> ShardedTensorFactory:
     """Shard the two halves of a gated first layer separately, because each rank holds a slice of both."""
-    axis, first = len(offsets), exchange.ep_rank * exchange.num_local_experts
+    axis = len(offsets)
+    first = exchange.ep_rank * exchange.num_local_experts
 
     def build(key, value, replica_id, flattened_range):
         return [

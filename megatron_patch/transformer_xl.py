@@ -44,7 +44,8 @@ class PositionBiases(nn.Module):
 
     def __init__(self, config: TransformerConfig, width: int):
         super().__init__()
-        size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+        size = config.tensor_model_parallel_size
+        rank = parallel_state.get_tensor_model_parallel_rank()
         count = config.num_attention_heads * width
         for name in ("content", "position"):
             value = nn.Parameter(torch.empty(count // size, dtype=config.params_dtype))
@@ -131,8 +132,10 @@ class RelativeAttention(SelfAttention):
         query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
         if self.memory is not None:
             _, old_key, old_value = self.get_query_key_value_tensors(self.memory)[:3]
-            key, value = torch.cat([old_key, key]), torch.cat([old_value, value])
-        (length, _, heads, width), count = query.shape, len(key)
+            key = torch.cat([old_key, key])
+            value = torch.cat([old_value, value])
+        length, _, heads, width = query.shape
+        count = len(key)
         hidden = torch.ones(length, count, dtype=torch.bool, device=query.device).triu(1 + count - length)
         hidden = hidden[None, None]
         if attention_mask is not None:
@@ -206,7 +209,8 @@ class StreamMemory:
 
     def __init__(self, model: nn.Module, length: int, streams: int):
         self.layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
-        self.length, self.streams = length, streams
+        self.length = length
+        self.streams = streams
         self.states: dict[int, list[Tensor]] = {}
         self._stream: int | None = None
 
@@ -226,7 +230,8 @@ class StreamMemory:
         if is_start or not past:
             past = [None] * len(self.layers)
         for layer, state in zip(self.layers, past, strict=True):
-            layer.memory_length, layer.present = self.length, None
+            layer.memory_length = self.length
+            layer.present = None
             layer.past = None if state is None else state[:, :size]
 
     def leave(self) -> None:
@@ -237,5 +242,6 @@ class StreamMemory:
         if len(present) == len(self.layers):  # unless an error ended the forward pass
             self.states[self._stream] = present
         for layer in self.layers:
-            layer.memory_length, layer.past, layer.present = 0, None, None
+            layer.memory_length = 0
+            layer.past = layer.present = None
         self._stream = None

@@ -31,11 +31,14 @@ def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
         UserError: the layer's MLP is not Megatron-core's `MLP`, or it computes more than a feed-forward block; or the
             config sets another width for the experts.
     """
-    mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number + offset}"
+    mlp = layer.mlp
+    config = layer.config
+    name = f"the MLP of layer {layer.layer_number + offset}"
     reason = _unsupported(mlp)
     if reason is not None:
         raise UserError(f"upcycle=True does not support {name}: {reason}; upcycle=False draws new experts")
-    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    fc1 = mlp.linear_fc1
+    fc2 = mlp.linear_fc2
     parts = 2 if config.gated_linear_unit else 1
     biases = [None] * parts if fc1.bias is None else [_whole(half, 0) for half in fc1.bias.chunk(parts)]
     weights = [_whole(half, 0) for half in fc1.weight.chunk(parts)]
@@ -74,11 +77,13 @@ def _unsupported(mlp: nn.Module) -> str | None:
         return "it already has experts, which megatron_patch.convert_moe_layers converts"
     if not isinstance(mlp, MLP) or type(mlp).forward is not MLP.forward:
         return f"{type(mlp).__name__} is not an MLP of Megatron-core"
-    if (added := addition(mlp)) is not None:
+    added = addition(mlp)
+    if added is not None:
         return f"it {added}"
     for name in ("linear_fc1", "linear_fc2"):
         linear = getattr(mlp, name)
-        if (added := addition(linear)) is not None:
+        added = addition(linear)
+        if added is not None:
             return f"its {name} {added}"
         if not type(linear).__module__.startswith("megatron.core.") or "weight" not in linear._parameters:
             return f"its {name}, a {type(linear).__name__}, is not Megatron-core's own"
@@ -113,7 +118,8 @@ def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
     Raises:
         UserError: the layer has an expert tensor parallel group.
     """
-    if (group := layer.spec.expert_tensor_group) is not None:
+    group = layer.spec.expert_tensor_group
+    if group is not None:
         raise UserError(
             f"expert_tensor_parallel_size={group.size()}, which splits experts, is not supported with upcycle=True: "
             "use expert_tensor_parallel_size=1, or upcycle=False"

@@ -32,7 +32,8 @@ from typing import Any
 
 from fmoe.errors import MissingPackageError, UserError
 
-LOWEST, BELOW = (0, 16, 1), (0, 20)
+LOWEST = (0, 16, 1)
+BELOW = (0, 20)
 REQUIREMENT = "megatron-core>=0.16.1,<0.20"
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from rank_pool import DIED, Raised, die_with_parent, warm_context
 
+from fmoe.errors import UserError
+
 IMPORTS = [
     "pretrain.start.run",
     "pretrain.models.bert",
@@ -58,6 +60,14 @@ def only(results: list[Any]) -> Any:
     """The one value of a run of one rank."""
     (value,) = values(results)
     return value
+
+
+def refusal(results: list[Any]) -> str:
+    """The message of the `fmoe.UserError` that every rank raised; it has one line."""
+    for result in results:
+        assert isinstance(result, Raised), f"it was accepted: {result}"
+        assert issubclass(result.kind, UserError) and "\n" not in result.message, result.trace
+    return results[0].message
 
 
 class ForkServer:

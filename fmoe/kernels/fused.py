@@ -7,6 +7,7 @@ Shape letters: T tokens, M rows, L experts, D width, H hidden width.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def check_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def gradients(
-    inputs: Sequence[Tensor | None],
+    inputs: Sequence[Any],
     needs: Sequence[bool],
     grad: Tensor,
     run: Callable[[Tensor | None, Tensor | None], Sequence[Tensor]],
@@ -57,17 +58,24 @@ def gradients(
         into_main_grad: as in `fmoe.kernels.native.ops.expert_ffn`.
     """
     if torch.is_grad_enabled():  # create_graph
-        options = {"perm_N": perm, "counts": counts(), "activation": ACTIVATIONS[activation], "gated": gated}
-        return reference.gradients(functools.partial(reference.expert_ffn_of_tokens, **options), inputs, needs, grad)
-    sums: dict[int, Tensor] = {}
-    for position in (2, 4):  # w_in and w_out
-        if into_main_grad and needs[position] and (total := _main_grad(inputs[position])) is not None:
-            sums[position] = total
-    results = run(sums.get(2), sums.get(4))
-    returned = [gradient if needed else None for gradient, needed in zip(results, needs, strict=True)]
-    for position in sums:
-        returned[position] = _added_to_main_grad(inputs[position])
-    return returned
+        plain = functools.partial(
+            reference.expert_ffn_of_tokens,
+            perm_N=perm,
+            counts=counts(),
+            activation=ACTIVATIONS[activation],
+            gated=gated,
+        )
+        return reference.gradients(plain, inputs, needs, grad)
+    _, _, w_in, _, w_out, _ = inputs
+    sum_in = _main_grad(w_in) if into_main_grad and needs[2] else None
+    sum_out = _main_grad(w_out) if into_main_grad and needs[4] else None
+    gradients = run(sum_in, sum_out)
+    results = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)]
+    if sum_in is not None:
+        results[2] = _added_to_main_grad(w_in)
+    if sum_out is not None:
+        results[4] = _added_to_main_grad(w_out)
+    return results
 
 
 def _added_to_main_grad(weight: Tensor) -> Tensor | None:

@@ -1,11 +1,12 @@
 """Attention over slices of the sequences equals one process, in values and gradients, on two and four ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_close
-from forks import values
-from rank_pool import Raised
+from forks import refusal, values
 
 LENGTH, BATCH, SEED, RATE = 12, 3, 7, 0.3
 CASES = {  # context, tensor, heads, heads of keys and values, their width, mask, dropout, precision
@@ -136,16 +137,11 @@ REFUSED = {  # context ranks, context_parallel_size of the config, options, part
 }
 
 
-def refused_as(case):
-    arguments, options, _ = REFUSED[case]
-    refused(*arguments, **options)
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_attention_that_slices_do_not_support_is_refused(forks, case):
-    for result in forks.run(2, refused_as, case):
-        assert isinstance(result, Raised) and result.kind.__name__ == "UserError", result
-        assert all(part in result.message for part in REFUSED[case][2]), result.message
+    arguments, options, parts = REFUSED[case]
+    message = refusal(forks.run(2, partial(refused, *arguments, **options)))
+    assert all(part in message for part in parts), message
 
 
 def layer_of(context_parallel_size, **options):
@@ -168,25 +164,12 @@ def layer_of(context_parallel_size, **options):
     return layer.layout.slice_group, dist.get_process_group_ranks(layer.layout.sequence_group)
 
 
-def sliced_layer():
-    return layer_of(2, sequence_parallel=True)
-
-
-def layer_of_whole_slices():
-    return layer_of(2)
-
-
-def layer_of_another_size():
-    return layer_of(1)
-
-
 def test_a_layer_has_the_ranks_of_a_sequence_in_the_order_of_its_tokens(forks):
     """Megatron's ranks: tensor parallel ones are neighbours; each context parallel pair holds a half of the tokens."""
-    assert values(forks.run(4, sliced_layer)) == [(None, [0, 1, 2, 3])] * 4
-    for function, parts in (
-        (layer_of_whole_slices, ["context_parallel_size=2", "tensor_model_parallel_size=2", "sequence_parallel=True"]),
-        (layer_of_another_size, ["context_parallel_size=1", "the size 2"]),
+    assert values(forks.run(4, partial(layer_of, sequence_parallel=True), 2)) == [(None, [0, 1, 2, 3])] * 4
+    for size, parts in (
+        (2, ["context_parallel_size=2", "tensor_model_parallel_size=2", "sequence_parallel=True"]),
+        (1, ["context_parallel_size=1", "the size 2"]),
     ):
-        for result in forks.run(4, function):
-            assert isinstance(result, Raised) and result.kind.__name__ == "UserError", result
-            assert all(part in result.message for part in parts), result.message
+        message = refusal(forks.run(4, layer_of, size))
+        assert all(part in message for part in parts), message

@@ -1,10 +1,7 @@
-"""The CPU runtime: complete, loud when Megatron-core has moved a name, and silent where there is a GPU."""
+"""The CPU runtime: complete, and silent where there is a GPU."""
 
-import importlib
-import importlib.metadata
 import types
 
-import pytest
 import torch
 from forks import only
 
@@ -99,37 +96,6 @@ def behaviour():
 
 def test_cuda_means_the_cpu(forks):
     only(forks.run(1, behaviour))
-
-
-def install_with(module, name):
-    """Installs with a name in the list that megatron-core does not have."""
-    from fmoe.errors import UserError
-    from megatron_patch import cpu
-
-    known, before = cpu.PATCHES, names_in_place()
-    cpu.PATCHES = (*known, cpu.Patch(module, name, lambda old: old, "a test"))
-    try:
-        cpu.install()
-    except UserError as error:
-        cpu.PATCHES = known
-        changed = [key for key, value in names_in_place().items() if value is not before[key]]
-        return str(error), changed
-    return None
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        pytest.param("megatron.core.tensor_parallel.random", "_moved_away", id="name"),
-        pytest.param("megatron.core.tensor_parallel.moved_away", "_seed", id="module"),
-    ],
-)
-def test_a_name_that_has_moved_is_named_and_nothing_is_patched(forks, module, name):
-    message, changed = only(forks.run(1, install_with, module, name))
-    assert f"{module}.{name}" in message
-    assert importlib.metadata.version("megatron-core") in message
-    assert "\n" not in message
-    assert changed == []
 
 
 def install_beside_a_gpu():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from forks import only, values
+from forks import only, refusal, values
 
 # Functions run in processes of the `forks` fixture, where megatron-core is imported already.
 
@@ -104,59 +104,58 @@ def test_a_subset_of_layers(forks):
     only(forks.run(1, one_layer))
 
 
-def wrong(case):
+def convert_wrapped(package, model, layers, options):
+    """Convert a model that is not supported, or has other layers; it must be left as it is."""
+    from importlib import import_module
+
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
-    from tiny_gpt import EXPERTS, start, tiny_config, tiny_gpt
-
-    import fmoe
-    import megatron_patch
+    from tiny_gpt import EXPERTS, start, tiny_gpt
 
     start()
-    gpt = tiny_gpt(bf16=True, params_dtype=torch.bfloat16) if case.startswith("float16") else tiny_gpt()
-    dense = [type(layer.mlp) for layer in gpt.decoder.layers]
-    messages = []
+    gpt = tiny_gpt(**options)
+    dense = [layer.mlp for layer in gpt.decoder.layers]
+    wrapped = {
+        "gpt": lambda: gpt,
+        "linear": lambda: torch.nn.Linear(2, 2),
+        "ddp": lambda: DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt),
+        "float16": lambda: Float16Module(gpt.config, gpt),
+    }[model]()
     try:
-        if case == "tensor parallel":
-            megatron_patch.MegatronMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
-        model, options = gpt, {}
-        if case == "linear":
-            model = torch.nn.Linear(2, 2)
-        elif case.startswith("ddp"):
-            model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
-        elif case.startswith("float16"):
-            model = Float16Module(gpt.config, gpt)
-        elif case.startswith("layer"):
-            options = {"layers": [1, int(case.split()[1])]}
-        for convert in (megatron_patch.fmoefy, fmoe.fmoefy):
-            try:
-                convert(model, num_experts=EXPERTS, **options)
-                messages.append(None)
-            except fmoe.UserError as error:
-                messages.append(str(error))
-    except fmoe.UserError as error:
-        messages = [str(error)]
-    assert [type(layer.mlp) for layer in gpt.decoder.layers] == dense, "the model was changed all the same"
-    return messages
+        import_module(package).fmoefy(wrapped, num_experts=EXPERTS, layers=layers)
+    finally:
+        assert [layer.mlp for layer in gpt.decoder.layers] == dense
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
-    ("case", "parts"),
+    ("model", "layers", "options", "parts"),
     [
-        ("ddp", ["DistributedDataParallel", "before"]),
-        ("float16", ["Float16Module", "before"]),
-        ("linear", ["Linear"]),
-        ("layer 3", ["layers=[1, 3]", "1 to 2"]),
-        ("layer 0", ["layers=[0, 1]", "1 to 2"]),
-        ("tensor parallel", ["tensor_model_parallel_size=2"]),
+        ("ddp", [1], {}, ["DistributedDataParallel", "before"]),
+        ("float16", [1], {"bf16": True, "params_dtype": torch.bfloat16}, ["Float16Module", "before"]),
+        ("linear", "all", {}, ["Linear"]),
+        ("gpt", [1, 3], {}, ["layers=[1, 3]", "1 to 2"]),
+        ("gpt", [1, 0], {}, ["layers=[0, 1]", "1 to 2"]),
     ],
+    ids=["ddp", "float16", "linear", "layer 3", "layer 0"],
 )
-def test_wrong_models_are_refused(forks, case, parts):
-    messages = only(forks.run(1, wrong, case))
-    for message in messages:
-        assert message is not None, "it was accepted"
-        assert all(part in message for part in parts), message
-        assert "\n" not in message
+@pytest.mark.parametrize("package", ["fmoe", "megatron_patch"])
+def test_wrong_models_are_refused(forks, package, model, layers, options, parts):
+    message = refusal(forks.run(1, convert_wrapped, package, model, layers, options))
+    assert all(part in message for part in parts), message
+
+
+def another_tensor_parallel_size():
+    from tiny_gpt import start, tiny_config
+
+    from megatron_patch import MegatronMoE
+
+    start()
+    MegatronMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
+
+
+def test_the_config_has_the_sizes_of_the_groups(forks):
+    assert "tensor_model_parallel_size=2" in refusal(forks.run(1, another_tensor_parallel_size))
 
 
 def numbered():
@@ -276,63 +275,6 @@ def test_padding_is_not_routed(forks, shared):
     assert tokens == 13
 
 
-def recomputed(granularity, attention):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-    from tiny_gpt import MOE, batch, start, tiny_gpt
-
-    import fmoe
-    from megatron_patch import fmoefy
-    from megatron_patch.attention import SDPAttention
-
-    start()
-    spec, options = get_gpt_layer_local_spec(), {}
-    if attention == "fused":
-        spec.submodules.self_attention.submodules.core_attention = SDPAttention
-    if granularity == "full":
-        options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    gpt = fmoefy(tiny_gpt(spec, **options), loss_weights={"balance": 0.3, "z": 0.1}, **MOE).train()
-    forwards = 0
-
-    def count(*_):
-        nonlocal forwards
-        forwards += 1
-
-    gpt.decoder.layers[0].mlp.gate.register_forward_hook(count)
-    losses = []
-    for micro_batch in range(2):  # the second one's forward pass begins before the first one's backward pass
-        fmoe.random.set_position(seed=1, step=3, first_token=micro_batch * 64)
-        tokens, positions, labels = batch(4 * micro_batch)
-        losses.append(gpt(tokens, positions, None, labels=labels).mean())
-    for loss in losses:
-        loss.backward()
-    tracked = {name: entry["values"].clone() for name, entry in get_moe_layer_wise_logging_tracker().items()}
-    return {
-        "losses": [loss.item() for loss in losses],
-        "gradients": {name: p.grad for name, p in gpt.named_parameters()},
-        "reports": fmoe.metrics(gpt),
-        "tracked": tracked,
-        "forwards": forwards,
-    }
-
-
-@pytest.mark.parametrize("attention", ["fused", "stock"])
-def test_recomputation_changes_nothing_and_counts_once(forks, attention):
-    plain, again = (only(forks.run(1, recomputed, granularity, attention)) for granularity in ("none", "full"))
-    assert (plain["forwards"], again["forwards"]) == (2, 4), "nothing was recomputed"
-    assert again["losses"] == plain["losses"]
-    for name, gradient in plain["gradients"].items():
-        assert torch.equal(again["gradients"][name], gradient), name
-    assert again["reports"] == plain["reports"]
-    assert [report.tokens for report in again["reports"].values()] == [2 * 4 * 16] * 2
-    assert plain["tracked"].keys() == {"load_balancing_loss", "z_loss"}
-    for name, tracked in plain["tracked"].items():
-        assert torch.equal(again["tracked"][name], tracked), name
-        ours = [r.losses["balance" if "load" in name else "z"] for r in plain["reports"].values()]
-        # Megatron's tracker adds up micro batches, ours is their mean. Both are without the loss's weight.
-        assert tracked.tolist() == pytest.approx([2 * value for value in ours], rel=1e-5)
-
-
 def sharded(layers):
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -354,43 +296,28 @@ def sharded(layers):
     ]
 
 
-def test_experts_lie_side_by_side_in_the_sharded_state_dict(forks):
-    ranks = values(forks.run(2, sharded, None))
-    experts = {}
-    for rank, tensors in enumerate(ranks):
+@pytest.mark.parametrize("layers", [None, [2]], ids=["all layers", "layer 2"])
+def test_experts_lie_side_by_side_in_the_sharded_state_dict(forks, layers):
+    """Each element is written once; layers without experts leave no hole."""
+    covered = {}
+    for rank, tensors in enumerate(values(forks.run(2, sharded, layers))):
         for key, shape, offset, prepended, local, replica, data in tensors:
+            assert data.shape == local
             if ".gate." in key:
                 assert replica[-1] == rank, "the gate is replicated: one replica is the main one"
                 assert shape[prepended:] == local == (4, 32)
-            else:
-                assert replica == (0, 0, 0), "each expert is held once"
-                experts.setdefault((key, shape), []).append((offset, prepended, local, data))
-    assert {key.rsplit(".", 1)[-1]: shape for key, shape in experts} == {
-        "weight_in": (2, 4, 24, 32),
-        "weight_out": (2, 4, 32, 24),
-    }
-    for (key, shape), parts in experts.items():
-        covered = torch.zeros(shape, dtype=torch.int64)
-        for offset, prepended, local, data in parts:
-            assert local == (2, *shape[2:])
-            assert data.shape == local
+                continue
+            assert replica == (0, 0, 0), "each expert is held once"
+            assert local == (2, *shape[-2:])
             block = (1,) * prepended + local
-            covered[tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))] += 1
-        assert (covered == 1).all(), f"{key}: some elements are written never or twice"
-
-
-def test_layers_without_experts_leave_no_hole_in_the_sharded_state_dict(forks):
-    ranks = values(forks.run(2, sharded, [2]))
-    covered = {}
-    for tensors in ranks:
-        for key, shape, offset, prepended, local, _, _ in tensors:
-            if ".experts." in key:
-                count = covered.setdefault(key, torch.zeros(shape, dtype=torch.int64))
-                block = (1,) * prepended + local
-                count[tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))] += 1
-    assert len(covered) == 2
-    for key, count in covered.items():
-        assert (count == 1).all(), f"{key} of shape {tuple(count.shape)}: some elements are written never or twice"
+            written = covered.setdefault(key, torch.zeros(shape, dtype=torch.int64))
+            written[tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))] += 1
+    stack = (2,) if layers is None else ()
+    assert {key.rpartition(".")[2]: tuple(written.shape) for key, written in covered.items()} == {
+        "weight_in": (*stack, 4, 24, 32),
+        "weight_out": (*stack, 4, 32, 24),
+    }
+    assert all((written == 1).all() for written in covered.values())
 
 
 def overlapped():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from forks import only, values
+from forks import only, refusal, values
 
 from fmoe import UserError
 from fmoe.optim import Adafactor, Lamb, is_matrix, is_stacked
@@ -130,14 +130,10 @@ def test_layouts(forks, distributed, bf16):
             assert groups == (1 if distributed and count else 0)
 
 
-def refused():
-    try:
-        built(lambda groups: Adafactor(groups), distributed=True)
-    except UserError as error:
-        return str(error)
+def sharded_adafactor():
+    built(lambda groups: Adafactor(groups), distributed=True)
 
 
 def test_what_wants_whole_tensors_is_refused_parts(forks):
-    assert only(forks.run(1, refused)) == (
-        "Adafactor steps whole tensors: use_distributed_optimizer=True, which splits them, is not supported: use False"
-    )
+    message = refusal(forks.run(1, sharded_adafactor))
+    assert "Adafactor" in message and "use_distributed_optimizer=True" in message

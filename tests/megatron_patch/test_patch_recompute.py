@@ -21,14 +21,18 @@ def gpt(size, options):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_patch import fmoe_layer_spec
+    from megatron_patch.attention import SDPAttention
 
     config = tiny_config(
         tensor_model_parallel_size=size if options.get("tensor") else 1,
         sequence_parallel=size > 1 and bool(options.get("tensor")),
         **MODES.get(options["mode"], {}),
     )
+    base = get_gpt_layer_local_spec()
+    if options.get("tensor"):
+        base.submodules.self_attention.submodules.core_attention = SDPAttention
     spec = fmoe_layer_spec(
-        get_gpt_layer_local_spec(),
+        base,
         num_experts=4,
         d_hidden=96,
         top_k=2,
@@ -44,6 +48,7 @@ def gpt(size, options):
 def train(options):
     import torch.distributed as dist
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
     import fmoe
 
@@ -52,6 +57,7 @@ def train(options):
     start(**{("tensor" if options.get("tensor") else "expert_parallel"): size})
     seen = {}
     for mode in (None, options["mode"]):
+        clear_aux_losses_tracker()
         model = gpt(size, {**options, "mode": mode}).train()
         first = 0 if options.get("tensor") else 4 * dist.get_rank()
         for micro in range(2):  # both forward before any backward, as in a pipeline
@@ -68,11 +74,17 @@ def train(options):
             {
                 "loss": torch.stack([loss.detach() for loss in seen[mode]]),
                 **{f"statistics {n}": layer.metrics.sums() for n, layer in enumerate(layers)},
+                **{name: of["values"].clone() for name, of in get_moe_layer_wise_logging_tracker().items()},
                 **{name: p.grad for name, p in model.named_parameters()},
             },
             kept.bytes,
         )
     (plain, plain_bytes), (again, again_bytes) = seen[None], seen[options["mode"]]
+    reports = fmoe.metrics(model).values()
+    for name, loss in (("load_balancing_loss", "balance"), ("z_loss", "z")):
+        # Megatron's tracker adds up micro batches, ours is their mean; both are without the loss's weight.
+        means = [2 * report.losses[loss] for report in reports]
+        assert size > 1 or again[name].tolist() == pytest.approx(means, rel=1e-5)
     return [name for name in plain if not torch.equal(plain[name], again[name])], plain_bytes, again_bytes
 
 

@@ -8,8 +8,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 
 import pytest
-from forks import only
-from rank_pool import Raised
+from forks import only, refusal
 
 
 def import_at(installed):
@@ -32,14 +31,12 @@ def import_at(installed):
     return versions.check()
 
 
+@pytest.mark.by_default(0, 2, 4, 6)
 @pytest.mark.parametrize("installed", ["0.15.3", "0.16.0", "0.16.0rc2", "0.20.0rc0", "0.20", "1.0.0", "core"])
 def test_a_version_out_of_range_fails_at_import_with_one_line(forks, installed):
-    (result,) = forks.run(1, import_at, installed)
-    assert isinstance(result, Raised), f"{installed} was accepted"
-    assert result.kind.__name__ == "UserError"
-    assert f"megatron-core {installed} " in result.message
-    assert "pip install 'megatron-core>=0.16.1,<0.20'" in result.message
-    assert "\n" not in result.message
+    message = refusal(forks.run(1, import_at, installed))
+    assert f"megatron-core {installed} " in message
+    assert "pip install 'megatron-core>=0.16.1,<0.20'" in message
 
 
 @pytest.mark.parametrize("installed", ["0.16.1", "0.16.1.post1", "0.17.0rc0", "0.18.10+local.3", "0.19.2"])
@@ -48,9 +45,8 @@ def test_a_version_in_range_is_accepted(forks, installed):
 
 
 def test_without_megatron_core_the_extra_is_named(forks):
-    (result,) = forks.run(1, import_at, None)
-    assert result.kind.__name__ == "MissingPackageError"
-    assert "pip install 'fmoe[pretrain]'" in result.message
+    results = forks.run(1, import_at, None)
+    assert "pip install 'fmoe[pretrain]'" in refusal(results) and results[0].kind.__name__ == "MissingPackageError"
 
 
 def command_at(installed):

@@ -128,8 +128,9 @@ def place(
     Returns:
         The fields of a `fmoe.kernels.rows.DispatchPlan`: (perm_N, inverse_TK, kept_TK, count_E, end_E, num_kept).
     """
-    perm_N, inverse_N, kept_N, *counts = calls.place(expert_TK.contiguous().view(-1), num_experts, tile_count)
-    return perm_N, inverse_N.view_as(expert_TK), kept_N.view_as(expert_TK), *counts
+    expert_N = expert_TK.contiguous().view(-1)
+    perm_N, inverse_N, kept_N, count_E, end_E, num_kept = calls.place(expert_N, num_experts, tile_count)
+    return perm_N, inverse_N.view_as(expert_TK), kept_N.view_as(expert_TK), count_E, end_E, num_kept
 
 
 @place.register_fake

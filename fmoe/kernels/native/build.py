@@ -138,7 +138,7 @@ def _digest(parts: list) -> str:
 def _build(recipe: _Recipe, cxx: Compiler, echo: Callable[[str], None] | None, place: Path) -> Path:
     """Compile and link the sources in the folder ``place``; return the path of the library."""
     sources = recipe.sources
-    jobs = [(name, Path(name).stem, ()) for name in sources.once]
+    jobs: list[tuple[str, str, tuple[str, ...]]] = [(name, Path(name).stem, ()) for name in sources.once]
     for isa, flags in compiler.isas().items():
         jobs += [(name, f"{Path(name).stem}-{isa}", (*flags, f"-DFMOE_ISA={isa}")) for name in sources.by_isa]
     shared_flags = compiler.compile_flags(recipe.sanitize)
