@@ -177,7 +177,7 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
 def gather(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``rows[index]`` in ``dtype``, in one pass. Not differentiable: call it in a `torch.autograd.Function`."""
     if backends.cuda_takes_rows(rows, dtype=dtype):
-        return cuda_rows.reorder(rows, index, index, dtype)  # without a backward pass, the inverse is not read
+        return cuda_rows.gather(rows, index, dtype)
     return memory.gather(rows, index).to(dtype)
 
 

@@ -40,15 +40,100 @@ def alone(forks):
     return get
 
 
-def marks(case, in_ci):
-    return pytest.param(case, id=name_of(case), marks=[] if in_ci else [pytest.mark.slow])
-
-
-CHOSEN = {
-    layout: next(case for case in CASES if case["layout"] == layout and case["distributed"] == distributed)
+CHOSEN = [
+    next(case for case in CASES if case["layout"] == layout and case["distributed"] == distributed)
     for layout, distributed in IN_CI.items()
-}
-PARAMETERS = [marks(case, case == CHOSEN.get(case["layout"])) for case in CASES]
+]
+
+
+def row(model, layout, sequence, distributed, recompute="none", schedule="1f1b", optimizer="adamw"):
+    return {
+        "layout": layout,
+        "sequence": sequence,
+        "distributed": distributed,
+        "recompute": recompute,
+        "schedule": schedule,
+        "overlap": distributed,
+        "model": model,
+        "optimizer": optimizer,
+    }
+
+
+# Other models (`megatron_splits.BUILDERS`) and Muon; by default, tests/pretrain/engine has some of these cases.
+OTHERS = [
+    row("t5", "TP2", "on", False),
+    row("t5", "TP2", "off", True, "full"),
+    row("t5", "EP2", "-", True, "selective"),
+    row("t5", "TP2xEP2", "on", True, "full"),
+    row("t5", "TP2xEP2", "off", False, "selective"),
+    row("t5", "TP2 ETP2", "on", False),
+    row("bert", "TP2", "on", False),
+    row("bert", "TP2", "off", True, "full"),
+    row("bert", "EP2", "-", True, "selective"),
+    row("bert", "TP2xEP2", "on", True, "full"),
+    row("bert", "TP2xEP2", "off", False, "selective"),
+    row("bert", "TP2 ETP2", "on", False),
+    row("bert", "PP2xDP2", "-", True),
+    row("gpt, modern", "TP2", "on", False),
+    row("gpt, modern", "TP2", "off", True, "full"),
+    row("gpt, modern", "EP2", "-", True, "selective"),
+    row("gpt, modern", "TP2xEP2", "on", True),
+    row("gpt, modern", "TP2xEP2", "off", False, "selective"),
+    row("gpt, modern", "TP2 ETP2", "on", False),
+    row("gpt, modern", "TP2xPP2", "on", True),
+    row("gpt, modern", "PP2 VPP2", "-", False),
+    row("gpt, modern", "EP2xDP2", "-", True),
+    row("gpt, modern", "CP2xEP2", "-", True),
+    row("gpt, modern", "CP4", "-", False, "full"),
+    row("gpt, modern", "TP2xCP2", "on", False, "selective"),
+    row("t5, modern", "TP2xEP2", "on", True),
+    row("t5, modern", "TP2", "off", False, "selective"),
+    row("gpt, latent attention", "TP2", "on", True),
+    row("gpt, latent attention", "TP2", "off", False),
+    row("gpt, latent attention", "EP2", "-", True, "full"),
+    row("gpt, latent attention", "PP2", "-", False, "selective"),
+    row("gpt, latent attention", "DP2", "-", True),
+    row("gpt, latent attention", "PP2 VPP2", "-", False),
+    row("gpt, latent attention", "TP2xPP2", "on", False, "full"),
+    row("gpt, latent attention", "TP2xEP2", "on", True),
+    row("gpt, latent attention", "TP2xEP2", "off", True, "selective"),
+    row("gpt, latent attention", "TP2 ETP2", "on", False),
+    row("gpt, mtp", "TP2", "on", False),
+    row("gpt, mtp", "TP2", "off", True, "full"),
+    row("gpt, mtp", "EP2", "-", True, "selective"),
+    row("gpt, mtp", "PP2", "-", False),
+    row("gpt, mtp", "PP2", "-", True, "full", "gpipe"),
+    row("gpt, mtp", "PP4", "-", True),
+    row("gpt, mtp", "PP2 VPP2", "-", True),
+    row("gpt, mtp", "TP2xEP2 ETP2", "on", True, "selective"),
+    row("gpt, mtp, dense and untied", "DP2", "-", True),
+    row("gpt, mtp, dense and untied", "PP2", "-", True),
+    row("gpt, mtp, dense and untied", "PP2 VPP2", "-", False, "full"),
+    row("gpt, mtp, dense and untied", "TP2xPP2", "on", False, "selective"),
+    row("gpt, mtp, dense and untied", "TP2xPP2", "off", True),
+    *(
+        row(*case, optimizer="muon")
+        for case in (
+            ("gpt", "DP2", "-", False),
+            ("gpt", "PP2", "-", False),
+            ("gpt", "PP4", "-", True),  # a stage without experts
+            ("gpt, gated and untied", "TP2", "on", False),
+            ("gpt, gated and untied", "DP2", "-", True),
+            ("gpt, gated and untied", "EP2", "-", True),
+            ("gpt, gated and untied", "PP2 VPP2", "-", True),
+            ("gpt, gated and untied", "TP2xEP2 ETP2", "on", True),
+            ("gpt, modern", "TP2", "off", True),
+            ("gpt, modern", "TP2xEP2", "on", True),
+            ("gpt, modern", "EP2xDP2", "-", True),
+            ("gpt, modern", "TP2xPP2", "on", False),
+            ("gpt, latent attention", "TP2xEP2", "on", True),
+            ("bert", "TP2", "on", True),
+            ("t5, modern", "TP2xEP2", "on", True),
+            ("t5, modern", "EP2", "-", False),
+            ("gpt, mtp", "TP2xPP2", "on", True),
+        )
+    ),
+]
 
 
 def log(line):
@@ -68,146 +153,19 @@ def run(forks, case, precision="fp32"):
     return values(forks.run(recipe.parallel.world_size, splits.train, recipe, case["model"]))
 
 
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name_of(case), marks=[] if case in CHOSEN else [pytest.mark.slow])
+        for case in (*CASES, *OTHERS)
+    ],
+)
 def test_a_split_equals_one_process(forks, alone, case):
     errors = splits.errors(alone(case["model"], optimizer=case.get("optimizer", "adamw")), run(forks, case))
     worst = max(errors, key=errors.get)
     log(case | {"worst": errors[worst], "of": worst})
     assert len(errors) > 300
     assert not {name: error for name, error in errors.items() if error > LIMIT}
-
-
-OTHERS = [
-    {"model": model, "layout": layout, "sequence": sequence, "distributed": distributed, "recompute": recompute}
-    | {"schedule": "1f1b", "overlap": distributed}
-    for model in ("t5", "bert")
-    for layout, sequence, distributed, recompute in (
-        ("TP2", "on", False, "none"),
-        ("TP2", "off", True, "full"),
-        ("EP2", "-", True, "selective"),
-        ("TP2xEP2", "on", True, "full"),
-        ("TP2xEP2", "off", False, "selective"),
-        ("TP2 ETP2", "on", False, "none"),
-        ("PP2xDP2", "-", True, "none"),
-    )
-    if (model, layout) != ("t5", "PP2xDP2")  # a T5 is not cut into stages
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [marks(case, False) for case in OTHERS],  # by default tests/pretrain/engine/test_run_kinds.py has some
-)
-def test_encoder_decoders_and_encoders_too(forks, alone, case):
-    test_a_split_equals_one_process(forks, alone, case)
-
-
-MODERN = [
-    {"model": model, "layout": layout, "sequence": sequence, "distributed": distributed, "recompute": recompute}
-    | {"schedule": "1f1b", "overlap": distributed}
-    for model, layout, sequence, distributed, recompute in (
-        ("gpt, modern", "TP2", "on", False, "none"),
-        ("gpt, modern", "TP2", "off", True, "full"),
-        ("gpt, modern", "EP2", "-", True, "selective"),
-        ("gpt, modern", "TP2xEP2", "on", True, "none"),
-        ("gpt, modern", "TP2xEP2", "off", False, "selective"),
-        ("gpt, modern", "TP2 ETP2", "on", False, "none"),
-        ("gpt, modern", "TP2xPP2", "on", True, "none"),
-        ("gpt, modern", "PP2 VPP2", "-", False, "none"),
-        ("gpt, modern", "EP2xDP2", "-", True, "none"),
-        ("gpt, modern", "CP2xEP2", "-", True, "none"),
-        ("gpt, modern", "CP4", "-", False, "full"),
-        ("gpt, modern", "TP2xCP2", "on", False, "selective"),
-        ("t5, modern", "TP2xEP2", "on", True, "none"),
-        ("t5, modern", "TP2", "off", False, "selective"),
-    )
-]
-
-
-@pytest.mark.parametrize("case", [marks(case, False) for case in MODERN])
-def test_grouped_queries_norms_of_heads_and_shared_experts_too(forks, alone, case):
-    """Every key of a modern GPT at once: see `megatron_splits.BUILDERS`."""
-    test_a_split_equals_one_process(forks, alone, case)
-
-
-LATENT = [
-    {"model": "gpt, latent attention", "layout": layout, "sequence": sequence, "distributed": distributed}
-    | {"recompute": recompute, "schedule": "1f1b", "overlap": distributed}
-    for layout, sequence, distributed, recompute in (
-        ("TP2", "on", True, "none"),
-        ("TP2", "off", False, "none"),
-        ("EP2", "-", True, "full"),
-        ("PP2", "-", False, "selective"),
-        ("DP2", "-", True, "none"),
-        ("PP2 VPP2", "-", False, "none"),
-        ("TP2xPP2", "on", False, "full"),
-        ("TP2xEP2", "on", True, "none"),
-        ("TP2xEP2", "off", True, "selective"),
-        ("TP2 ETP2", "on", False, "none"),
-    )
-]
-
-
-@pytest.mark.parametrize("case", [marks(case, False) for case in LATENT])  # by default test_latent_attention.py has one
-def test_latent_attention_too(forks, alone, case):
-    test_a_split_equals_one_process(forks, alone, case)
-
-
-MTP = [
-    {"model": model, "layout": layout, "sequence": sequence, "distributed": distributed, "recompute": recompute}
-    | {"schedule": schedule, "overlap": distributed}
-    for model, layout, sequence, distributed, recompute, schedule in (
-        ("gpt, mtp", "TP2", "on", False, "none", "1f1b"),
-        ("gpt, mtp", "TP2", "off", True, "full", "1f1b"),
-        ("gpt, mtp", "EP2", "-", True, "selective", "1f1b"),
-        ("gpt, mtp", "PP2", "-", False, "none", "1f1b"),
-        ("gpt, mtp", "PP2", "-", True, "full", "gpipe"),
-        ("gpt, mtp", "PP4", "-", True, "none", "1f1b"),
-        ("gpt, mtp", "PP2 VPP2", "-", True, "none", "1f1b"),
-        ("gpt, mtp", "TP2xEP2 ETP2", "on", True, "selective", "1f1b"),
-        ("gpt, mtp, dense and untied", "DP2", "-", True, "none", "1f1b"),
-        ("gpt, mtp, dense and untied", "PP2", "-", True, "none", "1f1b"),
-        ("gpt, mtp, dense and untied", "PP2 VPP2", "-", False, "full", "1f1b"),
-        ("gpt, mtp, dense and untied", "TP2xPP2", "on", False, "selective", "1f1b"),
-        ("gpt, mtp, dense and untied", "TP2xPP2", "off", True, "none", "1f1b"),
-    )
-]
-
-
-@pytest.mark.parametrize("case", [marks(case, False) for case in MTP])  # by default test_run_mtp.py has some
-def test_multi_token_prediction_too(forks, alone, case):
-    test_a_split_equals_one_process(forks, alone, case)
-
-
-MUON = [
-    {"optimizer": "muon", "model": model, "layout": layout, "sequence": sequence, "distributed": distributed}
-    | {"recompute": "none", "schedule": "1f1b", "overlap": distributed}
-    for model, layout, sequence, distributed in (
-        ("gpt", "DP2", "-", False),
-        ("gpt", "PP2", "-", False),
-        ("gpt", "PP4", "-", True),  # a stage without experts
-        ("gpt, gated and untied", "TP2", "on", False),
-        ("gpt, gated and untied", "DP2", "-", True),
-        ("gpt, gated and untied", "EP2", "-", True),
-        ("gpt, gated and untied", "PP2 VPP2", "-", True),
-        ("gpt, gated and untied", "TP2xEP2 ETP2", "on", True),
-        ("gpt, modern", "TP2", "off", True),
-        ("gpt, modern", "TP2xEP2", "on", True),
-        ("gpt, modern", "EP2xDP2", "-", True),
-        ("gpt, modern", "TP2xPP2", "on", False),
-        ("gpt, latent attention", "TP2xEP2", "on", True),
-        ("bert", "TP2", "on", True),
-        ("t5, modern", "TP2xEP2", "on", True),
-        ("t5, modern", "EP2", "-", False),
-        ("gpt, mtp", "TP2xPP2", "on", True),
-    )
-]
-
-
-@pytest.mark.parametrize("case", [marks(case, False) for case in MUON])  # by default test_run_optim.py has some
-def test_muon_orthogonalizes_whole_matrices_too(forks, alone, case):
-    """Fused weights of self and cross attention, grouped queries, gated layers, experts; flat shards and slices."""
-    test_a_split_equals_one_process(forks, alone, case)
 
 
 BF16 = {case["layout"]: case for case in CASES if case["distributed"]}

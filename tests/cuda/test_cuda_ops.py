@@ -193,7 +193,7 @@ def test_second_derivatives_of_the_experts(planned):
 
 
 def test_second_derivatives_of_rows():
-    """Those of `permute` and `reorder`, which are linear; `combine` has none, and raises."""
+    """`permute` has them; `combine` has none, and raises."""
     plan, x, weight = plan_of(), draw(T, D), draw(T, K)
     num_rows = sum(plan.counts)
     moved = draw(num_rows, D)
@@ -202,15 +202,11 @@ def test_second_derivatives_of_rows():
         (first,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="no autograd formula was registered"):
             first.square().sum().backward()
-    index = torch.randperm(T, generator=torch.Generator().manual_seed(0))
     copies_T = (plan.inverse_TK < num_rows).sum(1)
-    for y, factor in (
-        (rows.reorder(x, index, index.argsort(), torch.float32), 6 * x),
-        (rows.permute(x, plan.perm_N, plan.inverse_TK, num_rows), 6 * x * copies_T.unsqueeze(1)),
-    ):
-        (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        assert_close(second, factor, 1e-6, "second")
+    y = rows.permute(x, plan.perm_N, plan.inverse_TK, num_rows)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert_close(second, 6 * x * copies_T.unsqueeze(1), 1e-6, "second")
 
 
 @pytest.mark.parametrize("frozen", [[], ["x"], ["w_in"], ["w_out", "b_in"]], ids="-".join)
@@ -260,7 +256,7 @@ def test_route_has_all_its_gradients(rule):
 def cases():
     """Each operation with arguments."""
     plan = plan_of(0.0)  # of dropped rows the pre-activations are whatever was in memory
-    end, kept = plan.offsets
+    end, kept = plan.end_E, plan.num_kept
     x, weight = draw(T, D), draw(T, K, seed=1)
     num_rows = int(plan.count_E.sum())
     moved = draw(num_rows, D, seed=6)
@@ -271,7 +267,7 @@ def cases():
     yield rows._permute, (x, plan.perm_N, plan.inverse_TK, num_rows)
     yield rows._combine, (moved, plan.inverse_TK, weight)
     yield rows._combine, (moved, plan.inverse_TK, None)
-    yield rows._reorder, (moved, torch.arange(num_rows), torch.arange(num_rows), torch.bfloat16)
+    yield rows.gather, (moved.detach(), torch.arange(num_rows).flip(0), torch.bfloat16)
     yield rows.place, (torch.randint(-1, E, (T, K), generator=torch.Generator().manual_seed(0)), E)
     yield routing._route, (draw(T, 40), draw(40, requires_grad=False), None, K, True, False, True, 2.5, 4, 2, 2, True)
     yield rows.drop_over_capacity, (torch.randint(-1, E, (T, K)), None, E, 8, 1, T, 0.5)

@@ -22,11 +22,6 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     return _combine(rows_MD.contiguous(), inverse_TK, weight_TK.float().contiguous())
 
 
-def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` in ``dtype``. The backward pass uses ``inverse``, the inverse permutation of ``index``."""
-    return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
-
-
 def _operation(name: str, schema: str):
     """Return a decorator that makes a function the operation ``fmoe_cuda::name``, without in-place changes."""
     return torch.library.custom_op(f"fmoe_cuda::{name}", mutates_args=(), schema=schema)
@@ -88,28 +83,15 @@ def _backward_of_combine(ctx, grad):
 _combine.register_autograd(_backward_of_combine, setup_context=_keep_combine)
 
 
-@_operation("reorder", "(Tensor rows, Tensor index, Tensor inverse, ScalarType dtype) -> Tensor")
-def _reorder(rows, index, _inverse, dtype):
-    return calls.gather(rows, index, 1, index.shape[0], dtype=dtype)
+@_operation("gather", "(Tensor rows, Tensor index, ScalarType dtype) -> Tensor")
+def gather(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``rows[index]`` in ``dtype``. Not differentiable."""
+    return calls.gather(rows.contiguous(), index.contiguous(), 1, index.shape[0], dtype=dtype)
 
 
-@_reorder.register_fake
-def _(rows, _index, _inverse, dtype):
-    return torch.empty_like(rows, dtype=dtype)
-
-
-def _keep_reorder(ctx, inputs, output):
-    rows, index, inverse, _ = inputs
-    ctx.save_for_backward(index, inverse)
-    ctx.dtype = rows.dtype
-
-
-def _backward_of_reorder(ctx, grad):
-    index, inverse = ctx.saved_tensors
-    return _reorder(grad.contiguous(), inverse, index, ctx.dtype), None, None, None
-
-
-_reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
+@gather.register_fake
+def _(rows, index, dtype):
+    return rows.new_empty(index.shape[0], rows.shape[1], dtype=dtype)
 
 
 @_operation(
