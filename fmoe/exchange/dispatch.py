@@ -61,9 +61,9 @@ class Dispatch:
 
     def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of this rank's experts for their rows, of which the last tensor may hold the weights."""
-        weights = rows[-1:] if self.needs_grad else []
-        outputs = experts.rows(rows[: len(rows) - len(weights)], self.counts, *weights)
-        return tie(outputs, rows, self.needs_grad)
+        if not self.needs_grad:
+            return tie(experts.rows(rows, self.counts), rows, False)
+        return tie(experts.rows(rows[:-1], self.counts, rows[-1]), rows, True)
 
 
 class ChunkedDispatch:

@@ -268,9 +268,10 @@ class FFNExperts(Stacked):
         self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Counts, keys_R: Tensor | None = None
     ) -> Tensor:
         """Run rows through experts of other ranks, given their parameters from `shadow`; otherwise like `forward`."""
-        stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
-        own = self._stacks()
-        return self._run(tuple(None if stack is None else next(stacks) for stack in own), rows_RD, counts, keys_R)
+        weight_in, *others = [torch.stack(column) for column in zip(*parameters, strict=True)]
+        bias_in = None if self.bias_in is None else others.pop(0)
+        bias_out = None if self.bias_out is None else others.pop()
+        return self._run((weight_in, bias_in, others[0], bias_out), rows_RD, counts, keys_R)
 
     def _stacks(self) -> Parameters:
         return self.weight_in, self.bias_in, self.weight_out, self.bias_out
