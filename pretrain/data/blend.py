@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.samples import Blocks
+from pretrain.data.samples import TokenBlocks
 
 _LONGEST_PERIOD = 1_000_000
 
@@ -55,7 +55,7 @@ class Blend:
         UserError: see `whole_weights`.
     """
 
-    def __init__(self, members: Sequence[Blocks], weights: Sequence[float]):
+    def __init__(self, members: Sequence[TokenBlocks], weights: Sequence[float]):
         self.samples_per_epoch = sum(member.samples_per_epoch for member in members)
         self._members = members
         self._weights = whole_weights(weights)

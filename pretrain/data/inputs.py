@@ -14,7 +14,7 @@ from pretrain.data.blend import Blend
 from pretrain.data.counting import check_ids, count_missing, unigram_entropy
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.opening import bos_of, naming, open_corpus, open_tokenizer
-from pretrain.data.samples import Blocks, GPTSamples, Samples
+from pretrain.data.samples import GPTSamples, Samples, TokenBlocks
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.models import kind_of
 from pretrain.tracking.trackio import check_installed
@@ -137,7 +137,7 @@ def build_samples(
     """
     kind = kind_of(recipe)
     length = kind.block_length(recipe)
-    blocks: Blocks
+    blocks: TokenBlocks
     if weights:
         # Each member has its own order, even if a corpus is named twice.
         seeds = [random.key("blend", seed, number) for number in range(len(corpora))]

@@ -1,6 +1,6 @@
 """The order of training samples: a pure function of (corpora, sequence length, seed, n), without caches on disk.
 
-In each epoch, by default, the documents of all corpora are concatenated in random order. This stream is cut into blocks
+In each epoch, the documents of all corpora are concatenated in random order. This stream is cut into blocks
 of L + 1 tokens, where L is the sequence length. The blocks overlap by one token and are read in random order. Block b
 holds the tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so an epoch predicts every
 token at most once.
@@ -10,7 +10,6 @@ The last tokens of the stream, fewer than L, are dropped. They differ between ep
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +35,7 @@ class Samples(Protocol):
     def __getitem__(self, n: int) -> np.ndarray | dict[str, np.ndarray]: ...
 
 
-class Blocks(Samples, Protocol):
+class TokenBlocks(Samples, Protocol):
     """`Samples` that are arrays of tokens, all of the same length."""
 
     def __getitem__(self, n: int) -> np.ndarray: ...
@@ -60,7 +59,6 @@ class GPTSamples:
         corpora: read as one; each epoch has all of their documents.
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
-        shuffle: False keeps documents and blocks in their original order in every epoch.
         streams: if more than 0, the concatenated documents of an epoch are cut into this many streams of equal length.
             Sample n of the epoch is then block ``n // streams`` of stream ``n % streams``.
 
@@ -73,15 +71,7 @@ class GPTSamples:
             each stream).
     """
 
-    def __init__(
-        self,
-        corpora: Sequence[IndexedCorpus],
-        sequence_length: int,
-        seed: int,
-        *,
-        shuffle: bool = True,
-        streams: int = 0,
-    ) -> None:
+    def __init__(self, corpora: Sequence[IndexedCorpus], sequence_length: int, seed: int, streams: int = 0):
         names = ", ".join(str(corpus.prefix) for corpus in corpora)
         num_tokens = sum(corpus.num_tokens for corpus in corpora)
         if sequence_length < 1:
@@ -97,7 +87,6 @@ class GPTSamples:
             )
         self.sequence_length = sequence_length
         self.seed = seed
-        self.shuffle = shuffle
         self.streams = streams
         self.samples_per_epoch = (num_tokens - 1) // sequence_length
         if streams:
@@ -144,18 +133,14 @@ class GPTSamples:
 
     def __reduce__(self) -> tuple:
         """Pickle the arguments, of which the rest is computed again."""
-        make = partial(type(self), shuffle=self.shuffle, streams=self.streams)
-        return make, (self._corpora, self.sequence_length, self.seed)
+        return type(self), (self._corpora, self.sequence_length, self.seed, self.streams)
 
     def _draw(self, number: int) -> _Epoch:
-        if self.shuffle:
-            order = _permutation(len(self._lengths), self.seed, number, _DOCUMENTS)
-            blocks = _permutation(self.samples_per_epoch, self.seed, number, _BLOCKS)
-        else:
-            order = np.arange(len(self._lengths))
-            blocks = np.arange(self.samples_per_epoch)
+        order = _permutation(len(self._lengths), self.seed, number, _DOCUMENTS)
         if self.streams:
             blocks = np.arange(self.samples_per_epoch).reshape(self.streams, -1).T.ravel()
+        else:
+            blocks = _permutation(self.samples_per_epoch, self.seed, number, _BLOCKS)
         return _Epoch(number, order, np.cumsum(self._lengths[order]), blocks)
 
 
@@ -163,7 +148,7 @@ class GPTSamples:
 class MadeOfBlocks:
     """`Samples` of which each is made of the block with its number."""
 
-    blocks: Blocks
+    blocks: TokenBlocks
 
     @property
     def samples_per_epoch(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Location:
+class ShardLocation:
     """Position of a piece of a local parameter in its global tensor.
 
     Most parameters are one piece. A gated linear layer is two: its halves are not adjacent in the global tensor.
@@ -43,7 +43,7 @@ class Location:
         return self.begin + math.prod(self.block)
 
 
-class Locations:
+class ShardLocations:
     """Locations of all parameters and persistent buffers of a model.
 
     Args:
@@ -55,7 +55,7 @@ class Locations:
 
     def __init__(self, chunks: Sequence[Any]):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._by_id: dict[int, list[Location]] = {}
+        self._by_id: dict[int, list[ShardLocation]] = {}
         for chunk in chunks:
             for sharded in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": group})):
                 if isinstance(sharded, ShardedTensorFactory):
@@ -67,16 +67,16 @@ class Locations:
                 self._by_id[id(sharded.data)] = [_location_of(piece, sharded.data) for piece in pieces]
         self.names = {location.name for locations in self._by_id.values() for location in locations}
 
-    def of(self, tensor: Tensor) -> list[Location]:
+    def of(self, tensor: Tensor) -> list[ShardLocation]:
         """Return the locations of the pieces of a parameter or buffer."""
         if id(tensor) not in self._by_id:
             raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} is not in the model's sharded_state_dict")
         return self._by_id[id(tensor)]
 
 
-def _location_of(piece: ShardedTensor, parameter: Tensor) -> Location:
+def _location_of(piece: ShardedTensor, parameter: Tensor) -> ShardLocation:
     replica = piece.replica_id if isinstance(piece.replica_id, tuple) else (piece.replica_id,)
-    return Location(
+    return ShardLocation(
         piece.key,
         tuple(piece.global_shape),
         tuple(piece.global_offset),
@@ -103,7 +103,7 @@ def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ..
 
     The keys are the names in a checkpoint without the prefix ``model/``.
     """
-    locations = Locations(chunks)
+    locations = ShardLocations(chunks)
     layouts = {}
     for _, tensor in named_tensors(chunks):
         for location in locations.of(tensor):

@@ -44,5 +44,5 @@ def _gather(name: str | None) -> str:
     dist.all_gather(rows, row)
     names = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
     bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]
-    rest = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
-    return ", ".join(bad[:8]) + rest
+    remainder = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+    return ", ".join(bad[:8]) + remainder

@@ -20,7 +20,7 @@ from megatron_patch.optimizer import Shard, optimizers, renew, shards
 from pretrain.checkpoint import Checkpoint, Piece
 from pretrain.engine import rng
 from pretrain.engine.engine import Engine
-from pretrain.engine.locations import Location, Locations, named_tensors
+from pretrain.engine.locations import ShardLocation, ShardLocations, named_tensors
 from pretrain.engine.optimizer_state import StateTensor, restored_state, saved_state
 
 # Prefixes of tensor names in a checkpoint.
@@ -34,7 +34,7 @@ _OPTIMIZER = "optimizer/"
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Yield this rank's pieces of a checkpoint: parameters, buffers, master weights, optimizer state and memories."""
     engine.sync_parameters()
-    locations = Locations(engine.chunks)
+    locations = ShardLocations(engine.chunks)
     for _, tensor in named_tensors(engine.chunks):
         for location in locations.of(tensor):
             if location.is_main:
@@ -46,7 +46,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
         yield from memory.pieces()
 
 
-def _piece(prefix: str, location: Location, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
+def _piece(prefix: str, location: ShardLocation, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
     """Return the `Piece` with the elements ``data``: a location's block, or a range of the flattened block."""
     return Piece(f"{prefix}{location.name}", location.shape, location.offset, location.block, data, start, stop)
 
@@ -56,7 +56,7 @@ def _shards_with_elements(engine: Engine) -> Iterator[Shard]:
     yield from (shard for shard in shards(engine.optimizer) if shard.start < shard.stop)
 
 
-def _optimizer_pieces(shard: Shard, locations: list[Location]) -> Iterator[Piece]:
+def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[Piece]:
     tensors = list(saved_state(shard))
     if shard.has_master:
         tensors.append((StateTensor("master"), shard.main.detach()))
@@ -78,8 +78,8 @@ def _optimizer_pieces(shard: Shard, locations: list[Location]) -> Iterator[Piece
 
 
 def _factor_views(
-    entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[Location]
-) -> Iterator[tuple[Location, Tensor]]:
+    entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
+) -> Iterator[tuple[ShardLocation, Tensor]]:
     """Yield the location and value of each part of a state tensor whose size along ``entry.axis`` is 1."""
     offsets = set()
     for location in locations:
@@ -137,7 +137,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     Raises:
         UserError: the checkpoint lacks a tensor, or one differs in shape.
     """
-    locations = Locations(engine.chunks)
+    locations = ShardLocations(engine.chunks)
     optimizer = checkpoint.state["optimizer"]
     _load_model(engine.chunks, checkpoint, locations)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
     Raises:
         UserError: as for `load_weights`.
     """
-    locations = Locations(chunks)
+    locations = ShardLocations(chunks)
     names = [name for name in checkpoint.names() if name.startswith(_MODEL)]
     is_used = [name.removeprefix(_MODEL) in locations.names for name in names]
     on_any_stage = torch.tensor(is_used, dtype=torch.int32, device=device)
@@ -194,13 +194,13 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
 
 
 @torch.no_grad()
-def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: Locations) -> None:
+def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: ShardLocations) -> None:
     for _, tensor in named_tensors(chunks):
         values = _read(checkpoint, _MODEL, locations.of(tensor), 0, tensor.numel())
         tensor.copy_(values.view(tensor.shape))
 
 
-def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[Location], entry: StateTensor) -> Tensor:
+def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocation], entry: StateTensor) -> Tensor:
     """Read a shard's values of a state tensor."""
     if entry.name == "momentum_buffer":
         # SGD without momentum has no buffers: a resumed run's momentum begins with zeros, as a new run's.
@@ -217,7 +217,7 @@ def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[Location],
     return value
 
 
-def _read(checkpoint: Checkpoint, prefix: str, locations: list[Location], start: int, stop: int) -> Tensor:
+def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
     """Read the elements [start, stop) of a flattened parameter, whose pieces are at ``locations``."""
     parts = []
     for location in locations:

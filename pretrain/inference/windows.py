@@ -145,7 +145,7 @@ def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int 
 
 
 class _One:
-    """`Blocks` with a single block of tokens, which every index returns."""
+    """`TokenBlocks` with a single block of tokens, which every index returns."""
 
     samples_per_epoch = 1
 

@@ -21,7 +21,7 @@ from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import ModelConfig, Recipe, build_recipe, load_recipe, write_recipe
 from pretrain.config.imports import import_plugins, import_stored
-from pretrain.data.inputs import naming
+from pretrain.data.opening import naming
 from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
 from pretrain.interchange.family import toml
 from pretrain.interchange.folder import (

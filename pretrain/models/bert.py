@@ -13,7 +13,7 @@ from megatron_patch.attention import SDPAttention
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from pretrain.config import Recipe
 from pretrain.data.masking import Masking
-from pretrain.data.samples import Blocks
+from pretrain.data.samples import TokenBlocks
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.models.batch import Batch
 from pretrain.models.config import own_norms, set_rope_theta, transformer_config
@@ -82,7 +82,7 @@ def block_length(recipe: Recipe) -> int:
     return recipe.model.sequence_length - 2
 
 
-def samples(recipe: Recipe, blocks: Blocks, tokenizer: Tokenizer, seed: int, length: int) -> Masking:
+def samples(recipe: Recipe, blocks: TokenBlocks, tokenizer: Tokenizer, seed: int, length: int) -> Masking:
     """Return the samples of a BERT; see `pretrain.models`."""
     return Masking(
         blocks,

@@ -20,7 +20,7 @@ from megatron_patch.mtp import MTPModel, mtp_block_spec
 from megatron_patch.transformer_xl import RecurrentLayer, RelativeAttention
 from pretrain.config import Recipe
 from pretrain.data.packing import DocumentMask
-from pretrain.data.samples import Blocks, GPTSamples, Samples, Segments
+from pretrain.data.samples import GPTSamples, Samples, Segments, TokenBlocks
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.models.batch import Batch
 from pretrain.models.config import norm_class, own_norms, transformer_config
@@ -122,7 +122,7 @@ def block_length(recipe: Recipe) -> int:
     return recipe.model.sequence_length
 
 
-def samples(recipe: Recipe, blocks: Blocks, tokenizer: Tokenizer, seed: int, length: int) -> Samples:
+def samples(recipe: Recipe, blocks: TokenBlocks, tokenizer: Tokenizer, seed: int, length: int) -> Samples:
     """Return the samples of a GPT; see `pretrain.models`."""
     if isinstance(blocks, GPTSamples) and blocks.streams:
         return Segments(blocks)

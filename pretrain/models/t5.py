@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fmoe import random
 from megatron_patch.attention import SDPAttention
 from pretrain.config import Recipe
-from pretrain.data.samples import Blocks
+from pretrain.data.samples import TokenBlocks
 from pretrain.data.spans import SpanCorruption, Spans
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.models.batch import Batch
@@ -73,7 +73,7 @@ def block_length(recipe: Recipe) -> int:
     return recipe.spans.block
 
 
-def samples(recipe: Recipe, blocks: Blocks, tokenizer: Tokenizer, seed: int, length: int) -> SpanCorruption:
+def samples(recipe: Recipe, blocks: TokenBlocks, tokenizer: Tokenizer, seed: int, length: int) -> SpanCorruption:
     """Return the samples of a T5; see `pretrain.models`."""
     spans = Spans.of_block(length, recipe.data.noise_density, recipe.data.mean_span)
     spans = replace(spans, count=min(spans.count, spans.block - spans.noise))  # the short end of a text

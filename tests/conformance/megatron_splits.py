@@ -173,7 +173,7 @@ def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
     engine = engine_of(recipe)
     samples = BUILDERS[builder].samples(recipe)
     held = {}
-    places = locations.Locations(engine.chunks)
+    places = locations.ShardLocations(engine.chunks)
 
     def hold(prefix, pick):
         for _, tensor in locations.named_tensors(engine.chunks):

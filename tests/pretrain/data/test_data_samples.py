@@ -113,13 +113,6 @@ def test_the_order_is_the_same_on_every_machine(tmp_path: Path) -> None:
     ]
 
 
-def test_without_shuffling_first_to_last(corpora: list[IndexedCorpus]) -> None:
-    samples = GPTSamples(corpora, 16, seed=1, shuffle=False)
-    last = samples.samples_per_epoch
-    for n in (0, 1, last - 1):
-        assert samples[n].tolist() == samples[n + last].tolist() == list(range(n * 16, n * 16 + 17))
-
-
 @pytest.mark.parametrize("seed", [0, 2**64 - 1])
 def test_the_ends_of_the_seeds(seed: int, corpora: list[IndexedCorpus]) -> None:
     assert len(GPTSamples(corpora, 16, seed)[10**15]) == 17
@@ -196,7 +189,6 @@ def test_pickled_samples_are_the_same_and_hold_no_tokens(tmp_path: Path) -> None
     text = np.arange(10, 20)
     kinds = [
         blocks,
-        GPTSamples(corpora, 30, seed=1, shuffle=False),
         Segments(GPTSamples(corpora, 30, seed=1, streams=4)),
         Blend([GPTSamples([corpus], 30, seed=1) for corpus in corpora], [2, 1]),
         DocumentMask(blocks, end=2),
