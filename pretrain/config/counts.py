@@ -13,18 +13,18 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     All shared experts are counted.
 
     Args:
-        experts: number of routed experts before the split by ``model.granularity``.
+        experts: number of routed experts before the split by ``moe.granularity``.
         decoder_length: tokens in a T5's decoder. Learned positions cover the longer of encoder and decoder.
     """
     width = model.hidden_size
     total = model.vocab_size * width
     total += sum(map(sum, _layers(model, experts))) + sum(_norms(model, number) for number in model.layer_numbers)
-    if model.position == "learned_absolute":
+    if model.position.encoding == "learned_absolute":
         total += max(model.sequence_length, decoder_length) * width
-    if model.position == "relative":
-        total += 2 * _RELATIVE_BUCKETS * model.num_heads
-    if model.position == "transformer_xl":  # of each layer: projection of distances, and two biases per head
-        total += model.num_layers * (width + 2) * model.num_heads * model.head_width
+    if model.position.encoding == "relative":
+        total += 2 * _RELATIVE_BUCKETS * model.attention.num_heads
+    if model.position.encoding == "transformer_xl":  # of each layer: projection of distances, and two biases per head
+        total += model.num_layers * (width + 2) * model.attention.num_heads * model.head_width
     total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
     total += model.mtp_layers * 3 * _norm(model, width)  # norms of the hidden state, the embedding and the output
     total += 0 if model.tie_embeddings else model.vocab_size * width
@@ -46,15 +46,17 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     over the tokens of both stacks.
     """
     width, length = model.hidden_size, model.sequence_length
-    heads = model.num_heads * (model.head_width + model.value_width)
-    far = 0 if model.sliding_window is None else max(0, length - model.sliding_window)  # tokens outside a window
-    layers = [matrices for matrices, _ in _layers(model, model.top_k)]
+    heads = model.attention.num_heads * (model.head_width + model.value_width)
+    far = (
+        0 if model.attention.sliding_window is None else max(0, length - model.attention.sliding_window)
+    )  # tokens outside a window
+    layers = [matrices for matrices, _ in _layers(model, model.moe.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":
         depth = len(model.layer_numbers)
         scores = depth * length - len(model.layers_with_window) * far
         flops = 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * heads * scores
-        return flops + (_relative_flops(model) if model.position == "transformer_xl" else 0)
+        return flops + (_relative_flops(model) if model.position.encoding == "transformer_xl" else 0)
     encoder, decoder = sum(layers[: model.num_layers]), sum(layers[model.num_layers :])
     keys_and_values = model.decoder_layers * width * heads  # of the encoder's output
     flops = 6.0 * ((encoder + keys_and_values) * length + (decoder - keys_and_values + output) * decoder_length)
@@ -64,9 +66,9 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 def _relative_flops(model: ModelConfig) -> float:
     """Return the operations per token that relative positions and memory add in a Transformer-XL."""
-    memory, length, width = model.memory_length, model.sequence_length, model.head_width
-    by_distance = 6.0 * model.num_heads * width * (length + memory)
-    by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
+    memory, length, width = model.position.memory_length, model.sequence_length, model.head_width
+    by_distance = 6.0 * model.attention.num_heads * width * (length + memory)
+    by_content = 6.0 * model.attention.num_heads * (width + model.value_width) * memory
     # The memory is projected to keys and values again for each sequence, without gradient.
     projections = 4.0 * 2 * model.hidden_size * model.query_groups * width * memory / length
     return model.num_layers * (by_distance + by_content + projections)
@@ -78,12 +80,12 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     Norms and Transformer-XL's additions are not counted.
 
     Args:
-        experts: number of routed experts before the split by ``model.granularity``.
+        experts: number of routed experts before the split by ``moe.granularity``.
     """
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
-    biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
-    biases += model.hidden_size * model.attention_output_bias + model.num_heads * model.attention_sinks
+    biases = model.head_width * (model.attention.num_heads + 2 * model.query_groups) if model.attention.qkv_bias else 0
+    biases += model.hidden_size * model.attention.output_bias + model.attention.num_heads * model.attention.sinks
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense
@@ -100,23 +102,23 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
     All shared experts are counted.
 
     Args:
-        experts: number of routed experts before the split by ``model.granularity``.
+        experts: number of routed experts before the split by ``moe.granularity``.
     """
     from pretrain.config.layer import expert_shapes, router_shapes  # imports torch, which other commands do not need
 
     expert = [shape[1:] if shape[:1] == (1,) else shape for shape in expert_shapes(model)]  # without an axis of experts
-    shapes = expert * (experts * model.granularity) + router_shapes(model)
+    shapes = expert * (experts * model.moe.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-    shared, biases = _shared(model) if model.num_shared_experts else (0, 0)
+    shared, biases = _shared(model) if model.moe.num_shared_experts else (0, 0)
     return matrices + shared, sum(map(math.prod, shapes)) - matrices + biases
 
 
 def _shared(model: ModelConfig) -> tuple[int, int]:
     """Return two numbers for a layer's shared experts and their gate: parameters in matrices, and biases."""
-    options = model.expert_options if model.expert == "ffn" else {}
+    options = model.moe.expert_options if model.moe.expert == "ffn" else {}
     rows = (1 + options.get("gated", model.gated)) * model.shared_width
     biases = rows + model.hidden_size if options.get("bias") else 0
-    return model.hidden_size * (rows + model.shared_width + model.shared_expert_gate), biases
+    return model.hidden_size * (rows + model.shared_width + model.moe.shared_expert_gate), biases
 
 
 def _block(model: ModelConfig, hidden: int) -> int:
@@ -126,35 +128,42 @@ def _block(model: ModelConfig, hidden: int) -> int:
 
 def _biases(model: ModelConfig) -> int:
     """Return the number of biases in a layer's attention and feed-forward block with ``model.linear_bias=true``."""
-    heads = (model.num_heads + 2 * model.query_groups) * model.head_width
+    heads = (model.attention.num_heads + 2 * model.query_groups) * model.head_width
     return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 
 
 def _attention(model: ModelConfig, number: int) -> int:
     """Return the number of parameters in the matrices of layer ``number``'s attention, cross-attention included."""
     width, head = model.hidden_size, model.head_width
-    if model.kv_lora_rank is not None:
-        return _latent_attention(model, model.kv_lora_rank)
-    attention = 2 * width * head * (model.num_heads + model.query_groups)
-    return attention + (4 * width * head * model.num_heads if _is_decoder(model, number) else 0)
+    if model.attention.kv_lora_rank is not None:
+        return _latent_attention(model, model.attention.kv_lora_rank)
+    attention = 2 * width * head * (model.attention.num_heads + model.query_groups)
+    return attention + (4 * width * head * model.attention.num_heads if _is_decoder(model, number) else 0)
 
 
 def _latent_attention(model: ModelConfig, rank: int) -> int:
-    """Return the number of parameters in the matrices of multi-latent attention with ``model.kv_lora_rank=rank``."""
-    width, queries = model.hidden_size, model.num_heads * model.head_width
-    rotary = model.qk_rope_head_dim or 0
-    values = model.num_heads * model.value_width
-    ranks = model.q_lora_rank
+    """Return the number of parameters in the matrices of multi-latent attention of rank ``rank``."""
+    width, queries = model.hidden_size, model.attention.num_heads * model.head_width
+    rotary = model.attention.qk_rope_head_dim or 0
+    values = model.attention.num_heads * model.value_width
+    ranks = model.attention.q_lora_rank
     total = width * queries if ranks is None else ranks * (width + queries)
-    return total + width * (rank + rotary) + rank * (queries - model.num_heads * rotary + values) + values * width
+    return (
+        total
+        + width * (rank + rotary)
+        + rank * (queries - model.attention.num_heads * rotary + values)
+        + values * width
+    )
 
 
 def _norms(model: ModelConfig, number: int) -> int:
     """Return the number of parameters in the norms of layer ``number``, those in its attention included."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
-    total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
-    heads = 2 if model.qk_norm_over == "head" else model.num_heads + model.query_groups
-    return total + (_norm(model, heads * model.head_width) if model.qk_norm else 0)
+    total += sum(
+        _norm(model, rank) for rank in (model.attention.kv_lora_rank, model.attention.q_lora_rank) if rank is not None
+    )
+    heads = 2 if model.attention.qk_norm_over == "head" else model.attention.num_heads + model.query_groups
+    return total + (_norm(model, heads * model.head_width) if model.attention.qk_norm else 0)
 
 
 def _norm(model: ModelConfig, width: int) -> int:

@@ -12,8 +12,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
-from fmoe.errors import UserError, one_line
-from pretrain.config.checks import check_path
+from fmoe.errors import UserError
+from pretrain.config.keys import check_path
 from pretrain.config.recipe import Recipe
 
 GROUP = "fmoe.plugins"
@@ -176,7 +176,7 @@ def _failed(entry: str, error: BaseException) -> UserError:
 
 def _reason(error: BaseException) -> str:
     """Return an error as one line, with the file and line that raised it."""
-    text = one_line(error, with_type=True)
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -12,12 +12,12 @@ from fmoe.exchange import EXCHANGES
 from fmoe.experts import EXPERTS, build_experts, taken_options
 from fmoe.gates import GATES, build_gate
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig, MoEConfig
 from pretrain.config.parallel import ParallelConfig
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Options of gates that have a key of [model], under the same name. Those of `_ALWAYS` are passed to each gate that has
+# Options of gates that have a key of [moe], under the same name. Those of `_ALWAYS` are passed to each gate that has
 # them, the others only if the recipe sets them.
 _ALWAYS = ("capacity_factor", "eval_capacity_factor", "jitter")
 _IF_SET = ("score", "normalize", "routed_scale", "bias_step")
@@ -26,8 +26,8 @@ _OF_EXCHANGE = ("chunks", "max_rows", "shadow", "node_size")
 
 HOMES: dict[str, dict[str, str]] = {
     "gate": {
-        **{name: f"`model.{name}`" for name in (*_ALWAYS, *_IF_SET)},
-        "balance_group": "`model.balance_scope`",
+        **{name: f"`moe.{name}`" for name in (*_ALWAYS, *_IF_SET)},
+        "balance_group": "`moe.balance_scope`",
         "init_method": "`model.init`",
         "node_of": "none: a function; register a gate that sets it",
         "table": "none: a tensor computed from the training data; register a gate that sets it",
@@ -39,9 +39,9 @@ HOMES: dict[str, dict[str, str]] = {
         "cost": "none: a measurement, which changes results only by rounding",
         "groups": "none: a pair of process groups, made from `parallel.node_size`",
     },
-    "loss": {"balance": "`model.balance_loss`", "z": "`model.z_loss`"},
+    "loss": {"balance": "`moe.balance_loss`", "z": "`moe.z_loss`"},
 }
-"""Options that must not be set in a recipe's tables of options, such as ``model.gate_options``.
+"""Options that must not be set in a recipe's tables of options, such as ``moe.gate_options``.
 
 The value is the key that sets the option, or the reason why there is no key."""
 
@@ -55,63 +55,64 @@ def is_shipped(factory: Any) -> bool:
 
 
 def gate_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the gate's options: those with a key of their own in ``[model]``, and the table ``model.gate_options``.
+    """Return the gate's options: those with a key of their own in ``[moe]``, and the table ``moe.gate_options``.
 
     Raises:
         UserError: the gate is unknown; ``model`` sets an option that the gate does not have;
-            ``model.gate_options`` sets an option in `HOMES`; or ``model.balance_scope`` needs a gate with the
+            ``moe.gate_options`` sets an option in `HOMES`; or ``moe.balance_scope`` needs a gate with the
             balance loss.
     """
-    if model.gate not in GATES:
-        raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
-    gate = GATES[model.gate]
+    if model.moe.gate not in GATES:
+        raise UserError(f"moe.gate={model.moe.gate!r} is not known; {known_names(model.moe.gate, sorted(GATES))}")
+    gate = GATES[model.moe.gate]
     known = option_names(gate) if isinstance(gate, type) else []
-    options = {name: getattr(model, name) for name in _ALWAYS if name in (known or ())}
+    options = {name: getattr(model.moe, name) for name in _ALWAYS if name in (known or ())}
     for name in _IF_SET:
-        value = getattr(model, name)
-        if value != getattr(ModelConfig, name):
+        value = getattr(model.moe, name)
+        if value != getattr(MoEConfig, name):
             if known is not None and name not in known:
                 gates = ", ".join(other for other in sorted(GATES) if name in (option_names(GATES[other]) or ()))
                 raise UserError(
-                    f"model.{name}={value} is not an option of model.gate={model.gate}; use it with {gates}"
+                    f"moe.{name}={value} is not an option of moe.gate={model.moe.gate}; use it with {gates}"
                 )
             options[name] = value
-    if model.balance_scope != "routing_group" and "balance" not in getattr(gate, "common_losses", ()):
+    if model.moe.balance_scope != "routing_group" and "balance" not in getattr(gate, "common_losses", ()):
         raise UserError(
-            f"model.balance_scope={model.balance_scope} needs a gate with the balance loss, not model.gate={model.gate}"
+            f"moe.balance_scope={model.moe.balance_scope} needs a gate with the balance loss, not "
+            f"moe.gate={model.moe.gate}"
         )
     known = None if known is None else [name for name in known if name not in ("d_model", "num_experts", "top_k")]
-    return options | _from_table("gate", "model.gate_options", model.gate_options, model.gate, known)
+    return options | _from_table("gate", "moe.gate_options", model.moe.gate_options, model.moe.gate, known)
 
 
 def expert_options(model: ModelConfig) -> dict[str, Any]:
-    """Return ``model.expert_options`` after a check of the option names.
+    """Return ``moe.expert_options`` after a check of the option names.
 
     Raises:
-        UserError: ``model.expert`` is unknown; or ``model.expert_options`` sets an option that these experts do not
+        UserError: ``moe.expert`` is unknown; or ``moe.expert_options`` sets an option that these experts do not
             have, or one in `HOMES`.
     """
-    if model.expert not in EXPERTS:
-        raise UserError(f"model.expert={model.expert} is not known; {known_names(model.expert, sorted(EXPERTS))}")
-    known = option_names(EXPERTS[model.expert])
+    if model.moe.expert not in EXPERTS:
+        raise UserError(f"moe.expert={model.moe.expert} is not known; {known_names(model.moe.expert, sorted(EXPERTS))}")
+    known = option_names(EXPERTS[model.moe.expert])
     known = None if known is None else [name for name in known if name not in OF_LAYER]
-    return _from_table("experts", "model.expert_options", model.expert_options, model.expert, known)
+    return _from_table("experts", "moe.expert_options", model.moe.expert_options, model.moe.expert, known)
 
 
 def loss_weights(model: ModelConfig) -> dict[str, float]:
-    """Return the weights of auxiliary losses by name: ``balance``, ``z`` and those in ``model.loss_weights``.
+    """Return the weights of auxiliary losses by name: ``balance``, ``z`` and those in ``moe.loss_weights``.
 
     Raises:
-        UserError: ``model.loss_weights`` sets ``balance``, ``z`` or an unknown loss; or a weight in it is negative or
+        UserError: ``moe.loss_weights`` sets ``balance``, ``z`` or an unknown loss; or a weight in it is negative or
             not a number.
     """
-    is_known = model.gate in GATES and is_shipped(GATES[model.gate])
+    is_known = model.moe.gate in GATES and is_shipped(GATES[model.moe.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
-    options = _from_table("loss", "model.loss_weights", model.loss_weights, "the library's gates", known)
+    options = _from_table("loss", "moe.loss_weights", model.moe.loss_weights, "the library's gates", known)
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise UserError(f"model.loss_weights.{name}={value} must be a number of at least 0")
-    return {"balance": model.balance_loss, "z": model.z_loss, **options}
+            raise UserError(f"moe.loss_weights.{name}={value} must be a number of at least 0")
+    return {"balance": model.moe.balance_loss, "z": model.moe.z_loss, **options}
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
@@ -179,15 +180,15 @@ def moe_options(model: ModelConfig) -> dict[str, Any]:
     """
     return {
         "d_hidden": model.expert_width,
-        "expert": model.expert,
+        "expert": model.moe.expert,
         "expert_options": expert_options(model),
         "shared_expert": model.shared_width or None,
-        "shared_gate": model.shared_expert_gate,
+        "shared_gate": model.moe.shared_expert_gate,
         "top_k": model.chosen_experts,
-        "gate": model.gate,
+        "gate": model.moe.gate,
         "gate_options": gate_options(model),
         "loss_weights": loss_weights(model),
-        "group_size": model.group_size,
+        "group_size": model.moe.group_size,
     }
 
 
@@ -206,10 +207,10 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
     of_model: dict[str, Any] = {"activation": model.activation, "gated": model.gated, "bias": False}
     if init_methods:
         of_model |= dict(zip(("init_method", "output_init_method"), init_methods, strict=True))
-        if "init_method" in (option_names(GATES[model.gate]) or ()):
+        if "init_method" in (option_names(GATES[model.moe.gate]) or ()):
             options["gate_options"] = {"init_method": init_methods[0], **options["gate_options"]}
-    options["expert_options"] = {**taken_options(model.expert, of_model), **options["expert_options"]}
-    if model.expert != "ffn":
+    options["expert_options"] = {**taken_options(model.moe.expert, of_model), **options["expert_options"]}
+    if model.moe.expert != "ffn":
         options["shared_options"] = of_model
     return MoE.build(d_model=model.hidden_size, num_experts=model.routed_experts, **{**options, **more})
 
@@ -223,7 +224,7 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     sizes = model.hidden_size, model.routed_experts, model.chosen_experts
     try:
         with torch.device("meta"), random.keyed("sizes"):
-            return _shapes(build_gate(model.gate, *sizes, **gate_options(model)))
+            return _shapes(build_gate(model.moe.gate, *sizes, **gate_options(model)))
     except UserError:
         return [(model.routed_experts, model.hidden_size)]
 
@@ -233,7 +234,7 @@ def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
     For a plugin's experts that are not imported, return the shapes of ``ffn`` experts.
     """
-    name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
+    name, given = (model.moe.expert, expert_options(model)) if model.moe.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
     options = {**taken_options(name, of_model), **given}
     with torch.device("meta"), random.keyed("sizes"):

@@ -1,23 +1,27 @@
 """Reading and writing recipes: a TOML file and command-line options become dataclasses."""
 
+import contextlib
 import difflib
 import itertools
 import json
 import os.path
 import re
 import tomllib
-import types
-import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, known_names
 from fmoe.files import write_atomically
-from pretrain.config.checks import check_path
+from pretrain.config.keys import Key, check_path
 from pretrain.config.recipe import Recipe
+from pretrain.config.renamed import with_new_names
+from pretrain.config.sections import MODEL_SECTIONS, SECTIONS, keys
+from pretrain.config.validation import unknown_key, validated
 
+CONFIG = "config.toml"
+"""Name of the resolved recipe in a run's folder."""
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -54,9 +58,9 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: there is no such recipe; invalid TOML; an unknown key (the message names the nearest); an invalid
             value or combination of values; or a word that belongs to no option.
     """
-    options, rest = split_overrides(overrides)
-    if rest:
-        raise UserError(f"unexpected argument {' '.join(rest)!r}: options have the form --section.key value")
+    options, others = split_overrides(overrides)
+    if others:
+        raise UserError(f"unexpected argument {' '.join(others)!r}: options have the form --section.key value")
     recipe = read_recipe(name, options)
     recipe.check()
     return recipe
@@ -66,20 +70,19 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
     """Load a TOML recipe and override some keys. `Recipe.check` is not called.
 
     Raises:
-        UserError: there is no such recipe; invalid TOML; an unknown key; or a value of the wrong type.
+        UserError: there is no such recipe; invalid TOML; an unknown key; or a value of the wrong type or out of bounds.
     """
     path = find_recipe(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:  # RecursionError: brackets nested thousands deep
         raise UserError(f"recipe {path} cannot be read: {error}") from error
-    recipe = build_recipe(values)
+    if path.name == CONFIG:  # a run's, perhaps of an earlier version
+        values = with_new_names(values)
     for key, value in overrides:
-        section, name, *inner = key.split(".")
-        config = getattr(recipe, section)
-        value = _with_option(getattr(config, name), inner, value)
-        recipe = replace(recipe, **{section: replace(config, **{name: value})})
-    return recipe
+        section, *inner = key.split(".")
+        values[section] = _with_option(values.get(section, {}), inner, value)
+    return _built(values)
 
 
 def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
@@ -91,115 +94,25 @@ def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from nested mappings, such as the recipe in a checkpoint's state.
+    """Build a recipe from stored sections, such as the recipe in a checkpoint's state.
 
-    Missing keys take their defaults. Keys and types are checked, but `Recipe.check` is not called.
+    Missing keys take their defaults, and names of earlier versions are accepted. Each key is checked, but
+    `Recipe.check` is not called.
 
     Raises:
-        UserError: an unknown key, or a value of the wrong type.
+        UserError: an unknown key, or a value of the wrong type or out of bounds.
     """
-    return _build(Recipe, values, "")
+    return _built(with_new_names(values))
 
 
-def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    hints = typing.get_type_hints(cls)
-    known = [field.name for field in fields(cls)]
-    built = {}
-    for key, value in values.items():
-        if key not in known:
-            raise UserError(_unknown(prefix + key, [prefix + name for name in known]))
-        hint = hints[key]
-        if is_dataclass(hint):
-            if not isinstance(value, Mapping):
-                raise UserError(f"{prefix}{key}={value!r} must be a section (a TOML table)")
-            built[key] = _build(hint, value, f"{prefix}{key}.")
-        else:
-            built[key] = _convert(value, hint, prefix + key)
-    return cls(**built)
-
-
-def _convert(value: Any, hint: Any, key: str, or_none: str = "") -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        # TOML has no null: the string "none" means None.
-        if type(None) in arguments and value in (None, "none", "None"):
-            return None
-        return _convert(value, next(a for a in arguments if a is not type(None)), key, " or none")
-    if origin is typing.Literal:
-        if value not in arguments:
-            raise UserError(f"{key}={value!r} must be one of {', '.join(map(str, arguments))}{or_none}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{key}={value!r} must be a list")
-        return tuple(_convert(item, arguments[0], key) for item in value)
-    if hint == _TABLE:
-        if not isinstance(value, Mapping):
-            option = key.replace("_", "-")
-            raise UserError(
-                f"{key}={value!r} must be a table: in TOML {{name = value}}, as arguments --{option}.name value"
-            )
-        return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{key}={value!r} must be of type {hint.__name__}{or_none}")
-    return value
-
-
-def _option(value: Any, key: str) -> Any:
-    """Return an option's value with "none" as None and tuples as lists, at any depth."""
-    if isinstance(value, Mapping):
-        return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_option(item, key) for item in value]
-    if value in (None, "none", "None"):
-        return None
-    if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{key}={value} must be a number, a bool, a string, a list or a table")
-    return value
-
-
-def recipe_keys(cls: Any = Recipe, prefix: str = "") -> dict[str, Any]:
-    """Return the full names of all recipe keys, such as ``train.steps``, with their types."""
-    hints = typing.get_type_hints(cls)
-    out = {}
-    for field in fields(cls):
-        name, hint = prefix + field.name, hints[field.name]
-        out.update(recipe_keys(hint, f"{name}.") if is_dataclass(hint) else {name: hint})
-    return out
-
-
-_DEVICE = (
-    "a run uses the GPUs that torch finds, one for each rank, or else the CPU: set the environment variable "
-    "CUDA_VISIBLE_DEVICES, which is empty for the CPU"
-)
-_NOT_KEYS = dict.fromkeys(("device", "devices", "accelerator", "gpu", "gpus", "num_gpus", "cpu", "cuda"), _DEVICE)
-_NOT_KEYS |= dict.fromkeys(
-    ("backend", "kernel", "kernels"), f"{_DEVICE}; model.expert_options.backend sets the experts' kernels"
-)
-
-
-def instead_of_key(name: str) -> str | None:
-    """Return what to do instead of setting a key that recipes of other programs have, such as ``device``."""
-    return _NOT_KEYS.get(name.rpartition(".")[2].lstrip("-").replace("-", "_"))
-
-
-def _unknown(key: str, known: Collection[str]) -> str:
-    if instead := instead_of_key(key):
-        return f"unknown key {key}; {instead}"
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.7) or [
-        name for name in recipe_keys() if name.split(".")[-1] == key.split(".")[-1]
-    ]
-    if near:
-        others = f" Or {', '.join(near[1:3])}?" if near[1:] else ""
-        return f"unknown key {key}; did you mean {near[0]}?{others}"
-    sections = ", ".join(section.name for section in fields(Recipe))
-    return f"unknown key {key}; the sections are {sections}: fmoe train RECIPE --help lists their keys"
+def _built(values: Mapping[str, Any]) -> Recipe:
+    valid = validated(values)
+    sections: dict[str, Any] = {name: kind(**valid.get(name, {})) for name, kind in SECTIONS.items()}
+    of_model = {name: sections.pop(name) for name in MODEL_SECTIONS}
+    return Recipe(**sections | {"model": replace(sections["model"], **of_model)})
 
 
 _OPTION = re.compile(r"--([\w-]+\.[\w.-]+)(?:=(.*))?", re.DOTALL)
-_BOOLS = {"true": True, "false": False}
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
@@ -207,82 +120,77 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
 
     ``_`` and ``-`` in keys are equivalent. ``--section.key=value`` is accepted too. ``--section.key`` alone sets a bool
     to true, ``--section.no-key`` to false. A list takes all words up to the next option. ``--section.table.option``
-    sets an option within a table.
+    sets an option within a table. A number that cannot be read remains a string, which `read_recipe` refuses.
 
     Raises:
-        UserError: an unknown key, a missing or invalid value.
+        UserError: an unknown key, a missing value, or a negated option that is not a bool or has a value.
     """
-    known, words = recipe_keys(), list(argv)
+    words = list(argv)
     overrides: list[tuple[str, Any]] = []
-    rest: list[str] = []
+    others: list[str] = []
     while words:
         word = words.pop(0)
-        if not (found := _OPTION.fullmatch(word)):
-            rest.append(word)
+        match = _OPTION.fullmatch(word)
+        if match is None:
+            others.append(word)
             continue
-        key, text = found[1].replace("-", "_"), found[2]
-        is_in_table = known.get(".".join(key.split(".")[:2])) == _TABLE and key not in known
-        is_negated = key not in known and ".no_" in key and not is_in_table
-        key = key.replace(".no_", ".", 1) if is_negated else key
-        if key not in known and not is_in_table:
-            raise UserError(_unknown(key, known))
-        hint = Any if is_in_table else known[key]
-        is_bool = hint is bool or bool in typing.get_args(hint)
-        if is_negated and (not is_bool or text is not None):
-            raise UserError(f"{word}: {'a negated bool takes no value' if is_bool else f'{key} is not a bool'}")
-        if is_bool and text is None:
-            follows = words[0].lower() if words and not is_negated else ""
-            is_value = follows in _BOOLS or (follows == "none" and hint is not bool)
-            text = words.pop(0) if is_value else str(not is_negated)
+        name, text = match[1].replace("-", "_"), match[2]
+        key, is_negated = _option_key(name)
+        name = name.replace(".no_", ".", 1) if is_negated else name
+        if is_negated and (key.kind is not bool or text is not None):
+            problem = "a negated bool takes no value" if key.kind is bool else f"{name} is not a bool"
+            raise UserError(f"{word}: {problem}")
         if text is not None:
             values = [text]
+        elif key.kind is bool:
+            is_value = bool(words) and not is_negated and words[0].lower() in ("true", "false", "none")
+            values = [words.pop(0) if is_value else str(not is_negated)]
         else:
-            most = len(words) if typing.get_origin(hint) is tuple else 1
-            values = list(itertools.takewhile(lambda word: not word.startswith("--"), words[:most]))
+            count = len(words) if key.is_list else 1
+            values = list(itertools.takewhile(lambda word: not word.startswith("--"), words[:count]))
             del words[: len(values)]
-        overrides.append((key, _from_words(values, hint, key)))
-    return overrides, rest
+        if key.is_list:
+            overrides.append((name, tuple(_from_word(key, name, value) for value in values)))
+        elif values:
+            overrides.append((name, _from_word(key, name, values[0])))
+        else:
+            raise UserError(f"--{name.replace('_', '-')} needs a value")
+    return overrides, others
 
 
-_TABLE = Mapping[str, Any]  # type of a key that is a table of options
+def _option_key(name: str) -> tuple[Key, bool]:
+    """Return the key that an option sets, and whether the option negates it (``section.no_key``)."""
+    table = keys().get(".".join(name.split(".")[:2]))
+    if name in keys() or (table is not None and table.kind is Mapping):
+        assert table is not None
+        return table, False
+    positive = name.replace(".no_", ".", 1)
+    if positive in keys():
+        return keys()[positive], True
+    raise UserError(unknown_key(name, keys()))
 
 
-def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
-    if typing.get_origin(hint) is tuple:
-        return tuple(_from_words([word], typing.get_args(hint)[0], key) for word in words)
-    if not words:
-        raise UserError(f"--{key.replace('_', '-')} needs a value")
-    (word,) = words
-    if hint in (Any, _TABLE):
+def _from_word(key: Key, name: str, word: str) -> Any:
+    """Return the value of an option's word; the word itself if it is not of the key's type."""
+    if key.kind is Mapping:
         try:
-            value = tomllib.loads(f"value = {word}")["value"]
+            return tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
-            value = word  # a text without quotes
+            return word  # a text without quotes
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
-            raise UserError(f"{key}={word[:40]}... cannot be read: {error}") from error
-        return _option(value, key) if hint is Any else _convert(value, hint, key)
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    if type(None) in kinds and word in ("none", "None"):
-        return None
-    kind = next(kind for kind in kinds if kind is not type(None))
-    or_none = " or none" if type(None) in kinds else ""
-    if kind is bool:
-        if word.lower() not in _BOOLS:
-            raise UserError(f"{key}={word} must be {'true, false or none' if or_none else 'true or false'}")
-        return _BOOLS[word.lower()]
-    if kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            number = "an integer" if kind is int else "a number"
-            raise UserError(f"{key}={word} must be {number}{or_none}") from None
-    return _convert(word, hint, key)
+            raise UserError(f"{name}={word[:40]}... cannot be read: {error}") from error
+    if key.kind is bool:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    if key.kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return key.kind(word)
+    return word
 
 
 def recipe_text(recipe: Recipe) -> str:
     """Return the resolved recipe as TOML, with every key."""
     lines = []
-    for section, values in asdict(recipe).items():
+    for section, values in recipe.values().items():
         lines.append(f"[{section}]")
         lines += [f"{key} = {to_toml(value)}" for key, value in values.items()]
         lines.append("")

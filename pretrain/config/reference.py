@@ -9,10 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,12 @@ from fmoe.exchange import EXCHANGES
 from fmoe.experts import EXPERTS
 from fmoe.gates import GATES
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
-from pretrain.config.checks import NOT_NEGATIVE, POSITIVE
+from pretrain.config.keys import Key, Section, declared
 from pretrain.config.layer import HOMES, OF_LAYER, is_shipped
 from pretrain.config.load import to_toml
 from pretrain.config.recipe import Recipe
+from pretrain.config.rules import RULES
+from pretrain.config.sections import SECTIONS, keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe-reference.md"
 
@@ -32,11 +31,29 @@ _HEAD = """\
 # Recipe reference
 
 Every key of a recipe. In the file, a key belongs to a section; on the command line it is an option: `num_experts` of
-`[model]` is `--model.num-experts`. Missing keys take their defaults. `"none"` stands for null, which TOML lacks.
+`[moe]` is `--moe.num-experts`. Missing keys take their defaults. `"none"` stands for null, which TOML lacks.
 `fmoe train quickstart --help` shows the values of that recipe; a run's `config.toml` has all values of the run.
 
 This page is written by `python -m pretrain.config.reference`.
 """
+
+_RULES = """\
+## Rules between keys
+
+A key alone stands for a value other than its default. Further rules concern sizes, such as the number of micro batches;
+their errors name the keys.
+
+| key | rule | other key | reason |
+|---|---|---|---|"""
+
+_RESUME = """\
+## Changes when a run resumes
+
+Only the keys in this table may change when a run [resumes](checkpoints.md#resume). "From here on" means from the step
+at which the run resumes.
+
+| key | effect |
+|---|---|"""
 
 _OPTIONS = """\
 ## Options of gates, experts, exchanges and losses
@@ -45,7 +62,7 @@ Each option of the library's parts, and the key of a recipe that sets it. A key 
 `model.gate_options.expert_groups`, is set in the file by
 
 ```toml
-[model]
+[moe]
 gate_options = { expert_groups = 8, kept_groups = 4 }
 ```
 
@@ -59,9 +76,34 @@ and on the command line by `--model.gate-options.expert-groups 8`. The option's 
 
 def reference() -> str:
     """Return the text of docs/recipe-reference.md."""
-    hints = typing.get_type_hints(Recipe)
-    sections = [_section(field.name, hints[field.name]) for field in fields(Recipe)]
-    return "\n".join([_HEAD, *sections, _OPTIONS, *_options(), ""])
+    sections = [_section(name, section) for name, section in SECTIONS.items()]
+    return "\n".join([_HEAD, *sections, _RULES, *_rules(), "", _RESUME, *_resume(), "", _OPTIONS, *_options(), ""])
+
+
+def _section(name: str, section: type[Section]) -> str:
+    texts = field_docs(section)
+    lines = [f"## [{name}]", "", _text(str(inspect.getdoc(section)))]
+    lines += ["", "| key | type | default | |", "|---|---|---|---|"]
+    for key in declared(section):
+        kind = ", ".join([_type(key), *key.bounds])
+        row = (f"`{key.name}`", kind, f"`{to_toml(key.default)}`", _text(texts[key.name]))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _rules() -> Iterator[str]:
+    for rule in RULES:
+        when = f", if `{rule.when.replace(' and ', '` and `')}`" if rule.when else ""
+        yield f"| `{rule.subject}` | {rule.verb} | `{rule.object}`{when} | {rule.why} |"
+
+
+def _resume() -> Iterator[str]:
+    for name, section in SECTIONS.items():
+        if section.on_resume:
+            yield f"| `{name}.*` | {section.on_resume} |"
+    for name, key in keys().items():
+        if key.on_resume != SECTIONS[name.partition(".")[0]].on_resume:
+            yield f"| `{name}` | {key.on_resume or 'must not change'} |"
 
 
 def _options() -> Iterator[str]:
@@ -89,40 +131,32 @@ def _options() -> Iterator[str]:
 
 def options_help(recipe: Recipe, program: str) -> str:
     """Format every recipe key as an option of the command ``program``, with its value in ``recipe``."""
-    hints = typing.get_type_hints(Recipe)
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     wrap = textwrap.TextWrapper(width, initial_indent=" " * 8, subsequent_indent=" " * 8).fill
     lines = [f"usage: {program} [--section.key value ...]"]
-    for section in fields(Recipe):
-        cls = hints[section.name]
-        kinds, texts = typing.get_type_hints(cls), field_docs(cls)
-        lines += ["", f"[{section.name}] {' '.join(str(inspect.getdoc(cls)).partition(chr(10) * 2)[0].split())}"]
-        for field in fields(cls):
-            option = field.name.replace("_", "-")
-            kind = _type(kinds[field.name]).replace("`", "").replace('"', "")
-            kind = f"true, false (--{section.name}.no-{option})" if kinds[field.name] is bool else kind
-            value = to_toml(getattr(getattr(recipe, section.name), field.name))
-            lines.append(f"  --{section.name}.{option} {kind}   (default: {value})")
-            lines.append(wrap(" ".join(texts[field.name].replace("``", "`").split())))
+    for name, section in SECTIONS.items():
+        texts = field_docs(section)
+        lines += ["", f"[{name}] {' '.join(str(inspect.getdoc(section)).partition(chr(10) * 2)[0].split())}"]
+        for key in declared(section):
+            option = key.name.replace("_", "-")
+            kind = _type(key).replace("`", "").replace('"', "")
+            if key.kind is bool and not key.is_optional:
+                kind = f"true, false (--{name}.no-{option})"
+            value = to_toml(recipe.value(f"{name}.{key.name}"))
+            lines.append(f"  --{name}.{option} {kind}   (default: {value})")
+            lines.append(wrap(" ".join(texts[key.name].replace("``", "`").split())))
     return "\n".join(lines)
 
 
-def _section(name: str, cls: type) -> str:
-    hints, texts = typing.get_type_hints(cls), field_docs(cls)
-    lines = [f"## [{name}]", "", _text(str(inspect.getdoc(cls))), "", "| key | type | default | |", "|---|---|---|---|"]
-    for field in fields(cls):
-        kind = ", ".join([_type(hints[field.name]), *_limits(name, field)])
-        row = (f"`{field.name}`", kind, f"`{to_toml(_default(field))}`", _text(texts[field.name]))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    return "\n".join([*lines, ""])
+def _type(key: Key) -> str:
+    kind = "table" if key.kind is Mapping else key.kind.__name__
+    kind = ", ".join(f"`{to_toml(value)}`" for value in key.choices) or kind
+    kind = f"list of {kind}" if key.is_list else kind
+    return f"{kind} or none" if key.is_optional else kind
 
 
-def _default(field: Field) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, with ``"none"`` in place of the word None.
+def field_docs(cls: type[Section]) -> dict[str, str]:
+    """Return the docstring of each field of a section, with ``"none"`` in place of the word None.
 
     Raises:
         ValueError: a field has no docstring.
@@ -134,29 +168,10 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             target: Any = field.target
             docs[target.id] = re.sub(r"\bNone\b", '"none"', inspect.cleandoc(str(text.value.value)))
-    if missing := [field.name for field in fields(cls) if field.name not in docs]:
-        raise ValueError(f"{cls.__name__}.{missing[0]} has no docstring")
+    for key in declared(cls):
+        if key.name not in docs:
+            raise ValueError(f"{cls.__name__}.{key.name} has no docstring")
     return docs
-
-
-def _type(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join([*(_type(a) for a in arguments if a is not type(None)), "none"])
-    if origin is typing.Literal:
-        return ", ".join(f"`{to_toml(value)}`" for value in arguments)
-    if origin is tuple:
-        return f"list of {_type(arguments[0])}"
-    if origin is Mapping:
-        return "table"
-    return hint.__name__
-
-
-def _limits(section: str, field: Field) -> Iterator[str]:
-    if field.name in POSITIVE.get(section, ()):
-        yield "positive"
-    if field.name in NOT_NEGATIVE.get(section, ()):
-        yield "0 or more"
 
 
 def _text(doc: str) -> str:

@@ -11,29 +11,30 @@ import math
 import torch
 from torch import Tensor
 
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig, PositionConfig
 
 
 def rotary_width(model: ModelConfig) -> int:
     """Return the number of elements of a head that are rotated by position."""
-    return model.qk_rope_head_dim or int(model.head_width * model.rotary_fraction)
+    return model.attention.qk_rope_head_dim or int(model.head_width * model.position.rotary_fraction)
 
 
 def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Return the angle per position, in radians, of each pair of elements: float32 [rotary_width / 2]."""
-    width = rotary_width(model)
-    base = model.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    if model.rope_scaling is None:
+    width, position = rotary_width(model), model.position
+    base = position.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    if position.rope_scaling is None:
         return 1.0 / base
-    low, high = _mixed_pairs(model)
+    low, high = _mixed_pairs(width, position)
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (model.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # rounds like Hugging Face's
+    return 1.0 / (position.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # rounds like Hugging Face's
 
 
 def rotary_factor(model: ModelConfig) -> float:
     """Return the factor by which rotated queries and keys are multiplied."""
-    return _m(model.rope_factor, model.rope_mscale) / _m(model.rope_factor, model.rope_mscale_all_dim)
+    position = model.position
+    return _m(position.rope_factor, position.rope_mscale) / _m(position.rope_factor, position.rope_mscale_all_dim)
 
 
 def score_factor(model: ModelConfig) -> float:
@@ -41,21 +42,23 @@ def score_factor(model: ModelConfig) -> float:
 
     Source: DeepSeek-V2, arXiv 2405.04434.
     """
-    return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
+    if model.attention.kv_lora_rank is None:
+        return 1.0
+    return _m(model.position.rope_factor, model.position.rope_mscale_all_dim) ** 2
 
 
-def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
+def _mixed_pairs(width: int, position: PositionConfig) -> tuple[float, float]:
     """Return the range of pairs of elements whose frequencies YaRN divides in part, as indices (low, high).
 
     Up to ``low``, frequencies are kept. From ``high`` on, they are divided by ``rope_factor``.
     """
-    assert model.rope_original_length is not None
-    width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
+    length, base = position.rope_original_length, 2 * math.log(position.rope_theta)
+    assert length is not None
     low, high = (
         width * math.log(length / (turns * 2 * math.pi)) / base
-        for turns in (model.rope_beta_fast, model.rope_beta_slow)
+        for turns in (position.rope_beta_fast, position.rope_beta_slow)
     )
-    if model.rope_truncate:
+    if position.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     return low, high + 0.001 if low == high else high

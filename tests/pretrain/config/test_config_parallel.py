@@ -8,22 +8,22 @@ from pretrain.config import ParallelConfig, load_recipe
 # quickstart: 4 layers, 6 heads of 32, 16 experts of width 256, 256 tokens, vocabulary 2048; 16 sequences, micro batch
 # 8.
 WRONG = {
-    "heads over TP": ({"tensor": 4}, ["parallel.tensor=4", "model.num_heads=6"]),
+    "heads over TP": ({"tensor": 4}, ["parallel.tensor=4", "attention.num_heads=6"]),
     "vocabulary over TP": ({"tensor": 2}, ["parallel.tensor=2", "model.vocab_size=2049"], {"model.vocab-size": 2049}),
     "dense hidden width over TP": (
         {"tensor": 2},
         ["parallel.tensor=2", "model.ffn_hidden_size=767"],
-        {"model.ffn-hidden-size": 767, "model.moe-layers": 2},
+        {"model.ffn-hidden-size": 767, "moe.layers": 2},
     ),
     "wide dense layers over TP": (
         {"tensor": 2},
         ["parallel.tensor=2", "model.dense_ffn_hidden_size=767"],
-        {"model.dense-ffn-hidden-size": 767, "model.moe-layers": 2},
+        {"model.dense-ffn-hidden-size": 767, "moe.layers": 2},
     ),
     "heads of keys over TP": (
         {"tensor": 2},
-        ["parallel.tensor=2", "model.num_query_groups=3"],
-        {"model.num-query-groups": 3},
+        ["parallel.tensor=2", "attention.num_query_groups=3"],
+        {"attention.num-query-groups": 3},
     ),
     "sequence over TP": (
         {"tensor": 2},
@@ -36,7 +36,7 @@ WRONG = {
         {"model.kind": "t5", "model.sequence-length": 200},
     ),
     "a t5 over PP": ({"pipeline": 2}, ["parallel.pipeline=2", "model.kind=t5"], {"model.kind": "t5"}),
-    "sequence parallelism without TP": ({"sequence": True}, ["parallel.sequence=true", "parallel.tensor=1"]),
+    "sequence parallelism without TP": ({"sequence": True}, ["parallel.sequence=true", "parallel.tensor > 1"]),
     "context of a t5": ({"context": 2}, ["parallel.context=2", "model.kind=gpt", "not t5"], {"model.kind": "t5"}),
     "context of a bert": ({"context": 2}, ["parallel.context=2", "model.kind=gpt", "not bert"], {"model.kind": "bert"}),
     "context over the sequence": ({"context": 3}, ["parallel.context=3", "model.sequence_length=256"]),
@@ -45,12 +45,16 @@ WRONG = {
         ["parallel.tensor x parallel.context=6", "model.sequence_length=250"],
         {"model.sequence-length": 250},
     ),
-    "heads over context": ({"context": 4}, ["parallel.tensor x parallel.context=4", "model.num_heads=6"]),
+    "heads over context": ({"context": 4}, ["parallel.context=4", "attention.num_heads=6"]),
     "heads over TP and context": (
         {"tensor": 2, "context": 2},
-        ["parallel.tensor x parallel.context=4", "model.num_heads=6"],
+        ["parallel.tensor x parallel.context=4", "attention.num_heads=6"],
     ),
-    "context and EP apart": ({"context": 2, "expert": 3}, ["parallel.context=2", "parallel.expert=3", "divide"]),
+    "context and EP apart": (
+        {"context": 2, "expert": 3},
+        ["parallel.context=2", "parallel.expert=3", "divide"],
+        {"moe.num-experts": 15},
+    ),
     "context and TP with whole sequences": (
         {"tensor": 2, "context": 3, "sequence": "false"},
         ["parallel.sequence=false", "parallel.tensor=2", "parallel.context=3"],
@@ -69,15 +73,15 @@ WRONG = {
     ),
     "deepep of many choices": (
         {"expert": 2, "exchange": "deepep", "wire": "bf16"},
-        ["model.top_k=33", "at most 32", "parallel.exchange=deepep"],
-        {"model.num-experts": 64, "model.top-k": 33, "model.gate": "naive"},
+        ["moe.top_k=33", "at most 32", "parallel.exchange=deepep"],
+        {"moe.num-experts": 64, "moe.top-k": 33, "moe.gate": "naive"},
     ),
     "layers over PP": ({"pipeline": 3}, ["parallel.pipeline=3", "model.num_layers=4"]),
     "layers over PP x VPP": (
         {"pipeline": 2, "virtual-pipeline": 4},
         ["parallel.pipeline x parallel.virtual_pipeline=8", "model.num_layers=4"],
     ),
-    "VPP without PP": ({"virtual-pipeline": 2}, ["parallel.virtual_pipeline=2", "parallel.pipeline=1"]),
+    "VPP without PP": ({"virtual-pipeline": 2}, ["parallel.virtual_pipeline=2", "parallel.pipeline > 1"]),
     "VPP with GPipe": (
         {"pipeline": 2, "virtual-pipeline": 2, "schedule": "gpipe"},
         ["parallel.schedule=gpipe", "parallel.virtual_pipeline=2"],
@@ -87,9 +91,13 @@ WRONG = {
         ["train.global_batch=24", "3 micro batches", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
         {"train.global-batch": 24},
     ),
-    "experts over EP": ({"expert": 3}, ["parallel.expert=3", "model.num_experts=16"]),
-    "EP without experts": ({"expert": 2}, ["parallel.expert=2", "model.num_experts"], {"model.num-experts": 0}),
-    "TP and EP apart": ({"tensor": 2, "expert": 3}, ["parallel.tensor", "=2", "parallel.expert", "=3", "divide"]),
+    "experts over EP": ({"expert": 3}, ["parallel.expert=3", "moe.num_experts=16"]),
+    "EP without experts": ({"expert": 2}, ["parallel.expert=2", "moe.num_experts"], {"moe.num-experts": 0}),
+    "TP and EP apart": (
+        {"tensor": 2, "expert": 3},
+        ["parallel.tensor", "=2", "parallel.expert", "=3", "divide"],
+        {"moe.num-experts": 15},
+    ),
     "ETP that is not TP": ({"tensor": 1, "expert-tensor": 2}, ["parallel.expert_tensor=2", "parallel.tensor=1"]),
     "ETP over the hidden width": (
         {"tensor": 2, "expert-tensor": 2},

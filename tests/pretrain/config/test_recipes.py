@@ -86,7 +86,7 @@ def counted(names):
         parameters = list(build_on_meta(recipe).parameters())
         assert all(p.is_meta for p in parameters)
         experts = sum(p.numel() for p in parameters if is_expert(p))
-        idle = experts // max(recipe.model.num_experts, 1) * (recipe.model.num_experts - recipe.model.top_k)
+        idle = experts // max(recipe.model.moe.num_experts, 1) * (recipe.model.moe.num_experts - recipe.model.moe.top_k)
         found.append((sum(p.numel() for p in parameters), idle))
     return found
 
@@ -155,12 +155,12 @@ def small(name):
 
 
 # What the page says to add.
-OF_DEEPSEEK = ["--model.moe-layers", "2", "--model.dense-ffn-hidden-size", "256"]
-OF_LATENT = ["--model.head-dim", "none", "--model.kv-lora-rank", "32", "--model.qk-head-dim", "16"]
-OF_LATENT += ["--model.qk-rope-head-dim", "8", "--model.v-head-dim", "16"]
-OF_XL = ["--model.memory-length", "128"]
-OF_DENSE = ["--model.num-experts", "0", "--parallel.expert", "1", "--parallel.data", "2"]
-OF_T5 = ["--model.num-decoder-layers", "2", "--model.group-size", "none"]
+OF_DEEPSEEK = ["--moe.layers", "2", "--model.dense-ffn-hidden-size", "256"]
+OF_LATENT = ["--attention.head-dim", "none", "--attention.kv-lora-rank", "32", "--attention.qk-head-dim", "16"]
+OF_LATENT += ["--attention.qk-rope-head-dim", "8", "--attention.v-head-dim", "16"]
+OF_XL = ["--position.memory-length", "128"]
+OF_DENSE = ["--moe.num-experts", "0", "--parallel.expert", "1", "--parallel.data", "2"]
+OF_T5 = ["--model.num-decoder-layers", "2", "--moe.group-size", "none"]
 IN_CI = ("mixtral-8x7b", "switch-c")
 OF_THEIR_OWN = ("quickstart", "t5", "bert")  # trained by other tests
 
@@ -178,15 +178,15 @@ def test_made_small_it_trains(forks, tiny_corpus, tmp_path, name):
     options = small("mixtral-8x7b")
     if recipe.model.kind == "t5":
         options += OF_T5
-    if recipe.model.memory_length:
+    if recipe.model.position.memory_length:
         options += OF_XL
-    if not recipe.model.num_experts:
+    if not recipe.model.moe.num_experts:
         options += OF_DENSE
-    if recipe.model.num_query_groups is None:
-        options += ["--model.num-query-groups", "none"]
+    if recipe.model.attention.num_query_groups is None:
+        options += ["--attention.num-query-groups", "none"]
     if name.startswith("deepseek"):
         options += OF_DEEPSEEK
-    if recipe.model.kv_lora_rank is not None:
+    if recipe.model.attention.kv_lora_rank is not None:
         options += OF_LATENT
     options += ["--run.folder", tmp_path / "run", "--train.steps", "2", "--train.seed", str(key("recipe", name) % 1000)]
     options += ["--optimizer.warmup-steps", "0", "--tracking.no-wandb", "--model.vocab-size", "384"]
@@ -200,4 +200,4 @@ def test_made_small_it_trains(forks, tiny_corpus, tmp_path, name):
     # Of the published model, what is not size stays.
     for of in ("kind", "gate", "norm", "gated", "activation", "tie_embeddings", "qk_norm", "normalize", "balance_loss"):
         assert getattr(trained.model, of) == getattr(recipe.model, of)
-    assert (trained.model.num_query_groups is None) == (recipe.model.num_query_groups is None)
+    assert (trained.model.attention.num_query_groups is None) == (recipe.model.attention.num_query_groups is None)
