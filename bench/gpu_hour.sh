@@ -154,7 +154,7 @@ train() {
     recipe+=(--data.tokenizer "$corpus/tokenizer.model" --data.train "$corpus/train" --data.validation "$corpus/train")
     # Sixty steps of each, compared by the tokens per second of their last lines.
     run cuda 90 "$PYTHON" -m pretrain "${recipe[@]}" --train.steps 60 --run.folder "$scratch/cuda" \
-        --model.expert_options.backend cuda # an error without the kernels
+        --moe.expert_options.backend cuda # an error without the kernels
     rehearse cuda "$PYTHON" -m pretrain "${recipe[@]}" --train.steps 2 --optimizer.warmup_steps 1 \
         --model.num_layers 1 --model.sequence_length 64 --train.validation_every 1 \
         --train.global_batch 2 --train.micro_batch 2 --train.validation_sequences 2 --run.folder "$scratch/cpu"

@@ -5,7 +5,16 @@ from dataclasses import replace
 import numpy as np
 from engines import LENGTH, VOCAB, Samples, engine_of
 
-from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from pretrain.config import (
+    AttentionConfig,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
 from pretrain.data.spans import SpanCorruption
@@ -17,18 +26,20 @@ RECIPE = Recipe(
     model=ModelConfig(
         num_layers=2,
         hidden_size=32,
-        num_heads=2,
         ffn_hidden_size=24,
         sequence_length=LENGTH,
         vocab_size=VOCAB,
-        num_experts=4,
-        top_k=2,
-        gate="switch",
-        capacity_factor=1.0,
-        eval_capacity_factor=None,
-        jitter=0.3,
         init_std=0.2,
-        balance_loss=0.1,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(
+            num_experts=4,
+            top_k=2,
+            gate="switch",
+            capacity_factor=1.0,
+            eval_capacity_factor=None,
+            jitter=0.3,
+            balance_loss=0.1,
+        ),
     ),
     # A large eps: where a gradient is rounding alone, the size of the step is not.
     optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5, eps=1e-3),
@@ -37,13 +48,16 @@ RECIPE = Recipe(
 KINDS = {  # options of [model] and [data]
     "t5": ({"kind": "t5", "num_decoder_layers": 1}, {"noise_density": 0.35, "mean_span": 2.0}),
     "t5, relative positions": (
-        {"kind": "t5", "num_decoder_layers": 1, "position": "relative", "dropout": 0.1}
+        {"kind": "t5", "num_decoder_layers": 1, "position.encoding": "relative", "dropout": 0.1}
         | {"tied_output_bias": False, "output_scale": True, "activation": "gelu_tanh"},
         {"noise_density": 0.35, "mean_span": 2.0},
     ),
     "bert": ({"kind": "bert"}, {}),
     "documents": ({}, {"document_mask": True}),
-    "documents, learned positions": ({"position": "learned_absolute", "moe_layers": (2,)}, {"document_mask": True}),
+    "documents, learned positions": (
+        {"position.encoding": "learned_absolute", "moe.layers": (2,)},
+        {"document_mask": True},
+    ),
 }
 
 
@@ -51,7 +65,7 @@ def recipe_of(kind, micro_batch=2, distributed=False, **parallel):
     model, data = KINDS[kind]
     return replace(
         RECIPE,
-        model=replace(RECIPE.model, **model),
+        model=RECIPE.model.with_values(model),
         data=DataConfig(**data),
         parallel=ParallelConfig(**parallel),
         train=replace(RECIPE.train, micro_batch=micro_batch),
@@ -89,12 +103,12 @@ def samples_of(recipe):
 def with_dropout(kind, micro_batch=8, precision="fp32", model=None, **parallel):
     """Recipe of a kind, or of a plain GPT, with dropout."""
     recipe = recipe_of("documents" if kind == "gpt" else kind, micro_batch, **parallel)
-    shape = {"dropout": 0.2, "num_heads": 4, "num_layers": 4, **(model or {})}
+    shape = {"dropout": 0.2, "attention.num_heads": 4, "num_layers": 4, **(model or {})}
     if kind == "gpt":
         shape["num_query_groups"] = 2
         recipe = replace(recipe, data=DataConfig())
     train = replace(recipe.train, steps=DROPOUT_STEPS, precision=precision)
-    return replace(recipe, model=replace(recipe.model, **shape), train=train)
+    return replace(recipe, model=recipe.model.with_values(shape), train=train)
 
 
 def losses(recipe, steps=range(DROPOUT_STEPS)):

@@ -79,23 +79,23 @@ def _megatron_moe(recipe: Recipe) -> nn.Module:
     from pretrain.models.gpt import build_gpt
 
     model = recipe.model
-    if not model.num_experts:
+    if not model.moe.num_experts:
         return build_model(recipe)
     config = transformer_config(
         recipe,
-        num_moe_experts=model.num_experts,
-        moe_router_topk=model.top_k,
+        num_moe_experts=model.moe.num_experts,
+        moe_router_topk=model.moe.top_k,
         moe_ffn_hidden_size=model.ffn_hidden_size,
-        moe_expert_capacity_factor=model.capacity_factor,
+        moe_expert_capacity_factor=model.moe.capacity_factor,
         moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=model.balance_loss,
-        moe_z_loss_coeff=model.z_loss,
-        moe_input_jitter_eps=model.jitter if model.gate == "switch" and model.jitter else None,
-        moe_router_pre_softmax=model.gate != "naive",  # softmax over all experts, or over the chosen ones
+        moe_aux_loss_coeff=model.moe.balance_loss,
+        moe_z_loss_coeff=model.moe.z_loss,
+        moe_input_jitter_eps=model.moe.jitter if model.moe.gate == "switch" and model.moe.jitter else None,
+        moe_router_pre_softmax=model.moe.gate != "naive",  # softmax over all experts, or over the chosen ones
         moe_router_dtype="fp32",
         moe_token_dispatcher_type="alltoall",
         expert_model_parallel_size=recipe.parallel.expert,
         expert_tensor_parallel_size=recipe.parallel.expert_tensor,
     )
-    spec = get_gpt_layer_local_spec(num_experts=model.num_experts, moe_grouped_gemm=False)
+    spec = get_gpt_layer_local_spec(num_experts=model.moe.num_experts, moe_grouped_gemm=False)
     return build_gpt(recipe, config, spec)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     from pretrain.engine import init_parallel
 
     recipe = load_recipe("quickstart")
-    model = replace(recipe.model, **{name: getattr(arguments, name) for name in MODEL})
+    model = recipe.model.with_values({name: getattr(arguments, name) for name in MODEL})
     train = replace(recipe.train, global_batch=1, micro_batch=1)
     recipe = replace(recipe, model=model, train=train, parallel=replace(recipe.parallel, expert=1, data=1))
     processes = process.start()

@@ -16,7 +16,15 @@ import torch.distributed as dist
 from bench import options, ranks, report
 from bench.samples import Tokens
 from bench.traffic import Traffic
-from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from pretrain.config import (
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 
 HELD = ("weights", "gradients", "masters", "moments")
 GIB = 2**30
@@ -60,11 +68,11 @@ def recipe_of(classes: int, width: int, size: int, optimizer: str = "adamw", pre
         model=ModelConfig(
             num_layers=1,
             hidden_size=width,
-            num_heads=width // 8,  # at width 512, 64 heads, which up to 64 ranks can split
             ffn_hidden_size=width,
             sequence_length=64,
             vocab_size=classes,
-            num_experts=0,
+            attention=AttentionConfig(num_heads=width // 8),
+            moe=MoEConfig(num_experts=0),
         ),
         parallel=ParallelConfig(tensor=size),
         optimizer=OptimizerConfig(name=optimizer, lr=1e-2),

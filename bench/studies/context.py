@@ -55,16 +55,16 @@ def main(argv: Sequence[str]) -> None:
 
 def recipe_of(arguments: Any, split: str, length: int):
     """Return the recipe of a split; raise UserError for an invalid one."""
-    from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+    from pretrain.config import AttentionConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 
     recipe = Recipe(
         model=ModelConfig(
             num_layers=arguments.layers,
             hidden_size=arguments.hidden_size,
-            num_heads=max(arguments.hidden_size // HEAD_WIDTH, 1),
             ffn_hidden_size=2 * arguments.hidden_size,
             sequence_length=length,
             vocab_size=256,
+            attention=AttentionConfig(num_heads=max(arguments.hidden_size // HEAD_WIDTH, 1)),
         ),
         data=DataConfig(train=("made-up",)),
         parallel=ParallelConfig(**{split: arguments.ranks}),

@@ -21,7 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bench import options, ranks, report
 from bench.studies import pipeline
-from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from pretrain.config import (
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 
 # The whole batch at once, on one stage, is the paper's Naive-1.
 MODES = (("whole", "none"), ("1f1b", "none"), ("1f1b", "full"), ("gpipe", "none"), ("gpipe", "full"))
@@ -80,12 +88,12 @@ def _recipe(arguments) -> Recipe:
         model=ModelConfig(
             num_layers=1,
             hidden_size=arguments.hidden_size,
-            num_heads=max(1, arguments.hidden_size // 64),
             ffn_hidden_size=4 * arguments.hidden_size,
             sequence_length=arguments.sequence_length,
             vocab_size=32768,
-            num_experts=0,
             tie_embeddings=False,
+            attention=AttentionConfig(num_heads=max(1, arguments.hidden_size // 64)),
+            moe=MoEConfig(num_experts=0),
         ),
         optimizer=OptimizerConfig(name=arguments.optimizer),
         train=TrainConfig(micro_batch=1, global_batch=arguments.micro_batches, precision=arguments.precision),

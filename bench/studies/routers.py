@@ -71,8 +71,8 @@ def measure_run(run: Path, count: int) -> Report:
 
     trained = open_run(run)
     recipe = trained.recipe
-    if recipe.model.kind != "gpt" or not recipe.model.num_experts:
-        has = f"model.kind={recipe.model.kind} and model.num_experts={recipe.model.num_experts}"
+    if recipe.model.kind != "gpt" or not recipe.model.moe.num_experts:
+        has = f"model.kind={recipe.model.kind} and moe.num_experts={recipe.model.moe.num_experts}"
         raise UserError(f"{run} has {has}: pass the run of a gpt with experts")
     samples, _ = open_validation(recipe, trained.tokenizer)
     with single_process(recipe.train.seed) as processes:

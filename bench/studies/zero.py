@@ -73,7 +73,15 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     """Count the bytes of the trainer's engine, whose optimizer is sharded at stage 1."""
     from bench.studies.memory import tensors_of
     from megatron_patch import cpu
-    from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+    from pretrain.config import (
+        AttentionConfig,
+        ModelConfig,
+        MoEConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        Recipe,
+        TrainConfig,
+    )
     from pretrain.engine import Engine, init_parallel, stop_parallel
     from pretrain.start.process import Processes
 
@@ -82,13 +90,11 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     model = ModelConfig(
         num_layers=layers,
         hidden_size=width,
-        num_heads=4,
         ffn_hidden_size=2 * width,
         sequence_length=32,
         vocab_size=256,
-        num_experts=4,
-        top_k=2,
-        gate="naive",
+        attention=AttentionConfig(num_heads=4),
+        moe=MoEConfig(num_experts=4, top_k=2, gate="naive"),
     )
     recipe = Recipe(
         model=model,

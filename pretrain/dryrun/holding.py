@@ -47,7 +47,7 @@ class Holding:
         experts: number of the rank's experts in each layer with experts; 0 without such layers.
         parameters: number of parameters in the rank's modules, replicated ones included.
         weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights.
-        memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
+        memories: bytes of the hidden states remembered from earlier segments (``position.memory_length``).
         distinct: number of distinct parameters on all ranks of this pipeline stage. The last stage's copy of the
             embedding is not counted.
         saved: bytes that all ranks of this pipeline stage save in a checkpoint: weights, masters and moments of the

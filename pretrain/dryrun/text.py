@@ -34,7 +34,7 @@ def summary(plan: Plan) -> str:
         f"  dense part: tensor {axes.tensor:,} x context {axes.context:,} x data {axes.data:,} x "
         f"pipeline {axes.pipeline:,}",
     ]
-    if plan.recipe.model.num_experts:
+    if plan.recipe.model.moe.num_experts:
         lines.append(
             f"  experts: expert tensor {axes.expert_tensor:,} x expert {axes.expert:,} x data {axes.expert_data:,} x "
             f"pipeline {axes.pipeline:,}"

@@ -105,8 +105,10 @@ class Engine:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
-            if recipe.model.num_experts:
-                chunk.config.num_moe_experts = recipe.model.num_experts  # the schedule reads it from one of the chunks
+            if recipe.model.moe.num_experts:
+                chunk.config.num_moe_experts = (
+                    recipe.model.moe.num_experts
+                )  # the schedule reads it from one of the chunks
         if recipe.parallel.overlap_gradients:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -43,9 +43,9 @@ def build_model(
     module = kind_of(recipe).build(recipe, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if model.dropout:
         key_dropout(module, recipe.train.seed)
-    if model.num_experts:
+    if model.moe.num_experts:
         options = moe_options(model)
-        if model.balance_scope != "routing_group":
+        if model.moe.balance_scope != "routing_group":
             ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
             options["gate_options"] = options["gate_options"] | {"balance_group": ranks}
         fmoefy(
@@ -113,25 +113,27 @@ def check_parts(recipe: Recipe) -> None:
     parallel = recipe.parallel
     kind_of(recipe)
     check_optimizer(recipe)
-    if not model.num_experts:
+    if not model.moe.num_experts:
         return
-    with _refusing("model", f"gate={model.gate}", "gate_options", model.gate_options):
-        gate: Any = GATES.get(model.gate)
+    with _refusing("model", f"gate={model.moe.gate}", "gate_options", model.moe.gate_options):
+        gate: Any = GATES.get(model.moe.gate)
         if isinstance(gate, type) and issubclass(gate, HashRouter):
-            raise UserError(f"gate={model.gate} needs token ids, which Megatron-core does not pass: use another gate")
-        build_gate(model.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
+            raise UserError(
+                f"gate={model.moe.gate} needs token ids, which Megatron-core does not pass: use another gate"
+            )
+        build_gate(model.moe.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
         loss_weights(model)
-    with _refusing("model", f"expert={model.expert}", "expert_options", model.expert_options):
+    with _refusing("model", f"expert={model.moe.expert}", "expert_options", model.moe.expert_options):
         expert_shapes(model)
-        if parallel.expert_tensor > 1 and model.expert not in ("ffn", "swiglu", "geglu"):
-            raise UserError(f"expert={model.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")
+        if parallel.expert_tensor > 1 and model.moe.expert not in ("ffn", "swiglu", "geglu"):
+            raise UserError(f"expert={model.moe.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")
     with _refusing("parallel", f"exchange={parallel.exchange}", "exchange_options", parallel.exchange_options):
         build_exchange(None, model.routed_experts, parallel.exchange, exchange_options(parallel))
 
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str, table: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Convert an error of the ``with`` block to a UserError that begins with a recipe key, such as ``model.gate``."""
+    """Convert an error of the ``with`` block to a UserError that begins with a recipe key, such as ``moe.gate``."""
     try:
         yield
     except UserError as error:

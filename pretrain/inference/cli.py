@@ -111,7 +111,7 @@ def evaluate(argv: list[str]) -> int:
         "--memory-length",
         type=int,
         metavar="M",
-        help="number of hidden states in the memory of a model with memory (default: model.memory_length)",
+        help="number of hidden states in the memory of a model with memory (default: position.memory_length)",
     )
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
@@ -190,17 +190,17 @@ def _decoder(
 ) -> tuple[decoding.Decoder, list[int], int]:
     """Load the model. Return its decoder, the tokens that it begins with, and the maximum number of new ones."""
     model = trained.recipe.model
-    if model.memory_length and arguments.no_cache:
-        raise UserError(f"--no-cache is not supported with model.memory_length={model.memory_length}")
+    if model.position.memory_length and arguments.no_cache:
+        raise UserError(f"--no-cache is not supported with position.memory_length={model.position.memory_length}")
     module = load_model(trained, processes, drops=False)
     if model.kind == "t5":
         inputs = torch.tensor(ids, device=processes.device, dtype=torch.int64)
         # Learned positions, if the model has any, end there.
         max_tokens = min(arguments.max_tokens, max(model.sequence_length, trained.recipe.decoder_length))
         return decoding.T5Decoder(module, inputs, arguments.num_samples), [trained.tokenizer.role("pad")], max_tokens
-    if model.memory_length:
-        return decoding.MemoryDecoder(module, model.memory_length), ids, arguments.max_tokens
-    keeps = not arguments.no_cache and model.position != "transformer_xl"
+    if model.position.memory_length:
+        return decoding.MemoryDecoder(module, model.position.memory_length), ids, arguments.max_tokens
+    keeps = not arguments.no_cache and model.position.encoding != "transformer_xl"
     return decoding.GPTDecoder(module, model.sequence_length, keeps=keeps), ids, arguments.max_tokens
 
 
@@ -330,10 +330,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         if path in seen:
             raise UserError(f"{trained.checkpoint.path} is given twice")
         seen.add(path)
-        if arguments.memory_length is not None and not trained.recipe.model.memory_length:
+        if arguments.memory_length is not None and not trained.recipe.model.position.memory_length:
             raise UserError(
                 f"--memory-length {arguments.memory_length} needs a model with memory; {trained.name} has "
-                "model.memory_length=0"
+                "position.memory_length=0"
             )
     options = (arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format)
     data_of_runs = [report.open_data(trained, *options) for trained in runs]

@@ -175,6 +175,6 @@ def refuse_expert_choice(model: nn.Module) -> None:
     """Raise UserError if a gate lets experts choose their tokens: the choice depends on later tokens."""
     if any(isinstance(module, ExpertChoiceRouter) for module in model.modules()):
         raise UserError(
-            "model.gate=expert_choice chooses among all tokens of a sequence, later ones included: token-by-token "
+            "moe.gate=expert_choice chooses among all tokens of a sequence, later ones included: token-by-token "
             "generation is not supported"
         )

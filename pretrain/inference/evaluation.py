@@ -77,13 +77,13 @@ def evaluate(
         model: the model, in evaluation mode.
         samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
         streams: for a model with memory, number of streams of text; sample i continues stream ``i % streams``.
-        memory_length: number of hidden states in the model's memory; None for ``model.memory_length``.
+        memory_length: number of hidden states in the model's memory; None for ``position.memory_length``.
         byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
     """
     forward = kind_of(recipe).forward
     result = Evaluation(bytes=None if byte_lengths is None else 0)
-    length = recipe.model.memory_length if memory_length is None else memory_length
+    length = recipe.model.position.memory_length if memory_length is None else memory_length
     size = recipe.train.micro_batch
     memory = StreamMemory(model, length, streams) if length else None
     with counting(model):

@@ -146,7 +146,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
 
     Args:
-        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit, so that a GPT's output
+        drops: apply the recipe's ``moe.eval_capacity_factor``. False lifts the capacity limit, so that a GPT's output
             for a token depends on no later token and no other sequence, unless experts choose their tokens.
 
     Raises:
@@ -159,7 +159,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
 
     recipe = trained.recipe
     if not drops:
-        recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
+        recipe = replace(recipe, model=recipe.model.with_values({"moe.eval_capacity_factor": None}))
     model = build_model(recipe).to(DTYPES[recipe.train.precision])
     if bf16_linear.is_needed():
         bf16_linear.mark_weights(model)

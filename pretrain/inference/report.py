@@ -95,9 +95,9 @@ def _check_stride(stride: int, trained: Trained) -> None:
     model = trained.recipe.model
     if model.objective != "gpt":
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
-    if model.memory_length:
+    if model.position.memory_length:
         raise UserError(
-            f"--stride {stride} is not supported with model.memory_length={model.memory_length} of {trained.name}, "
+            f"--stride {stride} is not supported with position.memory_length={model.position.memory_length} of {trained.name}, "
             "whose memory holds the earlier tokens: omit --stride"
         )
     if stride > model.sequence_length:

@@ -57,7 +57,7 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--no-drops",
         action="store_true",
-        help="leave out model.eval_capacity_factor (few formats support it), so that experts drop no tokens",
+        help="leave out moe.eval_capacity_factor (few formats support it), so that experts drop no tokens",
     )
     arguments = parser.parse_args(argv)
     if arguments.update_code is not None:

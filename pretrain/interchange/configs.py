@@ -54,14 +54,14 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
     values = {key.ours: _value(key, config) for key in family.keys} | read_yarn(config)
-    if "rope_scaling" in values and "rope_scaling" not in family.varies:
+    if "position.rope_scaling" in values and "position.rope_scaling" not in family.varies:
         raise UserError(f"rope_type=yarn is not supported by {family.name}: it must be default")
     values = {**family.fixed, **values, **family.read(config)}
-    if values.get("num_query_groups") == values["num_heads"]:  # the default of the recipe
-        del values["num_query_groups"]
-    if values.get("head_dim") == values["hidden_size"] / values["num_heads"]:
-        del values["head_dim"]
-    return family, ModelConfig(**values)
+    if values.get("attention.num_query_groups") == values["attention.num_heads"]:  # the default of the recipe
+        del values["attention.num_query_groups"]
+    if values.get("attention.head_dim") == values["hidden_size"] / values["attention.num_heads"]:
+        del values["attention.head_dim"]
+    return family, ModelConfig().with_values(values)
 
 
 def _value(key: Key, config: Mapping[str, Any]) -> Any:

@@ -17,17 +17,17 @@ ONLY_TRAINING = frozenset(
         "dropout",
         "init",
         "init_std",
-        "capacity_factor",
-        "group_size",
-        "balance_loss",
-        "balance_scope",
-        "z_loss",
-        "loss_weights",
-        "bias_step",
+        "moe.capacity_factor",
+        "moe.group_size",
+        "moe.balance_loss",
+        "moe.balance_scope",
+        "moe.z_loss",
+        "moe.loss_weights",
+        "moe.bias_step",
         "mtp_loss",
         "dense_ffn_hidden_size",
         "num_decoder_layers",
-        "rope_theta",
+        "position.rope_theta",
     )
 )
 
@@ -194,30 +194,30 @@ def toml(value: Any) -> str:
 
 
 PLAIN_HEADS = Demand(
-    "head_dim",
-    lambda m: m.head_width * m.num_heads == m.hidden_size,
-    "model.head_dim=none, which stands for hidden_size / num_heads",
+    "attention.head_dim",
+    lambda m: m.head_width * m.attention.num_heads == m.hidden_size,
+    "attention.head_dim=none, which stands for hidden_size / num_heads",
 )
 
 
 def _dense_only(key: str) -> Demand:
     default = getattr(ModelConfig(), key)
-    return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, f"model.{key}={toml(default)}")
+    return Demand(key, lambda m: not m.moe.num_experts or getattr(m, key) == default, f"model.{key}={toml(default)}")
 
 
 # These keys have no effect in a model without experts, so families of such models allow any value.
 DENSE_ONLY = (
-    _dense_only("moe_layers"),
-    _dense_only("moe_every"),
-    _dense_only("top_k"),
-    _dense_only("expert"),
-    _dense_only("expert_options"),
-    _dense_only("granularity"),
-    _dense_only("gate"),
-    _dense_only("gate_options"),
-    _dense_only("score"),
-    _dense_only("normalize"),
-    _dense_only("routed_scale"),
-    _dense_only("eval_capacity_factor"),
-    _dense_only("jitter"),
+    _dense_only("moe.layers"),
+    _dense_only("moe.every"),
+    _dense_only("moe.top_k"),
+    _dense_only("moe.expert"),
+    _dense_only("moe.expert_options"),
+    _dense_only("moe.granularity"),
+    _dense_only("moe.gate"),
+    _dense_only("moe.gate_options"),
+    _dense_only("moe.score"),
+    _dense_only("moe.normalize"),
+    _dense_only("moe.routed_scale"),
+    _dense_only("moe.eval_capacity_factor"),
+    _dense_only("moe.jitter"),
 )

@@ -31,16 +31,18 @@ SCRIPT = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"
 
 # Conditions under which llama.cpp computes the same logits as transformers.
-_EVERY_LAYER = in_layers(lambda m: not num_dense(m), "experts in every layer, such as by model.moe_every=1")
+_EVERY_LAYER = in_layers(lambda m: not num_dense(m), "experts in every layer, such as by moe.every=1")
 _SUM_TO_ONE = (
-    Demand("gate", lambda m: m.gate != "switch", "model.gate=naive, whose weights sum to one"),
-    Demand("normalize", weights_sum_to_one, "model.normalize=true: weights that sum to one"),
+    Demand("moe.gate", lambda m: m.moe.gate != "switch", "moe.gate=naive, whose weights sum to one"),
+    Demand("moe.normalize", weights_sum_to_one, "moe.normalize=true: weights that sum to one"),
 )
 _UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "model.tie_embeddings=false")
-_UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "model.rope_scaling=none")
+_UNSCALED = Demand("position.rope_scaling", lambda m: m.position.rope_scaling is None, "position.rope_scaling=none")
 # Conversions with such layers were not compared.
 _NO_MTP = Demand("mtp_layers", lambda m: not m.mtp_layers, "model.mtp_layers=0")
-_NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "model.sliding_window=none")
+_NO_WINDOW = Demand(
+    "attention.sliding_window", lambda m: m.attention.sliding_window is None, "attention.sliding_window=none"
+)
 
 
 def _is_lite(model: ModelConfig) -> bool:
@@ -48,11 +50,11 @@ def _is_lite(model: ModelConfig) -> bool:
     return model.num_layers in (26, 27) or (model.num_layers == 48 and model.vocab_size == 128256)
 
 
-_NO_GROUPS = Demand("gate_options", lambda m: not m.gate_options, "model.gate_options={}: no groups of experts")
+_NO_GROUPS = Demand("moe.gate_options", lambda m: not m.moe.gate_options, "moe.gate_options={}: no groups of experts")
 _LITE = Demand(
-    "q_lora_rank",
-    lambda m: (m.q_lora_rank is None) == _is_lite(m),
-    "model.q_lora_rank=none if model.num_layers is 26 or 27 (or 48, with model.vocab_size=128256), else a number",
+    "attention.q_lora_rank",
+    lambda m: (m.attention.q_lora_rank is None) == _is_lite(m),
+    "attention.q_lora_rank=none if model.num_layers is 26 or 27 (or 48, with model.vocab_size=128256), else a number",
 )
 FAMILIES: Mapping[str, tuple[Demand, ...]] = {
     "mixtral": (*_EVERY_LAYER, *_SUM_TO_ONE, _NO_WINDOW),
@@ -64,7 +66,11 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
         PLAIN_HEADS,
         _UNTIED,
         Demand("norm_eps", lambda m: m.norm_eps == 1e-5, "model.norm_eps=1e-5"),
-        Demand("num_query_groups", lambda m: m.query_groups == m.num_heads, "model.num_query_groups=none"),
+        Demand(
+            "attention.num_query_groups",
+            lambda m: m.query_groups == m.attention.num_heads,
+            "attention.num_query_groups=none",
+        ),
     ),
     "granitemoe": (*_EVERY_LAYER, *_SUM_TO_ONE, PLAIN_HEADS),
     "deepseek_moe": (*DENSE_FIRST, AS_THEY_ARE, PLAIN_HEADS),
@@ -74,18 +80,22 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
     "ernie4_5_moe": (
         *DENSE_FIRST,
         Demand(
-            "num_shared_experts",
-            lambda m: not m.num_shared_experts or m.shared_width * m.query_groups == m.dense_width,
-            "model.num_shared_experts=0, or shared experts that are together as wide as "
-            "model.dense_ffn_hidden_size / model.num_query_groups",
+            "moe.num_shared_experts",
+            lambda m: not m.moe.num_shared_experts or m.shared_width * m.query_groups == m.dense_width,
+            "moe.num_shared_experts=0, or shared experts that are together as wide as "
+            "model.dense_ffn_hidden_size / attention.num_query_groups",
         ),
     ),
     "gpt_oss": (
         _UNTIED,
-        Demand("qkv_bias", lambda m: m.qkv_bias, "model.qkv_bias=true"),
-        Demand("sliding_window", lambda m: m.sliding_window is not None, "a window in layers 1, 3, 5, ..."),
+        Demand("attention.qkv_bias", lambda m: m.attention.qkv_bias, "attention.qkv_bias=true"),
         Demand(
-            "sliding_layers",
+            "attention.sliding_window",
+            lambda m: m.attention.sliding_window is not None,
+            "a window in layers 1, 3, 5, ...",
+        ),
+        Demand(
+            "attention.sliding_layers",
             lambda m: m.layers_with_window == tuple(range(1, m.num_layers + 1, 2)),
             "every second layer, from the first",
         ),

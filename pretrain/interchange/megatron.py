@@ -221,19 +221,19 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
 
     yield "num_layers", model.num_layers, key("num_layers")
     yield "hidden_size", model.hidden_size, key("hidden_size")
-    yield "num_attention_heads", model.num_heads, key("num_heads")
+    yield "num_attention_heads", model.attention.num_heads, key("attention.num_heads")
     if arguments.get("group_query_attention"):
-        yield "num_query_groups", model.query_groups, key("num_query_groups")
-    if model.kv_lora_rank is None:
-        yield "kv_channels", model.head_width, key("head_dim")
+        yield "num_query_groups", model.query_groups, key("attention.num_query_groups")
+    if model.attention.kv_lora_rank is None:
+        yield "kv_channels", model.head_width, key("attention.head_dim")
     else:
         yield "rope_type", "rope", "rotary positions without YaRN"
-    yield "multi_latent_attention", model.kv_lora_rank is not None, key("kv_lora_rank")
-    yield "qk_layernorm", model.qk_norm or model.kv_lora_rank is not None, key("qk_norm")
-    yield "position_embedding_type", model.position, key("position")
-    if model.position == "rope":
-        yield "rotary_base", model.rope_theta, key("rope_theta")
-        yield "rotary_percent", model.rotary_fraction, key("rotary_fraction")
+    yield "multi_latent_attention", model.attention.kv_lora_rank is not None, key("attention.kv_lora_rank")
+    yield "qk_layernorm", model.attention.qk_norm or model.attention.kv_lora_rank is not None, key("attention.qk_norm")
+    yield "position_embedding_type", model.position.encoding, key("position.encoding")
+    if model.position.encoding == "rope":
+        yield "rotary_base", model.position.rope_theta, key("position.rope_theta")
+        yield "rotary_percent", model.position.rotary_fraction, key("position.rotary_fraction")
         yield "use_rope_scaling", False, "no scaled rotary positions"
         yield "rotary_interleaved", False, "no interleaved rotary positions"
         yield "rotary_seq_len_interpolation_factor", None, "no interpolated positions"
@@ -247,33 +247,41 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         yield name, False, key("activation")
     else_gelu = "" if arguments.get("swiglu") else f"; without swiglu, Megatron-LM has an ungated {_gelu(arguments)}"
     yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}{else_gelu}"
-    yield "window_size", None if model.sliding_window is None else (model.sliding_window - 1, 0), key("sliding_window")
-    if model.sliding_window is not None:
+    yield (
+        "window_size",
+        None if model.attention.sliding_window is None else (model.attention.sliding_window - 1, 0),
+        key("attention.sliding_window"),
+    )
+    if model.attention.sliding_window is not None:
         which = arguments.get("window_attn_skip_freq")
         if isinstance(which, list | tuple):
             near = tuple(n for n, has_window in enumerate(which, start=1) if has_window)
         else:  # every n-th layer has no window
             every = which if isinstance(which, int) and which > 0 else model.num_layers + 1
             near = tuple(n for n in range(1, model.num_layers + 1) if n % every)
-        yield "window_attn_skip_freq", which if near == model.layers_with_window else "other", key("sliding_layers")
-    yield "softmax_type", "learnable" if model.attention_sinks else "vanilla", key("attention_sinks")
+        yield (
+            "window_attn_skip_freq",
+            which if near == model.layers_with_window else "other",
+            key("attention.sliding_layers"),
+        )
+    yield "softmax_type", "learnable" if model.attention.sinks else "vanilla", key("attention.sinks")
     yield "qk_l2_norm", False, "no L2 norm of queries and keys"
     yield "no_rope_freq", None, "the same positions in every layer"
     yield "apply_residual_connection_post_layernorm", False, "residual connections around the norms"
     yield "untie_embeddings_and_output_weights", not model.tie_embeddings, key("tie_embeddings")
-    if not model.num_experts:
+    if not model.moe.num_experts:
         return
-    yield "num_experts", model.routed_experts, key("num_experts")
-    yield "moe_router_topk", model.chosen_experts, key("top_k")
-    score = model.score or ("sigmoid" if model.gate == "sigmoid" else "softmax")
-    yield "moe_router_score_function", score, f"{key('gate')}, {key('score')}"
-    normalize = model.gate != "switch" and model.normalize is not False
+    yield "num_experts", model.routed_experts, key("moe.num_experts")
+    yield "moe_router_topk", model.chosen_experts, key("moe.top_k")
+    score = model.moe.score or ("sigmoid" if model.moe.gate == "sigmoid" else "softmax")
+    yield "moe_router_score_function", score, f"{key('moe.gate')}, {key('moe.score')}"
+    normalize = model.moe.gate != "switch" and model.moe.normalize is not False
     if score == "softmax":
-        yield "moe_router_pre_softmax", not normalize, f"{key('gate')}, {key('normalize')}"
+        yield "moe_router_pre_softmax", not normalize, f"{key('moe.gate')}, {key('moe.normalize')}"
     elif normalize != (model.chosen_experts > 1):
-        yield "moe_router_topk", None, f"{key('normalize')}: Megatron-LM normalizes sigmoid weights if top_k > 1"
-    yield "moe_router_topk_scaling_factor", model.routed_scale, key("routed_scale")
-    yield "moe_router_enable_expert_bias", model.gate == "sigmoid", key("gate")
+        yield "moe_router_topk", None, f"{key('moe.normalize')}: Megatron-LM normalizes sigmoid weights if top_k > 1"
+    yield "moe_router_topk_scaling_factor", model.moe.routed_scale, key("moe.routed_scale")
+    yield "moe_router_enable_expert_bias", model.moe.gate == "sigmoid", key("moe.gate")
 
 
 def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:

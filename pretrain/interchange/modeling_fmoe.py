@@ -151,12 +151,14 @@ class _Attention(nn.Module):
         super().__init__()
         self.index = index
         self.dropout = model.dropout
-        self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
+        self.scale = model.head_width**-0.5 if model.attention.scale is None else model.attention.scale
         self.scale *= score_factor(model)
-        width = model.num_heads * model.value_width
-        self.linear_proj = _Linear(model, width, model.hidden_size, bias=model.attention_output_bias, is_output=True)
-        self.window = model.sliding_window if index + 1 in model.layers_with_window else None
-        sinks = {"softmax_offset": nn.Parameter(torch.zeros(model.num_heads))} if model.attention_sinks else {}
+        width = model.attention.num_heads * model.value_width
+        self.linear_proj = _Linear(model, width, model.hidden_size, bias=model.attention.output_bias, is_output=True)
+        self.window = model.attention.sliding_window if index + 1 in model.layers_with_window else None
+        sinks = (
+            {"softmax_offset": nn.Parameter(torch.zeros(model.attention.num_heads))} if model.attention.sinks else {}
+        )
         self.core_attention = nn.ParameterDict(sinks)  # named as in a checkpoint
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,14 +208,14 @@ class GroupedQueryAttention(_Attention):
         super().__init__(model, index)
         self.width = model.head_width
         self.groups = model.query_groups
-        self.queries = model.num_heads // self.groups
-        num_rows = (model.num_heads + 2 * self.groups) * self.width
-        self.linear_qkv = _Linear(model, model.hidden_size, num_rows, bias=model.qkv_bias)
-        self.norms_all = model.qk_norm_over == "all"
+        self.queries = model.attention.num_heads // self.groups
+        num_rows = (model.attention.num_heads + 2 * self.groups) * self.width
+        self.linear_qkv = _Linear(model, model.hidden_size, num_rows, bias=model.attention.qkv_bias)
+        self.norms_all = model.attention.qk_norm_over == "all"
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
-        if model.qk_norm:
-            self.q_layernorm = _norm(model, self.width * (model.num_heads if self.norms_all else 1))
+        if model.attention.qk_norm:
+            self.q_layernorm = _norm(model, self.width * (model.attention.num_heads if self.norms_all else 1))
             self.k_layernorm = _norm(model, self.width * (self.groups if self.norms_all else 1))
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,21 +238,27 @@ class MultiLatentAttention(_Attention):
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
-        assert model.kv_lora_rank is not None and model.qk_rope_head_dim is not None and model.qk_head_dim is not None
-        self.heads = model.num_heads
-        self.rank = model.kv_lora_rank
-        self.widths = model.qk_head_dim, model.qk_rope_head_dim, model.value_width
-        self.has_query_rank = model.q_lora_rank is not None
+        assert (
+            model.attention.kv_lora_rank is not None
+            and model.attention.qk_rope_head_dim is not None
+            and model.attention.qk_head_dim is not None
+        )
+        self.heads = model.attention.num_heads
+        self.rank = model.attention.kv_lora_rank
+        self.widths = model.attention.qk_head_dim, model.attention.qk_rope_head_dim, model.value_width
+        self.has_query_rank = model.attention.q_lora_rank is not None
         width = model.hidden_size
-        if model.q_lora_rank is None:
+        if model.attention.q_lora_rank is None:
             self.linear_q_proj = _Linear(model, width, self.heads * model.head_width)
         else:
-            self.linear_q_down_proj = _Linear(model, width, model.q_lora_rank)
-            self.q_layernorm = _norm(model, model.q_lora_rank)
-            self.linear_q_up_proj = _Linear(model, model.q_lora_rank, self.heads * model.head_width)
-        self.linear_kv_down_proj = _Linear(model, width, self.rank + model.qk_rope_head_dim)
+            self.linear_q_down_proj = _Linear(model, width, model.attention.q_lora_rank)
+            self.q_layernorm = _norm(model, model.attention.q_lora_rank)
+            self.linear_q_up_proj = _Linear(model, model.attention.q_lora_rank, self.heads * model.head_width)
+        self.linear_kv_down_proj = _Linear(model, width, self.rank + model.attention.qk_rope_head_dim)
         self.kv_layernorm = _norm(model, self.rank)
-        self.linear_kv_up_proj = _Linear(model, self.rank, self.heads * (model.qk_head_dim + model.value_width))
+        self.linear_kv_up_proj = _Linear(
+            model, self.rank, self.heads * (model.attention.qk_head_dim + model.value_width)
+        )
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         plain, rope, value = self.widths
@@ -273,9 +281,9 @@ class QueryBiases(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.std = model.init_std
-        self.shape = model.num_heads, 1, model.head_width
-        self.content = nn.Parameter(torch.empty(model.num_heads * model.head_width))
-        self.position = nn.Parameter(torch.empty(model.num_heads * model.head_width))
+        self.shape = model.attention.num_heads, 1, model.head_width
+        self.content = nn.Parameter(torch.empty(model.attention.num_heads * model.head_width))
+        self.position = nn.Parameter(torch.empty(model.attention.num_heads * model.head_width))
 
     def reset_parameters(self) -> None:
         for bias in self.parameters():
@@ -299,8 +307,8 @@ class TransformerXLAttention(GroupedQueryAttention):
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
-        self.memory_length = model.memory_length
-        self.linear_position = _Linear(model, model.hidden_size, model.num_heads * model.head_width)
+        self.memory_length = model.position.memory_length
+        self.linear_position = _Linear(model, model.hidden_size, model.attention.num_heads * model.head_width)
         self.biases = QueryBiases(model)
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
@@ -363,9 +371,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, model: ModelConfig, number: int):
         super().__init__()
         attention: type[_Attention] = GroupedQueryAttention
-        if model.kv_lora_rank is not None:
+        if model.attention.kv_lora_rank is not None:
             attention = MultiLatentAttention
-        elif model.position == "transformer_xl":
+        elif model.position.encoding == "transformer_xl":
             attention = TransformerXLAttention
         self.dropout = nn.Dropout(model.dropout)
         self.scale = model.residual_scale
@@ -417,7 +425,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         model = config.recipe_model
         self.recipe_model = model
         self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
-        if model.position == "learned_absolute":
+        if model.position.encoding == "learned_absolute":
             self.embedding["position_embeddings"] = nn.Embedding(model.sequence_length, model.hidden_size)
         self.dropout = nn.Dropout(model.dropout)
         self.decoder = nn.ModuleDict(
@@ -499,7 +507,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         if "position_embeddings" in self.embedding:
             x_BSD = x_BSD + self.embedding["position_embeddings"](position_BS)
         x_BSD = self.dropout(x_BSD)
-        rotary = _angles(position_BS, self.recipe_model) if self.recipe_model.position == "rope" else None
+        rotary = _angles(position_BS, self.recipe_model) if self.recipe_model.position.encoding == "rope" else None
         needs_mask = seen_BK is not None or (past > 0 and length > 1)
         mask = _mask(seen_BK, past, length, x_BSD.device) if needs_mask else None
         valid_BS = None if seen_BK is None else seen_BK[:, past:]
@@ -547,7 +555,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 f"a cache is not supported with {reason}: pass use_cache=False and {CACHE}=None; generate() ignores "
                 "eval_capacity_factor"
             )
-        if past and self.recipe_model.memory_length and self.training and torch.is_grad_enabled():
+        if past and self.recipe_model.position.memory_length and self.training and torch.is_grad_enabled():
             # The memory has no gradient, but the weights of its keys and values have.
             raise UserError(f"training with a cache is not supported with {self._memory}: use {CACHE}=None")
         if use_cache is None:
@@ -561,7 +569,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
         On a GPU, each check waits for the result, so there is at most one per argument.
         """
-        is_relative = self.recipe_model.position == "transformer_xl"
+        is_relative = self.recipe_model.position.encoding == "transformer_xl"
         if seen_BK is None:
             counted_BS = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
         else:
@@ -569,13 +577,13 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             if is_relative and _has_gap(seen_BK):
                 raise UserError(
                     "attention_mask has padding between tokens, which is not supported with "
-                    "model.position=transformer_xl: pad on the left"
+                    "position.encoding=transformer_xl: pad on the left"
                 )
         if position_BS is not None:
             valid_BS = torch.ones_like(position_BS, dtype=torch.bool) if seen_BK is None else seen_BK[:, past:]
             if is_relative:
                 if ((position_BS != counted_BS) & valid_BS).any():
-                    raise UserError("position_ids have no effect with model.position=transformer_xl: omit them")
+                    raise UserError("position_ids have no effect with position.encoding=transformer_xl: omit them")
             elif length > 1 and ((position_BS.diff(dim=1) <= 0) & valid_BS[:, 1:] & valid_BS[:, :-1]).any():
                 raise UserError("position_ids must increase: several documents in one row are not supported")
         else:
@@ -620,19 +628,19 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **options)
         inputs.pop("cache_position", None)  # of transformers before 5.4; `forward` computes it
         has_cache = inputs.get(CACHE) is not None or inputs.get("use_cache")  # the first pass may create it
-        if self.recipe_model.memory_length and not has_cache:
+        if self.recipe_model.position.memory_length and not has_cache:
             raise UserError(f"generation with use_cache=False is not supported with {self._memory}")
         return inputs
 
     def _validate_generation_mode(self, mode: Any, settings: GenerationConfig, options: dict[str, Any]) -> None:
         super()._validate_generation_mode(mode, settings, options)
         in_segments = settings.prefill_chunk_size or mode == "assisted_generation"
-        if in_segments and self.recipe_model.memory_length:  # a segment sees more of itself than of the memory
+        if in_segments and self.recipe_model.position.memory_length:  # a segment sees more of itself than of the memory
             raise UserError(f"prefill_chunk_size and assisted generation are not supported with {self._memory}")
 
     @property
     def _memory(self) -> str:
-        return f"model.memory_length={self.recipe_model.memory_length}"
+        return f"position.memory_length={self.recipe_model.position.memory_length}"
 
     def looks_ahead(self) -> str:
         """Return the setting by which a token's output depends on later tokens; empty if there is none."""

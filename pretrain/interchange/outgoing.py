@@ -81,7 +81,7 @@ def export_checkpoint(
     checkpoint = open_checkpoint(source)
     recipe = recipe_of(checkpoint)
     if no_drops:
-        recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
+        recipe = replace(recipe, model=recipe.model.with_values({"moe.eval_capacity_factor": None}))
     family = family_for(recipe.model, form)
     places = family.tensors(recipe.model)
     dtype = _check_tensors(checkpoint, family, places)

@@ -30,14 +30,14 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
     The key is ``rope_scaling`` in transformers 4, and ``rope_parameters`` in transformers 5.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling is None:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.position.rope_theta}
+    if model.position.rope_scaling is None:
         return {"rope_scaling": None, "rope_parameters": rope}
     rope |= {theirs: getattr(model, ours) for theirs, ours, _ in _NUMBERS}
-    rope |= {"rope_type": "yarn", _LENGTH: model.rope_original_length}
-    if not model.rope_mscale_all_dim:
+    rope |= {"rope_type": "yarn", _LENGTH: model.position.rope_original_length}
+    if not model.position.rope_mscale_all_dim:
         del rope["mscale"], rope["mscale_all_dim"]
-    if not model.rope_truncate:
+    if not model.position.rope_truncate:
         rope["truncate"] = False
     return {"rope_scaling": rope, "rope_parameters": dict(rope)}
 
@@ -85,7 +85,7 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
         length = rope.get(_LENGTH, config.get("max_position_embeddings"))
     values["rope_original_length"] = read_int({_LENGTH: length}, _LENGTH)
     if "attention_factor" in rope:
-        usual = rotary_factor(ModelConfig(**values))
+        usual = rotary_factor(ModelConfig().with_values(values))
         if not math.isclose(_number("attention_factor", rope["attention_factor"], 0), usual, rel_tol=1e-9):
             raise UserError(f"attention_factor={toml(rope['attention_factor'])} is not supported: it must be {usual}")
     return values

@@ -58,7 +58,7 @@ def build(
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type=model.position,
+            position_embedding_type=model.position.encoding,
             add_binary_head=False,
             vp_stage=vp_stage,
         )

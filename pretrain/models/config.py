@@ -47,12 +47,12 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
         for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
             if getattr(parts, name) is not IdentityOp:
                 setattr(parts, name, WrappedTorchNorm)
-    if model.qk_norm and model.qk_norm_over == "all":
+    if model.attention.qk_norm and model.attention.qk_norm_over == "all":
         parts.self_attention.module = norm_all_heads(parts.self_attention.module)
-    elif model.qk_norm:
+    elif model.attention.qk_norm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
-    if model.kv_lora_rank is not None:
+    if model.attention.kv_lora_rank is not None:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
 
@@ -65,11 +65,11 @@ def norm_class(model: ModelConfig) -> type | None:
 def set_rope_theta(module: Any, recipe: Recipe) -> None:
     """Set the base of the rotary positions of a T5Model or BertModel, whose constructors have no ``rotary_base``."""
     model = recipe.model
-    if model.position == "rope":
+    if model.position.encoding == "rope":
         module.rotary_pos_emb = RotaryEmbedding(
             kv_channels=model.head_width,
-            rotary_percent=model.rotary_fraction,
-            rotary_base=model.rope_theta,
+            rotary_percent=model.position.rotary_fraction,
+            rotary_base=model.position.rope_theta,
             use_cpu_initialization=module.config.use_cpu_initialization,
         )
 
@@ -98,22 +98,22 @@ def _split(recipe: Recipe) -> dict:
 
 def _latent_fields(model: ModelConfig) -> dict[str, Any]:
     return {
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_head_dim,
-        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
-        "v_head_dim": model.v_head_dim,
+        "q_lora_rank": model.attention.q_lora_rank,
+        "kv_lora_rank": model.attention.kv_lora_rank,
+        "qk_head_dim": model.attention.qk_head_dim,
+        "qk_pos_emb_head_dim": model.attention.qk_rope_head_dim,
+        "v_head_dim": model.attention.v_head_dim,
         "rope_type": "rope",
-        "rotary_base": model.rope_theta,
+        "rotary_base": model.position.rope_theta,
         "rotary_scaling_factor": 1.0,
     }
 
 
 def _local_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the `TransformerConfig` fields of attention windows, attention sinks and the activation ``swiglu_oai``."""
-    fields: dict[str, Any] = {"softmax_type": "learnable"} if model.attention_sinks else {}
-    if model.sliding_window is not None:
-        fields["window_size"] = (model.sliding_window - 1, 0)
+    fields: dict[str, Any] = {"softmax_type": "learnable"} if model.attention.sinks else {}
+    if model.attention.sliding_window is not None:
+        fields["window_size"] = (model.attention.sliding_window - 1, 0)
         fields["window_attn_skip_freq"] = [int(n in model.layers_with_window) for n in range(1, model.num_layers + 1)]
     if model.activation == "swiglu_oai":  # for layers without experts
         fields |= {"activation_func_clamp_value": SwiGLUOAI.limit, "glu_linear_offset": 1.0}
@@ -121,15 +121,15 @@ def _local_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
-    is_latent = model.kv_lora_rank is not None
+    is_latent = model.attention.kv_lora_rank is not None
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=options.pop("num_layers", model.num_layers),
         hidden_size=model.hidden_size,
-        num_attention_heads=model.num_heads,
+        num_attention_heads=model.attention.num_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_width,
-        qk_layernorm=model.qk_norm and model.qk_norm_over == "head",  # see norm_all_heads
-        softmax_scale=model.attention_scale,
+        qk_layernorm=model.attention.qk_norm and model.attention.qk_norm_over == "head",  # see norm_all_heads
+        softmax_scale=model.attention.scale,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,
         # For the dense blocks; `pretrain.engine.model` sets the width of experts.
@@ -137,7 +137,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         activation_func=(ACTIVATIONS | GATED_ACTIVATIONS)[model.activation],
         gated_linear_unit=model.gated,
         add_bias_linear=model.linear_bias,
-        add_qkv_bias=model.qkv_bias,
+        add_qkv_bias=model.attention.qkv_bias,
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
         attention_dropout=model.dropout,
@@ -163,6 +163,6 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         **(_latent_fields(model) if is_latent else {}),
         **options,
     )
-    if model.rope_scaling is not None:
+    if model.position.rope_scaling is not None:
         prepare_yarn(config, model)
     return config

@@ -33,11 +33,11 @@ def build(
 ) -> GPTModel:
     """Build a GPT; see `pretrain.models`."""
     patches.install()  # before attention is built
-    is_latent = recipe.model.kv_lora_rank is not None
+    is_latent = recipe.model.attention.kv_lora_rank is not None
     layer_spec = get_gpt_layer_local_spec(multi_latent_attention=is_latent)
     if is_latent:
         layer_spec.submodules.self_attention.module = LatentAttention
-    if recipe.model.position == "transformer_xl":
+    if recipe.model.position.encoding == "transformer_xl":
         layer_spec.module = RecurrentLayer
         layer_spec.submodules.self_attention.module = RelativeAttention
     return build_gpt(
@@ -70,7 +70,7 @@ def build_gpt(
     """
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
-    if recipe.model.attention_output_bias:
+    if recipe.model.attention.output_bias:
         layer_spec.submodules.self_attention.submodules.linear_proj = BiasedRowParallelLinear
     seed = recipe.train.seed
     keyed_spec = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp)
@@ -86,14 +86,16 @@ def build_gpt(
             max_sequence_length=recipe.model.sequence_length,
             share_embeddings_and_output_weights=recipe.model.tie_embeddings,
             # Transformer-XL's attention encodes positions itself.
-            position_embedding_type=recipe.model.position if recipe.model.position != "transformer_xl" else "none",
-            rotary_base=recipe.model.rope_theta,
-            rotary_percent=recipe.model.rotary_fraction,
+            position_embedding_type=recipe.model.position.encoding
+            if recipe.model.position.encoding != "transformer_xl"
+            else "none",
+            rotary_base=recipe.model.position.rope_theta,
+            rotary_percent=recipe.model.position.rotary_fraction,
             vp_stage=vp_stage,
             **mtp,
             **stage,
         )
-    if recipe.model.rope_scaling is not None:
+    if recipe.model.position.rope_scaling is not None:
         scale_positions(model, recipe.model)
     slice_rotary_positions(model)
     key_output_layer(model, seed)
@@ -130,8 +132,8 @@ def samples(recipe: Recipe, blocks: TokenBlocks, tokenizer: Tokenizer, seed: int
 
 
 def memories(recipe: Recipe, chunks: Sequence[nn.Module]) -> list[Memory]:
-    """Return an empty Transformer-XL memory for each chunk; [] without ``model.memory_length``."""
-    length = recipe.model.memory_length
+    """Return an empty Transformer-XL memory for each chunk; [] without ``position.memory_length``."""
+    length = recipe.model.position.memory_length
     return [Memory(chunk, length, recipe.streams) for chunk in chunks] if length else []
 
 

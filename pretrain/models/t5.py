@@ -1,7 +1,7 @@
 """Encoder-decoders that fill in spans: Megatron-core's T5.
 
 Encoder and decoder share the embedding. Layers are numbered from 1 through the encoder and then on through the decoder:
-in ``model.moe_layers``, in metrics and in the keys of weights and noise. Nothing is padded: the only mask is the
+in ``moe.layers``, in metrics and in the keys of weights and noise. Nothing is padded: the only mask is the
 decoder's causal one.
 """
 
@@ -46,7 +46,7 @@ def build(
         vocab_size=model.vocab_size,
         max_sequence_length=max(model.sequence_length, recipe.decoder_length),
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type=model.position,
+        position_embedding_type=model.position.encoding,
     )
     set_rope_theta(module, recipe)
     if not model.tied_output_bias:
@@ -54,7 +54,7 @@ def build(
     if model.output_scale:
         factor = model.hidden_size**-0.5
         module.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
-    if model.position == "relative":
+    if model.position.encoding == "relative":
         _key_relative_positions(module, recipe.train.seed)
     lengths = model.sequence_length, recipe.decoder_length
     module.register_forward_pre_hook(lambda module, _: _enter_encoder(module))

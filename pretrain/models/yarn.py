@@ -22,12 +22,12 @@ def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
     The factor multiplies the rotated elements in standard attention, and the scores in multi-latent attention.
     """
     values: dict[str, Any]
-    if model.kv_lora_rank is None:  # the config has no such fields: Megatron-core looks for attributes
-        values = {"yarn_rotary_scaling_factor": model.rope_factor, "yarn_mscale": model.rope_mscale}
-        values |= {"yarn_mscale_all_dim": model.rope_mscale_all_dim}
+    if model.attention.kv_lora_rank is None:  # the config has no such fields: Megatron-core looks for attributes
+        values = {"yarn_rotary_scaling_factor": model.position.rope_factor, "yarn_mscale": model.position.rope_mscale}
+        values |= {"yarn_mscale_all_dim": model.position.rope_mscale_all_dim}
     else:
-        values = {"rope_type": "yarn", "rotary_scaling_factor": model.rope_factor}
-        values |= {"mscale_all_dim": model.rope_mscale_all_dim}
+        values = {"rope_type": "yarn", "rotary_scaling_factor": model.position.rope_factor}
+        values |= {"mscale_all_dim": model.position.rope_mscale_all_dim}
     for name, value in values.items():
         setattr(config, name, value)
 

@@ -32,7 +32,7 @@ MAY_CHANGE = {
     "checkpoint.*": "from here on",
     "guard.*": "from here on; the spike guard keeps its window of steps",
     "tracking.*": "from here on",
-    "model.eval_capacity_factor": "validation only",
+    "moe.eval_capacity_factor": "validation only",
     "model.mtp_loss": "from here on",
     "data.validation": "validation only",
     "data.prefetch": "the time at which batches are built, not their content",

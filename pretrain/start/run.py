@@ -136,7 +136,7 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     events = Events(folder / EVENTS, checkpoint.path if checkpoint else None, start.changes if checkpoint else ())
     callbacks: list[Callback] = [events, StepGuard(guard)]
     if guard.collapse_window and recipe.model.layers_with_experts:
-        if recipe.model.gate == "random":
+        if recipe.model.moe.gate == "random":
             guard = replace(guard, collapse_uniform=0.0)  # its choices are meant to be uniform
         callbacks.append(CollapseWarning(guard, recipe.model.layers_with_experts))
     if inputs.validation is not None:

@@ -15,6 +15,7 @@ from bench.convergence import study
 from fmoe.errors import UserError
 from pretrain.config import (
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     Recipe,
@@ -48,7 +49,7 @@ for step in range(len(lines), steps + 1):
 
 def write(path, num_experts=0, **sections):
     """A recipe of 4 steps."""
-    recipe = replace(Recipe(), model=ModelConfig(num_experts=num_experts), **sections)
+    recipe = replace(Recipe(), model=ModelConfig(moe=MoEConfig(num_experts=num_experts)), **sections)
     recipe = replace(recipe, train=TrainConfig(steps=4), optimizer=OptimizerConfig(warmup_steps=1))
     write_recipe(recipe, Path(path))
     return str(path)
@@ -177,8 +178,8 @@ def test_the_quickstart_spends_what_its_earlier_model_did():
 
 def test_recipes_spend_the_same_on_a_token():
     dense, *others = [load_recipe(path) for path in convergence.RECIPES]
-    assert dense.model.num_experts == 0
-    assert [other.model.num_experts for other in others] == [8, 32]
+    assert dense.model.moe.num_experts == 0
+    assert [other.model.moe.num_experts for other in others] == [8, 32]
     for other in others:
         assert other.flops_per_token() == dense.flops_per_token()
         assert other.num_active_params() == dense.num_active_params()

@@ -17,10 +17,10 @@ from pretrain.config import load_recipe, write_recipe
 def test_both_models_of_a_pair_cost_the_same(name):
     path = str(HERE / f"{name}.toml")
     experts, dense = load_recipe(path, []), load_recipe(path, list(PAIRS[name].dense))
-    assert dense.model.num_experts == 0 and dense.num_params() < experts.num_params()
+    assert dense.model.moe.num_experts == 0 and dense.num_params() < experts.num_params()
     assert math.isclose(experts.flops_per_token(), dense.flops_per_token(), rel_tol=1e-9)
     full_dense, full = headlines._full(name)
-    assert full_dense.model.num_experts == 0
+    assert full_dense.model.moe.num_experts == 0
     assert 1 <= full.flops_per_token() / full_dense.flops_per_token() < 1.01, "the router is the difference"
 
 
@@ -38,13 +38,13 @@ def test_all_variants_of_a_study_cost_the_same(name, tmp_path):
     assert {key[1:] for key in jobs} == {(v, seed) for v in of_study.variants for seed in of_study.seeds}
     assert len({job.folder for job in jobs.values()}) == len(jobs)
     assert len({job.recipe.flops_per_token() for job in jobs.values()}) == 1
-    steps = {(job.recipe.model.num_experts > 0, job.recipe.train.steps) for job in jobs.values()}
+    steps = {(job.recipe.model.moe.num_experts > 0, job.recipe.train.steps) for job in jobs.values()}
     if name.startswith("half-of-the-steps"):
         assert steps == {(False, 2000), (True, 1000)}
     else:
         assert len({count for _, count in steps}) == 1, "an unfinished schedule would be compared"
     for variant, count in of_study.curve.items():
-        assert jobs[name, variant, 1].recipe.model.num_experts == count
+        assert jobs[name, variant, 1].recipe.model.moe.num_experts == count
 
 
 def run(job, losses, entropy=None):

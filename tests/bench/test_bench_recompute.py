@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.studies import recompute
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig, Recipe, TrainConfig
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, TrainConfig
 
 
 def tiny():
@@ -18,7 +18,13 @@ def tiny():
     from pretrain.start.process import Processes
 
     model = ModelConfig(
-        num_layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64, sequence_length=32, vocab_size=64, num_experts=2
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        sequence_length=32,
+        vocab_size=64,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(num_experts=2),
     )
     recipe = Recipe(model=model, train=TrainConfig(global_batch=4, micro_batch=2))
     arguments = SimpleNamespace(rounds=2, warmup=0, seed=0, precision=["fp32"], budget_mb=1.0, threads=1, clock="cpu")

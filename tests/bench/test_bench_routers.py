@@ -10,21 +10,18 @@ from forks import only
 from bench.studies import routers
 from fmoe.errors import UserError
 from fmoe.gates import Choice, Scores
-from pretrain.config import ModelConfig, Recipe, TrainConfig
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, TrainConfig
 
 RECIPE = Recipe(
     model=ModelConfig(
         num_layers=2,
         hidden_size=16,
-        num_heads=2,
         ffn_hidden_size=16,
         sequence_length=16,
         vocab_size=64,
         init_std=0.5,
-        num_experts=4,
-        top_k=2,
-        gate="naive",
-        eval_capacity_factor=None,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(num_experts=4, top_k=2, gate="naive", eval_capacity_factor=None),
     ),
     train=TrainConfig(micro_batch=2),
 )
@@ -54,7 +51,7 @@ def measure(cases):
 @pytest.fixture(scope="module")
 def reports(forks):
     """Reports of the recipe, of the same with all experts alike, and with twice the balance loss."""
-    twice = replace(RECIPE, model=replace(RECIPE.model, balance_loss=2 * RECIPE.model.balance_loss))
+    twice = replace(RECIPE, model=RECIPE.model.with_values({"moe.balance_loss": 2 * RECIPE.model.moe.balance_loss}))
     return only(forks.run(1, measure, [(RECIPE, False), (RECIPE, True), (twice, False)]))
 
 

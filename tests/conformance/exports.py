@@ -51,35 +51,36 @@ def small(recipe: Recipe, served: bool = False) -> Recipe:
         served: with sizes that llama.cpp and vLLM support.
     """
     model = recipe.model
-    last = {"t5": 2, "gpt": 3, "bert": 4}[model.kind] if model.moe_layers or model.kind != "gpt" else 2
-    if served and model.kv_lora_rank is not None and model.q_lora_rank is None:
+    last = {"t5": 2, "gpt": 3, "bert": 4}[model.kind] if model.moe.layers or model.kind != "gpt" else 2
+    if served and model.attention.kv_lora_rank is not None and model.attention.q_lora_rank is None:
         last = model.num_layers  # llama.cpp tells such models by their number of layers
-    per_group = model.num_heads // model.query_groups
-    experts = min(model.num_experts, 8)
+    per_group = model.attention.num_heads // model.query_groups
+    experts = min(model.moe.num_experts, 8)
     head = 16 if model.kind == "t5" else SERVED_HEAD if served else 12
     latent = (512, 40, 128, 64, 128) if served else (10, 14, 8, 4, 6)
-    small = replace(
-        model,
-        num_layers=last,
-        num_decoder_layers=None if model.num_decoder_layers is None else last,
-        moe_layers=tuple(n for n in model.moe_layers if n <= last),
-        hidden_size=SERVED_WIDTH if served else 32,
-        num_heads=4,
-        num_query_groups=None if model.num_query_groups is None else max(4 // per_group, 1),
-        head_dim=None if model.head_dim is None else head,
-        kv_lora_rank=None if model.kv_lora_rank is None else latent[0],
-        q_lora_rank=None if model.q_lora_rank is None else latent[1],
-        qk_head_dim=None if model.qk_head_dim is None else latent[2],
-        qk_rope_head_dim=None if model.qk_rope_head_dim is None else latent[3],
-        v_head_dim=None if model.v_head_dim is None else latent[4],
-        ffn_hidden_size=32 if served else 24,
-        dense_ffn_hidden_size=None if model.dense_ffn_hidden_size is None else 64 if served else 40,
-        sequence_length=2 * LENGTH if served else LENGTH,
-        vocab_size=SERVED_VOCAB if served else VOCAB,
-        num_experts=experts,
-        top_k=min(model.top_k, max(experts // 2, 1)),
-        group_size=None if model.group_size is None else 2 * LENGTH,
-        init_std=0.1 if served else 0.2,
+    small = model.with_values(
+        {
+            "num_layers": last,
+            "num_decoder_layers": None if model.num_decoder_layers is None else last,
+            "moe.layers": tuple(n for n in model.moe.layers if n <= last),
+            "hidden_size": SERVED_WIDTH if served else 32,
+            "attention.num_heads": 4,
+            "attention.num_query_groups": None if model.attention.num_query_groups is None else max(4 // per_group, 1),
+            "attention.head_dim": None if model.attention.head_dim is None else head,
+            "attention.kv_lora_rank": None if model.attention.kv_lora_rank is None else latent[0],
+            "attention.q_lora_rank": None if model.attention.q_lora_rank is None else latent[1],
+            "attention.qk_head_dim": None if model.attention.qk_head_dim is None else latent[2],
+            "attention.qk_rope_head_dim": None if model.attention.qk_rope_head_dim is None else latent[3],
+            "attention.v_head_dim": None if model.attention.v_head_dim is None else latent[4],
+            "ffn_hidden_size": 32 if served else 24,
+            "dense_ffn_hidden_size": None if model.dense_ffn_hidden_size is None else 64 if served else 40,
+            "sequence_length": 2 * LENGTH if served else LENGTH,
+            "vocab_size": SERVED_VOCAB if served else VOCAB,
+            "moe.num_experts": experts,
+            "moe.top_k": min(model.moe.top_k, max(experts // 2, 1)),
+            "moe.group_size": None if model.moe.group_size is None else 2 * LENGTH,
+            "init_std": 0.1 if served else 0.2,
+        }
     )
     data = replace(recipe.data, tokenizer="", validation=())
     train = TrainConfig(global_batch=1, micro_batch=1, seed=recipe.train.seed)
@@ -94,7 +95,7 @@ def needs_no_drops(recipe: Recipe) -> bool:
     try:
         family_for(recipe.model)
     except UserError as error:
-        return "model.eval_capacity_factor" in str(error)
+        return "moe.eval_capacity_factor" in str(error)
     return False
 
 
@@ -125,7 +126,7 @@ def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[An
             elif ".gate." in name:
                 tensor.normal_(0, 0.5)
     pieces = (piece for piece in state.pieces(engine) if piece.name.startswith("model/"))
-    save(path, 1, pieces, {"recipe": asdict(recipe), "weights_only": True}, state.rank_state())
+    save(path, 1, pieces, {"recipe": recipe.values(), "weights_only": True}, state.rank_state())
     model.eval()
     with torch.no_grad():
         return model, kind_of(recipe).forward(model, batch)
@@ -268,7 +269,9 @@ def table(
     recipes = {name: small(recipe, served) for name, recipe in recipes.items()}
     dropless = {name for name, recipe in recipes.items() if needs_no_drops(recipe)}
     for name in dropless:
-        recipes[name] = replace(recipes[name], model=replace(recipes[name].model, eval_capacity_factor=None))
+        recipes[name] = replace(
+            recipes[name], model=recipes[name].model.with_values({"moe.eval_capacity_factor": None})
+        )
     ours = only(forks.run(1, our_logits, [(recipe, folder / name / "run") for name, recipe in recipes.items()]))
     found: dict[str, dict[str, Any]] = {}
     for name in recipes:

@@ -8,25 +8,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from pretrain.config import (
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 
 STEPS, LENGTH, VOCAB = 20, 16, 64
 GPT = Recipe(
     model=ModelConfig(
         num_layers=4,
         hidden_size=32,
-        num_heads=4,
         ffn_hidden_size=24,
         sequence_length=LENGTH,
         vocab_size=VOCAB,
-        num_experts=4,
-        moe_layers=(1, 2, 4),
-        top_k=2,
-        gate="switch",
-        capacity_factor=1.0,
-        jitter=0.3,
         init_std=0.2,
-        balance_loss=0.1,
+        attention=AttentionConfig(num_heads=4),
+        moe=MoEConfig(
+            num_experts=4, layers=(1, 2, 4), top_k=2, gate="switch", capacity_factor=1.0, jitter=0.3, balance_loss=0.1
+        ),
     ),
     optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=2, clip_grad=0.5, eps=1e-3),
     train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
@@ -50,9 +54,9 @@ class Builder:
 
 def kind(name: str, noise: float = 0.15, **model) -> Builder:
     """T5 or BERT: the GPT's sizes, and what is predicted made up of its own."""
-    model = {"kind": name, "moe_layers": (1, 2, 4), **model}
+    model = {"kind": name, "moe.layers": (1, 2, 4), **model}
     data = replace(GPT.data, noise_density=noise)
-    return Builder(replace(GPT, model=replace(GPT.model, **model), data=data), model_kinds.samples_of)
+    return Builder(replace(GPT, model=GPT.model.with_values(model), data=data), model_kinds.samples_of)
 
 
 BUILDERS = {
@@ -60,74 +64,89 @@ BUILDERS = {
     "gpt, gated and untied": Builder(
         replace(
             GPT,
-            model=replace(
-                GPT.model, gated=True, activation="silu", tie_embeddings=False, group_size=8, gate="naive", jitter=0.0
+            model=GPT.model.with_values(
+                {
+                    "gated": True,
+                    "activation": "silu",
+                    "tie_embeddings": False,
+                    "moe.group_size": 8,
+                    "moe.gate": "naive",
+                    "moe.jitter": 0.0,
+                }
             ),
         )
     ),
     "gpt, modern": Builder(
         replace(
             GPT,
-            model=replace(
-                GPT.model,
-                norm="rms",
-                norm_eps=1e-6,
-                num_query_groups=2,
-                head_dim=6,
-                qk_norm=True,
-                rope_theta=1e6,
-                moe_layers=(2, 3, 4),
-                dense_ffn_hidden_size=40,
-                num_shared_experts=2,
-                gate="sigmoid",
-                bias_step=0.02,
-                normalize=False,
-                routed_scale=2.5,
-                gated=True,
-                activation="silu",
-                tie_embeddings=False,
+            model=GPT.model.with_values(
+                {
+                    "norm": "rms",
+                    "norm_eps": 1e-6,
+                    "attention.num_query_groups": 2,
+                    "attention.head_dim": 6,
+                    "attention.qk_norm": True,
+                    "position.rope_theta": 1e6,
+                    "moe.layers": (2, 3, 4),
+                    "dense_ffn_hidden_size": 40,
+                    "moe.num_shared_experts": 2,
+                    "moe.gate": "sigmoid",
+                    "moe.bias_step": 0.02,
+                    "moe.normalize": False,
+                    "moe.routed_scale": 2.5,
+                    "gated": True,
+                    "activation": "silu",
+                    "tie_embeddings": False,
+                }
             ),
         )
     ),
     "gpt, latent attention": Builder(
         replace(
             GPT,
-            model=replace(
-                GPT.model,
-                norm="rms",
-                kv_lora_rank=14,
-                q_lora_rank=12,
-                qk_head_dim=7,
-                qk_rope_head_dim=4,
-                v_head_dim=6,
-                rope_theta=1e3,
-                moe_layers=(2, 3, 4),
-                dense_ffn_hidden_size=40,
-                num_shared_experts=2,
-                gate="naive",
-                jitter=0.0,
-                normalize=False,
-                gated=True,
-                activation="silu",
-                tie_embeddings=False,
+            model=GPT.model.with_values(
+                {
+                    "norm": "rms",
+                    "attention.kv_lora_rank": 14,
+                    "attention.q_lora_rank": 12,
+                    "attention.qk_head_dim": 7,
+                    "attention.qk_rope_head_dim": 4,
+                    "attention.v_head_dim": 6,
+                    "position.rope_theta": 1e3,
+                    "moe.layers": (2, 3, 4),
+                    "dense_ffn_hidden_size": 40,
+                    "moe.num_shared_experts": 2,
+                    "moe.gate": "naive",
+                    "moe.jitter": 0.0,
+                    "moe.normalize": False,
+                    "gated": True,
+                    "activation": "silu",
+                    "tie_embeddings": False,
+                }
             ),
         )
     ),
     "gpt, mtp": Builder(replace(GPT, model=replace(GPT.model, mtp_layers=2, mtp_loss=0.5))),
     "gpt, mtp, dense and untied": Builder(
-        replace(GPT, model=replace(GPT.model, moe_layers=(1, 3), mtp_layers=1, tie_embeddings=False, norm="rms"))
+        replace(
+            GPT,
+            model=GPT.model.with_values(
+                {"moe.layers": (1, 3), "mtp_layers": 1, "tie_embeddings": False, "norm": "rms"}
+            ),
+        )
     ),
     "t5, modern": kind(
         "t5",
-        0.35,
-        num_layers=2,
-        num_decoder_layers=2,
-        norm="rms",
-        head_dim=10,
-        qk_norm=True,
-        rope_theta=1e5,
-        dense_ffn_hidden_size=40,
-        num_shared_experts=1,
+        **{
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "norm": "rms",
+            "attention.head_dim": 10,
+            "attention.qk_norm": True,
+            "position.rope_theta": 1e5,
+            "dense_ffn_hidden_size": 40,
+            "moe.num_shared_experts": 1,
+        },
     ),
     "t5": kind("t5", 0.35, num_layers=2, num_decoder_layers=2),
     "bert": kind("bert"),

@@ -191,7 +191,7 @@ def test_the_case_means_something(alone):
     for model in cover.FACTORS["model"]:
         figures = alone(model).figures
         recipe = splits.BUILDERS[model].recipe
-        for step, layer in itertools.product(range(splits.STEPS), recipe.model.moe_layers):
+        for step, layer in itertools.product(range(splits.STEPS), recipe.model.moe.layers):
             assert figures[f"drop rate {step} {layer}"] > 0.01
             assert figures[f"tokens {step} {layer}"] == recipe.train.global_batch * splits.LENGTH
         assert all(figures[f"gradient norm {step}"] > recipe.optimizer.clip_grad for step in range(5))

@@ -67,12 +67,19 @@ def marked():
     """Names of the marked weights of a GPT with megatron-core's experts, and attention with and without float32."""
     from bench.step.contenders import _megatron_moe
     from megatron_patch import bf16_linear, cpu
-    from pretrain.config import ModelConfig, Recipe, TrainConfig
+    from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, TrainConfig
     from pretrain.engine import init_parallel
     from pretrain.start.process import Processes
 
     cpu.install()
-    model = ModelConfig(num_layers=1, hidden_size=32, num_heads=2, ffn_hidden_size=16, vocab_size=64, num_experts=2)
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        ffn_hidden_size=16,
+        vocab_size=64,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(num_experts=2),
+    )
     recipe = Recipe(model=model, train=TrainConfig(precision="bf16"))
     init_parallel(recipe, Processes(0, 1, torch.device("cpu")))
     gpt = _megatron_moe(recipe)

@@ -35,11 +35,11 @@ def hidden_width_that_ranks_do_not_divide():
     """Parameters of a rank of two, where experts are everywhere and whole."""
     import torch.distributed as dist
 
-    from pretrain.config import ModelConfig, ParallelConfig, Recipe
+    from pretrain.config import ModelConfig, MoEConfig, ParallelConfig, Recipe
     from pretrain.engine.meta import build_rank_on_meta
 
     dist.destroy_process_group()
-    model = ModelConfig(num_layers=2, ffn_hidden_size=255, num_experts=2)
+    model = ModelConfig(num_layers=2, ffn_hidden_size=255, moe=MoEConfig(num_experts=2))
     recipe = Recipe(model=model, parallel=ParallelConfig(tensor=2))
     recipe.check()
     (chunk,) = build_rank_on_meta(recipe, 1)

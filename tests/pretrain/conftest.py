@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import (
+    AttentionConfig,
     CheckpointConfig,
     DataConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     Recipe,
@@ -54,13 +56,11 @@ def write_tiny_recipe(tiny_corpus):
         model=ModelConfig(
             num_layers=2,
             hidden_size=32,
-            num_heads=2,
             ffn_hidden_size=32,
             sequence_length=16,
             vocab_size=384,
-            num_experts=4,
-            jitter=0.1,
-            capacity_factor=1.0,
+            attention=AttentionConfig(num_heads=2),
+            moe=MoEConfig(num_experts=4, jitter=0.1, capacity_factor=1.0),
         ),
         data=DataConfig(
             tokenizer=str(tiny_corpus.tokenizer),

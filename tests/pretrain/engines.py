@@ -12,7 +12,15 @@ from compare import assert_close
 from forks import values
 
 from pretrain.checkpoint.geometry import Region
-from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from pretrain.config import (
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 
 STEPS, LENGTH, VOCAB = 5, 16, 64
 STAGE = 2  # steps between two checkpoints of `stage`
@@ -20,17 +28,12 @@ RECIPE = Recipe(
     model=ModelConfig(
         num_layers=2,
         hidden_size=32,
-        num_heads=2,
         ffn_hidden_size=24,
         sequence_length=LENGTH,
         vocab_size=VOCAB,
-        num_experts=4,
-        top_k=2,
-        gate="switch",
-        capacity_factor=1.0,
-        jitter=0.3,
         init_std=0.3,
-        balance_loss=0.1,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(num_experts=4, top_k=2, gate="switch", capacity_factor=1.0, jitter=0.3, balance_loss=0.1),
     ),
     optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5),
     train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
@@ -187,7 +190,7 @@ def stage(folder, split, base, step):
         load(engine, folder / f"step-{step:08d}")
     losses = [engine.train_step(step + i, samples).loss for i in range(STAGE)]
     taken = list(samples.taken)
-    save(engine, folder, step + STAGE, recipe=asdict(recipe))
+    save(engine, folder, step + STAGE, recipe=recipe.values())
     losses.append(engine.train_step(step + STAGE, samples).loss)
     dist.barrier()
     return losses, taken

@@ -15,10 +15,10 @@ CASES = {
     "ep2": (8, {"parallel": {"expert": 2}}),
     "ep2-distributed": (4, {"parallel": {"expert": 2}, "optimizer": {"distributed": True}}),
     "dp2-distributed-bf16": (4, {"parallel": {"data": 2}, "optimizer": {"distributed": True}} | BF16),
-    "bf16, dropout and gshard": (4, {"model": {"dropout": 0.1, "gate": "gshard", "top_k": 2}} | BF16),
-    "some layers have experts": (2, {"model": {"moe_layers": (2,)}}),
-    "sigmoid gate": (4, {"model": {"gate": "sigmoid", "top_k": 2}}),
-    "dense": (2, {"model": {"num_experts": 0, "top_k": 1}, "optimizer": {"warmup_steps": 1}}),
+    "bf16, dropout and gshard": (4, {"model": {"dropout": 0.1, "moe.gate": "gshard", "moe.top_k": 2}} | BF16),
+    "some layers have experts": (2, {"model": {"moe.layers": (2,)}}),
+    "sigmoid gate": (4, {"model": {"moe.gate": "sigmoid", "moe.top_k": 2}}),
+    "dense": (2, {"model": {"moe.num_experts": 0, "moe.top_k": 1}, "optimizer": {"warmup_steps": 1}}),
 }
 
 

@@ -48,7 +48,7 @@ class Pair:
 
 def _without_experts(ffn_hidden_size: int, *more: str) -> tuple[str, ...]:
     width = str(ffn_hidden_size)
-    return ("--model.num_experts", "0", "--model.ffn_hidden_size", width, "--parallel.expert", "1", *more)
+    return ("--moe.num_experts", "0", "--model.ffn_hidden_size", width, "--parallel.expert", "1", *more)
 
 
 PAIRS = {
@@ -59,11 +59,11 @@ PAIRS = {
     "switch-t5": Pair(
         _without_experts(
             256,
-            *("--model.dense_ffn_hidden_size", "none", "--model.moe_every", "1"),
-            *("--model.group_size", "none", "--optimizer.lr", "1e-2"),
+            *("--model.dense_ffn_hidden_size", "none", "--moe.every", "1"),
+            *("--moe.group_size", "none", "--optimizer.lr", "1e-2"),
         ),
         "switch-base",
-        _without_experts(3072, "--model.moe_every", "1"),
+        _without_experts(3072, "--moe.every", "1"),
     ),
 }
 
@@ -93,7 +93,7 @@ def _short(*options: str) -> tuple[str, ...]:
 
 def _experts(count: int, width: int, *more: str) -> tuple[str, ...]:
     """Return the options of a short run with ``count`` experts of hidden width ``width``."""
-    return _short("--model.num_experts", str(count), "--model.ffn_hidden_size", str(width), *more)
+    return _short("--moe.num_experts", str(count), "--model.ffn_hidden_size", str(width), *more)
 
 
 def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
@@ -104,7 +104,7 @@ def _rates(name: str, dense: Sequence[str], experts: Sequence[str]) -> Study:
 
 
 # A router has as many multiplications per token as it has experts times the width, so more experts are narrower.
-_FINE = _experts(128, 48, "--model.top_k", "4")
+_FINE = _experts(128, 48, "--moe.top_k", "4")
 
 
 def _half_of_steps(prefix: str, rates: Sequence[str], *corpus: str) -> Study:
@@ -114,7 +114,7 @@ def _half_of_steps(prefix: str, rates: Sequence[str], *corpus: str) -> Study:
     variants = {f"{prefix}dense-{rate}": (*dense, "--optimizer.lr", rate) for rate in rates} | {
         f"{prefix}{DENSE}": dense,
         f"{prefix}{HALF}": _short(*corpus),
-        f"{prefix}fine-and-balance-over-micro-batch": (*_FINE, "--model.balance_scope", "data_parallel", *corpus),
+        f"{prefix}fine-and-balance-over-micro-batch": (*_FINE, "--moe.balance_scope", "data_parallel", *corpus),
     }
     return Study("gpt-64-bytes", (1, 2, 3), f"{prefix}dense-{rates[0]}", variants)
 
@@ -140,17 +140,15 @@ STUDIES = {
             "128-experts": _experts(128, 96),
             "256-experts": _experts(256, 64),
             "128-fine-experts-top-4": _FINE,
-            "switch-top-1": _experts(64, 224, "--model.top_k", "1", "--model.gate", "switch"),
+            "switch-top-1": _experts(64, 224, "--moe.top_k", "1", "--moe.gate", "switch"),
             "switch-top-1-without-jitter": _experts(
-                64, 224, *("--model.top_k", "1", "--model.gate", "switch"), *("--model.jitter", "0")
+                64, 224, *("--moe.top_k", "1", "--moe.gate", "switch"), *("--moe.jitter", "0")
             ),
-            "sigmoid-bias": _short("--model.gate", "sigmoid", "--model.balance_loss", "0"),
-            "shared-expert": _short(
-                *("--model.top_k", "1", "--model.gate", "switch"), *("--model.num_shared_experts", "1")
-            ),
-            "no-balance-loss": _short("--model.balance_loss", "0"),
-            "balance-over-micro-batch": _short("--model.balance_scope", "data_parallel"),
-            "capacity-1.25": _short("--model.capacity_factor", "1.25"),
+            "sigmoid-bias": _short("--moe.gate", "sigmoid", "--moe.balance_loss", "0"),
+            "shared-expert": _short(*("--moe.top_k", "1", "--moe.gate", "switch"), *("--moe.num_shared_experts", "1")),
+            "no-balance-loss": _short("--moe.balance_loss", "0"),
+            "balance-over-micro-batch": _short("--moe.balance_scope", "data_parallel"),
+            "capacity-1.25": _short("--moe.capacity_factor", "1.25"),
             "bf16": _short("--train.precision", "bf16"),
         },
         curve={"8-experts": 8, "16-experts": 16, "32-experts": 32, HALF: 64, "128-experts": 128, "256-experts": 256},
@@ -355,7 +353,7 @@ def _study_rows(name: str, groups: dict[str, Group]) -> list[dict[str, Any]]:
 
 def _entropy_share(group: Group) -> float | None:
     """Return the mean entropy of the routers over the last 100 steps, as a share of its maximum; None if dense."""
-    experts = group.runs[0].recipe.model.num_experts
+    experts = group.runs[0].recipe.model.moe.num_experts
     if not experts:
         return None
     rows = [row for run in group.runs for row in read_metrics(run.folder / "metrics.jsonl")[-100:]]

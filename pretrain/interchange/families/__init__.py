@@ -73,13 +73,13 @@ def _nearest(model: ModelConfig) -> Family:
 
     def distance(family: Family) -> tuple[bool, bool, int]:
         keys = [key for key, _ in family.misfits(model)]
-        return "kind" in keys, "num_experts" in keys, len(keys)
+        return "kind" in keys, "moe.num_experts" in keys, len(keys)
 
     return min(_TRANSFORMERS, key=distance)
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
+    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "moe.num_experts"))
     if not misfits:
         return ""
     key, allowed = misfits[0]

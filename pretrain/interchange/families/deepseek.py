@@ -46,25 +46,25 @@ LATENT_ATTENTION = (
         "layer",
         f"{OUR_ATTENTION}.linear_q_proj.weight",
         {f"{ATTENTION}.q_proj.weight": "Qd D"},
-        when=lambda model: model.q_lora_rank is None,
+        when=lambda model: model.attention.q_lora_rank is None,
     ),
     Entry(
         "layer",
         f"{OUR_ATTENTION}.linear_q_down_proj.weight",
         {f"{ATTENTION}.q_a_proj.weight": "C D"},
-        when=lambda model: model.q_lora_rank is not None,
+        when=lambda model: model.attention.q_lora_rank is not None,
     ),
     Entry(
         "layer",
         f"{OUR_ATTENTION}.q_layernorm.weight",
         {f"{ATTENTION}.q_a_layernorm.weight": "C"},
-        when=lambda model: model.q_lora_rank is not None,
+        when=lambda model: model.attention.q_lora_rank is not None,
     ),
     Entry(
         "layer",
         f"{OUR_ATTENTION}.linear_q_up_proj.weight",
         {f"{ATTENTION}.q_b_proj.weight": "Qd C"},
-        when=lambda model: model.q_lora_rank is not None,
+        when=lambda model: model.attention.q_lora_rank is not None,
     ),
     Entry("layer", f"{OUR_ATTENTION}.linear_kv_down_proj.weight", {f"{ATTENTION}.kv_a_proj_with_mqa.weight": "K D"}),
     Entry("layer", f"{OUR_ATTENTION}.kv_layernorm.weight", {f"{ATTENTION}.kv_a_layernorm.weight": "R"}),
@@ -101,7 +101,7 @@ def num_dense(model: ModelConfig) -> int:
 
 def is_dense_first(model: ModelConfig) -> bool:
     """Return whether all layers without experts precede those with experts. False for a model without experts."""
-    return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.num_experts > 0
+    return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.moe.num_experts > 0
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     if not dense:
         return {}
     width = read_int(config, "intermediate_size")
-    return {"moe_layers": tuple(range(dense + 1, layers + 1)), "dense_ffn_hidden_size": width}
+    return {"moe.layers": tuple(range(dense + 1, layers + 1)), "dense_ffn_hidden_size": width}
 
 
 def write_dense(model: ModelConfig) -> dict[str, Any]:
@@ -151,26 +151,30 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
 
 def write_groups(model: ModelConfig) -> dict[str, Any]:
     """Return the keys ``n_group`` and ``topk_group`` of config.json, for group-limited routing."""
-    groups = model.gate_options.get("expert_groups")
-    return {"n_group": groups or 1, "topk_group": model.gate_options.get("kept_groups", 1) if groups else 1}
+    groups = model.moe.gate_options.get("expert_groups")
+    return {"n_group": groups or 1, "topk_group": model.moe.gate_options.get("kept_groups", 1) if groups else 1}
 
 
 def _write_latent(model: ModelConfig) -> dict[str, Any]:
     widths = {
-        "head_dim": model.qk_rope_head_dim,
-        "q_lora_rank": model.q_lora_rank,
+        "head_dim": model.attention.qk_rope_head_dim,
+        "q_lora_rank": model.attention.q_lora_rank,
         "qk_head_dim": model.head_width,
     }
     return write_llama(model) | write_dense(model) | write_groups(model) | widths
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
+    return {"attention.q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
 DENSE_FIRST = in_layers(is_dense_first, "experts in all layers but the first ones")
 LATENT = (
-    Demand("kv_lora_rank", lambda m: m.kv_lora_rank is not None, "a number, which selects multi-latent attention"),
+    Demand(
+        "attention.kv_lora_rank",
+        lambda m: m.attention.kv_lora_rank is not None,
+        "a number, which selects multi-latent attention",
+    ),
     SHARED,
     *DENSE_FIRST,
 )
@@ -178,34 +182,34 @@ LATENT = (
 LATENT_EPS = 1e-6
 LATENT_KEYS = (
     *without(KEYS, "router_aux_loss_coef"),
-    Key("n_routed_experts", "num_experts", int, alias="num_local_experts"),
+    Key("n_routed_experts", "moe.num_experts", int, alias="num_local_experts"),
     Key("moe_intermediate_size", "ffn_hidden_size", int),
-    Key("kv_lora_rank", "kv_lora_rank", int, 512),
-    Key("qk_nope_head_dim", "qk_head_dim", int, 128),
-    Key("qk_rope_head_dim", "qk_rope_head_dim", int, 64),
-    Key("v_head_dim", "v_head_dim", int, 128),
-    Key("rope_theta", "rope_theta", float, 1e4),
+    Key("kv_lora_rank", "attention.kv_lora_rank", int, 512),
+    Key("qk_nope_head_dim", "attention.qk_head_dim", int, 128),
+    Key("qk_rope_head_dim", "attention.qk_rope_head_dim", int, 64),
+    Key("v_head_dim", "attention.v_head_dim", int, 128),
+    Key("rope_theta", "position.rope_theta", float, 1e4),
 )
 LATENT_ONLY = (*ONLY, Only("rms_norm_eps", (LATENT_EPS, None)), Only("moe_layer_freq", (1, None)))
 GROUPS = Demand(
-    "gate_options",
-    lambda m: not m.gate_options.keys() - {"expert_groups", "kept_groups"},
+    "moe.gate_options",
+    lambda m: not m.moe.gate_options.keys() - {"expert_groups", "kept_groups"},
     "no options except expert_groups and kept_groups",
 )
 
 
 def _read_deepseek_v2(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = _read_latent(config) | read_dense(config, 0) | DROPLESS | {"normalize": False}
+    values = _read_latent(config) | read_dense(config, 0) | DROPLESS | {"moe.normalize": False}
     method = config.get("topk_method", "greedy")
     if method == "group_limited_greedy":
-        values["gate_options"] = read_groups(config, 1, 1)
+        values["moe.gate_options"] = read_groups(config, 1, 1)
     elif method != "greedy":
         raise UserError(f"topk_method={toml(method)} is not supported: it must be greedy or group_limited_greedy")
     return values
 
 
 def _write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
-    method = "group_limited_greedy" if model.gate_options.get("expert_groups") else "greedy"
+    method = "group_limited_greedy" if model.moe.gate_options.get("expert_groups") else "greedy"
     return _write_latent(model) | {"topk_method": method}
 
 
@@ -215,19 +219,21 @@ DEEPSEEK_V2 = Family(
     tables=((*_V2, *EXPERTS), (*_V2, *STACKED)),
     keys=(
         *LATENT_KEYS,
-        Key("n_shared_experts", "num_shared_experts", int, 2),
-        Key("routed_scaling_factor", "routed_scale", float, 1.0),
-        Key("aux_loss_alpha", "balance_loss", float, 0.001),
+        Key("n_shared_experts", "moe.num_shared_experts", int, 2),
+        Key("routed_scaling_factor", "moe.routed_scale", float, 1.0),
+        Key("aux_loss_alpha", "moe.balance_loss", float, 0.001),
     ),
     fixed=FIXED | {"norm_eps": LATENT_EPS},
     demands=(
         *LATENT,
         *SOFTMAX,
         GROUPS,
-        Demand("hidden_size", lambda m: m.hidden_size % m.num_heads == 0, "a multiple of model.num_heads"),
+        Demand(
+            "hidden_size", lambda m: m.hidden_size % m.attention.num_heads == 0, "a multiple of attention.num_heads"
+        ),
         AS_THEY_ARE,
     ),
-    varies=("q_lora_rank", *YARN),
+    varies=("attention.q_lora_rank", *YARN),
     constants={
         "rms_norm_eps": LATENT_EPS,
         "attention_bias": False,
@@ -243,17 +249,17 @@ DEEPSEEK_V2 = Family(
 
 def sums_weights(model: ModelConfig) -> bool:
     """Return whether the sigmoid gate makes a token's combine weights sum to one. False if ``top_k`` is 1."""
-    return model.normalize is not False and model.top_k > 1
+    return model.moe.normalize is not False and model.moe.top_k > 1
 
 
 SIGMOID = (
-    Demand("gate", lambda m: m.gate == "sigmoid", "sigmoid"),
-    Demand("score", lambda m: m.score in (None, "sigmoid"), "sigmoid"),
+    Demand("moe.gate", lambda m: m.moe.gate == "sigmoid", "sigmoid"),
+    Demand("moe.score", lambda m: m.moe.score in (None, "sigmoid"), "sigmoid"),
     *SPARSE,
     GROUPS,
     Demand(
-        "gate_options",
-        lambda m: m.num_experts // (m.gate_options.get("expert_groups") or 1) >= 2,
+        "moe.gate_options",
+        lambda m: m.moe.num_experts // (m.moe.gate_options.get("expert_groups") or 1) >= 2,
         "groups of at least 2 experts",
     ),
 )
@@ -271,7 +277,11 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     normalize = read_bool(config, "norm_topk_prob", True)
     if normalize and config.get("num_experts_per_tok") == 1:
         raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: use norm_topk_prob=false")
-    values = DROPLESS | {"gate": "sigmoid", "normalize": normalize, "gate_options": read_groups(config, groups, kept)}
+    values = DROPLESS | {
+        "moe.gate": "sigmoid",
+        "moe.normalize": normalize,
+        "moe.gate_options": read_groups(config, groups, kept),
+    }
     return values | {"mtp_layers": read_int(config, "num_nextn_predict_layers", 0, least=0)}
 
 
@@ -300,12 +310,12 @@ DEEPSEEK_V3 = Family(
     tables=((*_V3, *EXPERTS), (*_V3, *STACKED)),
     keys=(
         *LATENT_KEYS,
-        Key("n_shared_experts", "num_shared_experts", int, 1),
-        Key("routed_scaling_factor", "routed_scale", float, 2.5),
+        Key("n_shared_experts", "moe.num_shared_experts", int, 1),
+        Key("routed_scaling_factor", "moe.routed_scale", float, 2.5),
     ),
     fixed=FIXED | {"norm_eps": LATENT_EPS},
     demands=(*LATENT, *SIGMOID),
-    varies=("q_lora_rank", "normalize", "mtp_layers", "jitter", *YARN),
+    varies=("attention.q_lora_rank", "moe.normalize", "mtp_layers", "moe.jitter", *YARN),
     constants={
         "rms_norm_eps": LATENT_EPS,
         "attention_bias": False,

@@ -61,7 +61,7 @@ _TABLE = (
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    width = model.num_shared_experts * model.ffn_hidden_size
+    width = model.moe.num_shared_experts * model.ffn_hidden_size
     return QWEN3_MOE.write(model) | {"shared_expert_intermediate_size": width}
 
 
@@ -72,7 +72,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"shared_expert_intermediate_size={width!r} must be a positive multiple of moe_intermediate_size={expert}"
         )
-    return QWEN3_MOE.read(config) | {"num_shared_experts": width // expert}
+    return QWEN3_MOE.read(config) | {"moe.num_shared_experts": width // expert}
 
 
 DEEPSEEK_MOE = replace(

@@ -64,7 +64,7 @@ _ATTENTION = tuple(
     replace(entry, transform=PairedQueryKeyValue()) if isinstance(entry.transform, QueryKeyValue) else entry
     for entry in COMMON
 )
-_SHARED = tuple(replace(entry, when=lambda model: model.num_shared_experts > 0) for entry in SHARED_EXPERTS)
+_SHARED = tuple(replace(entry, when=lambda model: model.moe.num_shared_experts > 0) for entry in SHARED_EXPERTS)
 
 
 def _choice_bias(module: str) -> Entry:
@@ -104,7 +104,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "moe_layer_end_index": end,
         "moe_layer_interval": interval,
         "intermediate_size": model.dense_width,
-        "moe_num_shared_experts": model.num_shared_experts,
+        "moe_num_shared_experts": model.moe.num_shared_experts,
     }
 
 
@@ -130,12 +130,12 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     values = {
         **read_llama(config),
         **DROPLESS,
-        "gate": "sigmoid",
-        "score": "softmax",
-        "num_shared_experts": number("moe_num_shared_experts", 2, 0, 1 << 16),
+        "moe.gate": "sigmoid",
+        "moe.score": "softmax",
+        "moe.num_shared_experts": number("moe_num_shared_experts", 2, 0, 1 << 16),
     }
     if len(with_experts) < layers:
-        values["moe_layers"] = with_experts
+        values["moe.layers"] = with_experts
         values["dense_ffn_hidden_size"] = read_int(config, "intermediate_size")
     return values
 
@@ -149,21 +149,21 @@ ERNIE4_5_MOE = Family(
     ),
     keys=(
         *without(KEYS, "top_k", "balance_loss", "tie_embeddings"),
-        Key("moe_num_experts", "num_experts", int, alias="num_experts"),
-        Key("moe_k", "top_k", int, alias="num_experts_per_tok"),
+        Key("moe_num_experts", "moe.num_experts", int, alias="num_experts"),
+        Key("moe_k", "moe.top_k", int, alias="num_experts_per_tok"),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
         Key("tie_word_embeddings", "tie_embeddings", bool, True),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "rope_theta", float, 5e5),
+        Key("rope_theta", "position.rope_theta", float, 5e5),
     ),
-    fixed=FIXED | {"score": "softmax"},
+    fixed=FIXED | {"moe.score": "softmax"},
     demands=(
         *without(SIGMOID, "score", "gate_options"),
-        Demand("normalize", lambda m: m.normalize is not False, "true: weights that sum to one"),
-        Demand("top_k", lambda m: m.top_k > 1, "at least 2, whose weights sum to one"),
-        Demand("moe_layers", _is_regular, "the multiples of a number in a range of layers, such as 4, 6, 8"),
+        Demand("moe.normalize", lambda m: m.moe.normalize is not False, "true: weights that sum to one"),
+        Demand("moe.top_k", lambda m: m.moe.top_k > 1, "at least 2, whose weights sum to one"),
+        Demand("moe.layers", _is_regular, "the multiples of a number in a range of layers, such as 4, 6, 8"),
     ),
-    varies=("head_dim", "moe_every", "num_shared_experts", "jitter", *YARN),
+    varies=("attention.head_dim", "moe.every", "moe.num_shared_experts", "moe.jitter", *YARN),
     constants={"use_bias": False, "moe_norm_min": 1e-12},
     only=(*ONLY, Only("use_bias", (False, None)), Only("moe_norm_min", (1e-12, None))),
     read=_read,

@@ -34,7 +34,7 @@ from pretrain.interchange.families.llama import (
 from pretrain.interchange.family import Family, Key, Only, without
 from pretrain.interchange.rope import YARN
 
-_HEAD_NORMS = tuple(replace(entry, when=lambda model: model.qk_norm) for entry in QK_NORM)
+_HEAD_NORMS = tuple(replace(entry, when=lambda model: model.attention.qk_norm) for entry in QK_NORM)
 _TABLE = (*COMMON, QKV_BIAS, *_HEAD_NORMS, *DENSE, *SHARED_EXPERTS, *CHOICE_BIAS, *MTP)
 
 
@@ -42,7 +42,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     written = write_llama(model) | write_dense(model) | write_sigmoid(model)
     for key in ("rope_parameters", "rope_scaling"):
         if written[key]:
-            written[key]["partial_rotary_factor"] = model.rotary_fraction
+            written[key]["partial_rotary_factor"] = model.position.rotary_fraction
     return written
 
 
@@ -52,19 +52,19 @@ GLM4_MOE = Family(
     tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     keys=(
         *without(KEYS, "router_aux_loss_coef"),
-        Key("n_routed_experts", "num_experts", int, other="num_experts", alias="num_local_experts"),
-        Key("n_shared_experts", "num_shared_experts", int, 1),
+        Key("n_routed_experts", "moe.num_experts", int, other="num_experts", alias="num_local_experts"),
+        Key("n_shared_experts", "moe.num_shared_experts", int, 1),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
-        Key("routed_scaling_factor", "routed_scale", float, 1.0),
-        Key("attention_bias", "qkv_bias", bool, False),
-        Key("use_qk_norm", "qk_norm", bool, False),
-        Key("partial_rotary_factor", "rotary_fraction", float, 0.5),
+        Key("routed_scaling_factor", "moe.routed_scale", float, 1.0),
+        Key("attention_bias", "attention.qkv_bias", bool, False),
+        Key("use_qk_norm", "attention.qk_norm", bool, False),
+        Key("partial_rotary_factor", "position.rotary_fraction", float, 0.5),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "rope_theta", float, 1e4),
+        Key("rope_theta", "position.rope_theta", float, 1e4),
     ),
     fixed=FIXED,
     demands=(*SIGMOID, SHARED, *DENSE_FIRST),
-    varies=("head_dim", "normalize", "mtp_layers", "jitter", *YARN),
+    varies=("attention.head_dim", "moe.normalize", "mtp_layers", "moe.jitter", *YARN),
     only=(*without(ONLY, "attention_bias", "partial_rotary_factor"), Only("moe_layer_freq", (1, None))),
     read=lambda config: read_llama(config) | read_dense(config, 1) | read_sigmoid(config, 1, 1),
     write=_write,

@@ -106,7 +106,7 @@ _WINDOW = 128  # written for a model without windows: transformers needs a numbe
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     return write_llama(model) | {
-        "sliding_window": model.sliding_window or _WINDOW,
+        "sliding_window": model.attention.sliding_window or _WINDOW,
         "layer_types": [_KINDS[n in model.layers_with_window] for n in model.layer_numbers],
     }
 
@@ -122,10 +122,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         windows["sliding_window"] = read_int(config, "sliding_window")
         windows["sliding_layers"] = sliding if len(sliding) < layers else ()
     return DROPLESS | {
-        "head_dim": read_int(config, "head_dim", 64),
-        "attention_output_bias": read_bool(config, "attention_bias", True),
-        "normalize": True,
-        "expert_options": {"bias": True},
+        "attention.head_dim": read_int(config, "head_dim", 64),
+        "attention.output_bias": read_bool(config, "attention_bias", True),
+        "moe.normalize": True,
+        "moe.expert_options": {"bias": True},
         **windows,
     }
 
@@ -150,25 +150,27 @@ GPT_OSS = Family(
     tables=(TABLE, PACKED_TABLE),
     keys=(
         *KEYS,
-        Key("num_local_experts", "num_experts", int, alias="num_experts"),
+        Key("num_local_experts", "moe.num_experts", int, alias="num_experts"),
         Key("intermediate_size", "ffn_hidden_size", int),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "rope_theta", float, 150000.0),
-        Key("attention_bias", "qkv_bias", bool, True),
+        Key("rope_theta", "position.rope_theta", float, 150000.0),
+        Key("attention_bias", "attention.qkv_bias", bool, True),
     ),
-    fixed=FIXED | {"activation": "swiglu_oai", "attention_sinks": True, "gate_options": {"bias": True}},
+    fixed=FIXED | {"activation": "swiglu_oai", "attention.sinks": True, "moe.gate_options": {"bias": True}},
     demands=(
         *without(SOFTMAX, "expert_options"),
         *EVERY_LAYER,
         *SUM_TO_ONE,
         Demand(
-            "expert_options",
-            lambda m: m.expert_options.get("bias") is True and not m.expert_options.keys() - {"bias", "dropout"},
-            "model.expert_options.bias=true, and no other option except dropout",
+            "moe.expert_options",
+            lambda m: (
+                m.moe.expert_options.get("bias") is True and not m.moe.expert_options.keys() - {"bias", "dropout"}
+            ),
+            "moe.expert_options.bias=true, and no other option except dropout",
         ),
         EQUAL_BIASES,
     ),
-    varies=("head_dim", "sliding_window", "sliding_layers", *YARN),
+    varies=("attention.head_dim", "attention.sliding_window", "attention.sliding_layers", *YARN),
     constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     only=(
         *without(ONLY, "attention_bias", "mlp_bias"),

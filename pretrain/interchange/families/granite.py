@@ -37,10 +37,10 @@ _IN_MEMORY = _experts("router.weight", "experts.gate_up_proj", "experts.down_pro
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = read_llama(config) | DROPLESS | {"normalize": True}
-    width = values["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    values = read_llama(config) | DROPLESS | {"moe.normalize": True}
+    width = values["attention.head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     if config.get("attention_multiplier") == width**-0.5:
-        values["attention_scale"] = None
+        values["attention.scale"] = None
     return values
 
 
@@ -50,24 +50,24 @@ GRANITE_MOE = Family(
     tables=((*COMMON, *_PUBLISHED), (*COMMON, *_IN_MEMORY)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "num_experts", int),
+        Key("num_local_experts", "moe.num_experts", int),
         Key("intermediate_size", "ffn_hidden_size", int),
         Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("rope_theta", "rope_theta", float, 1e4),
+        Key("rope_theta", "position.rope_theta", float, 1e4),
         Key("embedding_multiplier", "embedding_scale", float, 1.0),
         Key("residual_multiplier", "residual_scale", float, 1.0),
         Key("logits_scaling", "logit_divisor", float, 1.0),
         Key(
             "attention_multiplier",
-            "attention_scale",
+            "attention.scale",
             float,
             1.0,
-            value=lambda m: m.head_width**-0.5 if m.attention_scale is None else m.attention_scale,
+            value=lambda m: m.head_width**-0.5 if m.attention.scale is None else m.attention.scale,
         ),
     ),
     fixed=FIXED,
     demands=(*SOFTMAX, *EVERY_LAYER, *SUM_TO_ONE),
-    varies=("head_dim", *YARN),
+    varies=("attention.head_dim", *YARN),
     constants={"attention_bias": False},
     only=ONLY,
     read=_read,

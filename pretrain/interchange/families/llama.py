@@ -38,14 +38,14 @@ OUTPUT_BIAS = Entry(
     "layer",
     f"{OUR_LAYER}.self_attention.linear_proj.bias",
     {f"{ATTENTION}.o_proj.bias": "D"},
-    when=lambda model: model.attention_output_bias,
+    when=lambda model: model.attention.output_bias,
 )
 QKV_BIAS = Entry(
     "layer",
     f"{OUR_LAYER}.self_attention.linear_qkv.bias",
     {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"},
     QueryKeyValue(),
-    when=lambda model: model.qkv_bias,
+    when=lambda model: model.attention.qkv_bias,
 )
 QK_NORM = (
     Entry("layer", f"{OUR_LAYER}.self_attention.q_layernorm.weight", {f"{ATTENTION}.q_norm.weight": "d"}),
@@ -112,56 +112,60 @@ EXPERTS = expert_entries("mlp", "gate_proj", "up_proj", "down_proj")
 
 def weights_sum_to_one(model: ModelConfig) -> bool:
     """Return whether a softmax gate makes the combine weights of a token sum to one in evaluation."""
-    return model.gate != "switch" and model.normalize is not False
+    return model.moe.gate != "switch" and model.moe.normalize is not False
 
 
 KEYS = (
     Key("vocab_size", "vocab_size", int),
     Key("hidden_size", "hidden_size", int),
     Key("num_hidden_layers", "num_layers", int),
-    Key("num_attention_heads", "num_heads", int),
+    Key("num_attention_heads", "attention.num_heads", int),
     Key("max_position_embeddings", "sequence_length", int),
-    Key("num_experts_per_tok", "top_k", int),
-    Key("num_key_value_heads", "num_query_groups", int, value=lambda m: m.query_groups),
+    Key("num_experts_per_tok", "moe.top_k", int),
+    Key("num_key_value_heads", "attention.num_query_groups", int, value=lambda m: m.query_groups),
     Key("initializer_range", "init_std", float, 0.02),
-    Key("router_aux_loss_coef", "balance_loss", float, 0.001),
+    Key("router_aux_loss_coef", "moe.balance_loss", float, 0.001),
     Key("tie_word_embeddings", "tie_embeddings", bool, False),
 )
-FIXED = {"kind": "gpt", "norm": "rms", "position": "rope", "activation": "silu", "gated": True}
+FIXED = {"kind": "gpt", "norm": "rms", "position.encoding": "rope", "activation": "silu", "gated": True}
 # Experts without options, which drop no token in evaluation.
 SPARSE = (
-    Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
-    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
+    Demand("moe.num_experts", lambda m: m.moe.num_experts > 0, "a model with experts"),
+    Demand("moe.expert_options", lambda m: not m.moe.expert_options.keys() - {"dropout"}, "no options except dropout"),
     Demand(
-        "eval_capacity_factor",
-        lambda m: m.eval_capacity_factor is None or m.eval_capacity_factor * m.top_k >= m.num_experts,
-        "at least model.num_experts / model.top_k, or model.eval_capacity_factor=none, so that no token is dropped; "
+        "moe.eval_capacity_factor",
+        lambda m: m.moe.eval_capacity_factor is None or m.moe.eval_capacity_factor * m.moe.top_k >= m.moe.num_experts,
+        "at least moe.num_experts / moe.top_k, or moe.eval_capacity_factor=none, so that no token is dropped; "
         "or pass --no-drops",
     ),
 )
-SOFTMAX_SCORES = Demand("score", lambda m: m.score in (None, "softmax"), "softmax")
+SOFTMAX_SCORES = Demand("moe.score", lambda m: m.moe.score in (None, "softmax"), "softmax")
 # The gate takes the top k of a softmax.
 SOFTMAX = (
-    Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),
-    Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "model.jitter=0, or model.gate=naive"),
+    Demand(
+        "moe.gate", lambda m: m.moe.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"
+    ),
+    Demand("moe.jitter", lambda m: m.moe.gate != "switch" or not m.moe.jitter, "moe.jitter=0, or moe.gate=naive"),
     SOFTMAX_SCORES,
     *SPARSE,
 )
 SUM_TO_ONE = (
-    Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
-    Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+    Demand("moe.gate", lambda m: m.moe.gate == "naive", "naive, whose weights sum to one"),
+    Demand("moe.normalize", weights_sum_to_one, "true: weights that sum to one"),
 )
 AS_THEY_ARE = Demand(
-    "normalize", lambda m: not weights_sum_to_one(m), "model.normalize=false: weights of the softmax over all experts"
+    "moe.normalize", lambda m: not weights_sum_to_one(m), "moe.normalize=false: weights of the softmax over all experts"
 )
-SHARED = Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")
+SHARED = Demand("moe.num_shared_experts", lambda m: m.moe.num_shared_experts > 0, "at least 1")
 ALL_WINDOWS = Demand(
-    "sliding_layers",
+    "attention.sliding_layers",
     lambda m: len(m.layers_with_window) in (0, m.num_layers),
     "[], so that all layers have a window",
 )
 EQUAL_BIASES = Demand(
-    "attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"
+    "attention.output_bias",
+    lambda m: m.attention.output_bias == m.attention.qkv_bias,
+    "the value of attention.qkv_bias",
 )
 ONLY = (
     Only("hidden_act", ("silu", None)),
@@ -172,7 +176,13 @@ ONLY = (
     Only("is_encoder_decoder", (False, None)),
 )
 # Settings of an imported model: routed without drops, balanced by the loss alone.
-DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": None, "jitter": 0.0, "z_loss": 0.0}
+DROPLESS = {
+    "moe.gate": "naive",
+    "moe.capacity_factor": None,
+    "moe.eval_capacity_factor": None,
+    "moe.jitter": 0.0,
+    "moe.z_loss": 0.0,
+}
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
@@ -196,18 +206,18 @@ def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
         raise UserError(f"layer_types={toml(kinds)} is not supported: all must be full_attention")
-    return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
+    return {"attention.head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
 
 
 def in_layers(holds: Callable[[ModelConfig], bool], why: str) -> tuple[Demand, Demand]:
     """Return a condition on the layers with experts: of ``moe_layers``, which comes first, or of ``moe_every``."""
     return (
-        Demand("moe_layers", lambda m: not m.moe_layers or holds(m), why),
-        Demand("moe_every", lambda m: bool(m.moe_layers) or holds(m), why),
+        Demand("moe.layers", lambda m: not m.moe.layers or holds(m), why),
+        Demand("moe.every", lambda m: bool(m.moe.layers) or holds(m), why),
     )
 
 
-_EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"
+_EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs attention.qk_norm=true)"
 
 
 def _are_all_with_experts(model: ModelConfig) -> bool:
@@ -215,18 +225,18 @@ def _are_all_with_experts(model: ModelConfig) -> bool:
 
 
 EVERY_LAYER = (
-    Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
-    Demand("moe_every", _are_all_with_experts, _EVERY_LAYER),
+    Demand("moe.layers", lambda m: not m.moe.layers or _are_all_with_experts(m), _EVERY_LAYER),
+    Demand("moe.every", _are_all_with_experts, _EVERY_LAYER),
 )
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    window = {"sliding_window": read_int(config, "sliding_window")} if "sliding_window" in config else {}
-    return read_llama(config) | DROPLESS | {"normalize": True} | window
+    window = {"attention.sliding_window": read_int(config, "sliding_window")} if "sliding_window" in config else {}
+    return read_llama(config) | DROPLESS | {"moe.normalize": True} | window
 
 
 def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
-    return write_llama(model) | {"sliding_window": model.sliding_window}
+    return write_llama(model) | {"sliding_window": model.attention.sliding_window}
 
 
 MIXTRAL = Family(
@@ -235,10 +245,10 @@ MIXTRAL = Family(
     tables=((*COMMON, *W1_W3_W2), (*COMMON, *STACKED)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "num_experts", int, alias="num_experts"),
+        Key("num_local_experts", "moe.num_experts", int, alias="num_experts"),
         Key("intermediate_size", "ffn_hidden_size", int),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "rope_theta", float, 1e6),
+        Key("rope_theta", "position.rope_theta", float, 1e6),
     ),
     fixed=FIXED,
     demands=(
@@ -247,7 +257,7 @@ MIXTRAL = Family(
         *SUM_TO_ONE,
         ALL_WINDOWS,
     ),
-    varies=("head_dim", "sliding_window", *YARN),
+    varies=("attention.head_dim", "attention.sliding_window", *YARN),
     constants={"router_jitter_noise": 0.0},
     only=ONLY,
     read=_read_mixtral,
@@ -258,10 +268,10 @@ MIXTRAL = Family(
 def write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json that Qwen2-MoE and Qwen3-MoE have."""
     dense = [number for number in model.layer_numbers if number not in model.layers_with_experts]
-    every = [number for number in model.layer_numbers if number % model.moe_every]
+    every = [number for number in model.layer_numbers if number % model.moe.every]
     is_regular = dense == every
     return write_llama(model) | {
-        "decoder_sparse_step": model.moe_every if is_regular else 1,
+        "decoder_sparse_step": model.moe.every if is_regular else 1,
         "mlp_only_layers": [] if is_regular else [number - 1 for number in dense],
         "intermediate_size": model.dense_width,
         "norm_topk_prob": weights_sum_to_one(model),
@@ -283,11 +293,11 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     with_experts = [n + 1 for n in layers if n not in dense and (n + 1) % step == 0]
     if not with_experts:
         raise UserError(f"no layer has experts with decoder_sparse_step={step} and mlp_only_layers={dense}")
-    values = read_llama(config) | DROPLESS | {"normalize": read_bool(config, "norm_topk_prob", False)}
+    values = read_llama(config) | DROPLESS | {"moe.normalize": read_bool(config, "norm_topk_prob", False)}
     if dense:
-        values["moe_layers"] = tuple(with_experts)
+        values["moe.layers"] = tuple(with_experts)
     else:
-        values["moe_every"] = step
+        values["moe.every"] = step
     if len(with_experts) < len(layers):
         values["dense_ffn_hidden_size"] = read_int(config, "intermediate_size")
     return values
@@ -300,14 +310,14 @@ QWEN3_MOE = Family(
     tables=((*_QWEN3, *EXPERTS), (*_QWEN3, *STACKED)),
     keys=(
         *KEYS,
-        Key("num_experts", "num_experts", int, other="num_local_experts"),
+        Key("num_experts", "moe.num_experts", int, other="num_local_experts"),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
         Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("rope_theta", "rope_theta", float, 1e4),
+        Key("rope_theta", "position.rope_theta", float, 1e4),
     ),
-    fixed=FIXED | {"qk_norm": True},
+    fixed=FIXED | {"attention.qk_norm": True},
     demands=SOFTMAX,
-    varies=("head_dim", "normalize", "moe_layers", "moe_every", *YARN),
+    varies=("attention.head_dim", "moe.normalize", "moe.layers", "moe.every", *YARN),
     constants={"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
     only=ONLY,
     read=read_qwen_moe,

@@ -38,11 +38,11 @@ def tensors(model: ModelConfig) -> Iterator[Place]:
     for name, shape in _shapes(model):
         ours = name
         layer = None
-        if model.kv_lora_rank is None:  # in a checkpoint, norms belong to the matrices that follow
+        if model.attention.kv_lora_rank is None:  # in a checkpoint, norms belong to the matrices that follow
             ours = ours.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
             ours = ours.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         match = re.search(r"\.layers\.(\d+)\.", name)
-        if not model.num_experts and match is not None:  # equal layers are stacked
+        if not model.moe.num_experts and match is not None:  # equal layers are stacked
             ours = ours.replace(match[0], ".layers.")
             layer = int(match[1])
         is_bias = name.endswith(".gate.expert_bias_E")  # float32 in models of 16 bits, too
@@ -52,10 +52,10 @@ def tensors(model: ModelConfig) -> Iterator[Place]:
 def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     width = model.hidden_size
     yield "embedding.word_embeddings.weight", (model.vocab_size, width)
-    if model.position == "learned_absolute":
+    if model.position.encoding == "learned_absolute":
         yield "embedding.position_embeddings.weight", (model.sequence_length, width)
     with torch.device("meta"), random.keyed("sizes"):
-        experts = build_layer(model).state_dict() if model.num_experts else {}
+        experts = build_layer(model).state_dict() if model.moe.num_experts else {}
     for number in model.layer_numbers:
         layer = f"decoder.layers.{number - 1}"
         yield from _norm(model, f"{layer}.input_layernorm", width)
@@ -81,35 +81,37 @@ def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tupl
 
 def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     width = model.hidden_size
-    heads = model.num_heads
+    heads = model.attention.num_heads
     head = model.head_width
     yield f"{name}.linear_proj.weight", (width, heads * model.value_width)
-    if model.kv_lora_rank is None:
+    if model.attention.kv_lora_rank is None:
         rows = (heads + 2 * model.query_groups) * head
         yield f"{name}.linear_qkv.weight", (rows, width)
-        if model.position == "transformer_xl":
+        if model.position.encoding == "transformer_xl":
             yield f"{name}.linear_position.weight", (heads * head, width)
             yield from ((f"{name}.biases.{part}", (heads * head,)) for part in ("content", "position"))
-        if model.qkv_bias:
+        if model.attention.qkv_bias:
             yield f"{name}.linear_qkv.bias", (rows,)
-        if model.attention_output_bias:
+        if model.attention.output_bias:
             yield f"{name}.linear_proj.bias", (width,)
-        if model.attention_sinks:
+        if model.attention.sinks:
             yield f"{name}.core_attention.softmax_offset", (heads,)
-        for part, number in (("q", heads), ("k", model.query_groups)) if model.qk_norm else ():
-            yield from _norm(model, f"{name}.{part}_layernorm", head * (number if model.qk_norm_over == "all" else 1))
+        for part, number in (("q", heads), ("k", model.query_groups)) if model.attention.qk_norm else ():
+            yield from _norm(
+                model, f"{name}.{part}_layernorm", head * (number if model.attention.qk_norm_over == "all" else 1)
+            )
         return
-    assert model.qk_head_dim is not None and model.qk_rope_head_dim is not None
-    if model.q_lora_rank is None:
+    assert model.attention.qk_head_dim is not None and model.attention.qk_rope_head_dim is not None
+    if model.attention.q_lora_rank is None:
         yield f"{name}.linear_q_proj.weight", (heads * head, width)
     else:
-        yield f"{name}.linear_q_down_proj.weight", (model.q_lora_rank, width)
-        yield from _norm(model, f"{name}.q_layernorm", model.q_lora_rank)
-        yield f"{name}.linear_q_up_proj.weight", (heads * head, model.q_lora_rank)
-    rank = model.kv_lora_rank
-    yield f"{name}.linear_kv_down_proj.weight", (rank + model.qk_rope_head_dim, width)
+        yield f"{name}.linear_q_down_proj.weight", (model.attention.q_lora_rank, width)
+        yield from _norm(model, f"{name}.q_layernorm", model.attention.q_lora_rank)
+        yield f"{name}.linear_q_up_proj.weight", (heads * head, model.attention.q_lora_rank)
+    rank = model.attention.kv_lora_rank
+    yield f"{name}.linear_kv_down_proj.weight", (rank + model.attention.qk_rope_head_dim, width)
     yield from _norm(model, f"{name}.kv_layernorm", rank)
-    yield f"{name}.linear_kv_up_proj.weight", (heads * (model.qk_head_dim + model.value_width), rank)
+    yield f"{name}.linear_kv_up_proj.weight", (heads * (model.attention.qk_head_dim + model.value_width), rank)
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -119,12 +121,12 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
+        "num_attention_heads": model.attention.num_heads,
         "num_key_value_heads": model.query_groups,
         "max_position_embeddings": model.sequence_length,
         "tie_word_embeddings": model.tie_embeddings,
     }
-    return {**common, "auto_map": _AUTO_MAP, "model": {**asdict(model), "moe_layers": list(model.moe_layers)}}
+    return {**common, "auto_map": _AUTO_MAP, "model": {**asdict(model), "moe_layers": list(model.moe.layers)}}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         list(_shapes(model))
     except (TypeError, ValueError) as error:  # from a constructor, for an option of a wrong type
-        raise UserError(f"model.gate_options or model.expert_options is invalid: {error}") from error
+        raise UserError(f"moe.gate_options or moe.expert_options is invalid: {error}") from error
     return {key.name: getattr(model, key.name) for key in fields(model)}
 
 
@@ -187,9 +189,13 @@ FMOE = Family(
     keys=(),
     fixed={"kind": "gpt"},
     demands=(
-        Demand("gate", lambda m: m.gate in GATES and is_shipped(GATES[m.gate]), _PLUGIN),
-        Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate that chooses experts by the hidden states"),
-        Demand("expert", lambda m: m.expert in EXPERTS and is_shipped(EXPERTS[m.expert]), _PLUGIN),
+        Demand("moe.gate", lambda m: m.moe.gate in GATES and is_shipped(GATES[m.moe.gate]), _PLUGIN),
+        Demand(
+            "moe.gate",
+            lambda m: m.moe.gate not in ("random", "hash"),
+            "a gate that chooses experts by the hidden states",
+        ),
+        Demand("moe.expert", lambda m: m.moe.expert in EXPERTS and is_shipped(EXPERTS[m.moe.expert]), _PLUGIN),
     ),
     varies=tuple(key.name for key in fields(ModelConfig)),
     only=(Only("quantization_config", (None,)),),

@@ -47,8 +47,8 @@ _STACKED = tuple(replace(e, theirs=_ROUTER) if e.ours.endswith(".gate.weight") e
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    noise = model.gate_options.get("margin", _MARGIN) / 2
-    return write_llama(model) | {"router_jitter_noise": noise, "sliding_window": model.sliding_window}
+    noise = model.moe.gate_options.get("margin", _MARGIN) / 2
+    return write_llama(model) | {"router_jitter_noise": noise, "sliding_window": model.attention.sliding_window}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     noise = config.get("router_jitter_noise", _MARGIN / 2)
     if type(noise) not in (int, float) or not 0 <= noise <= sys.float_info.max / 2:
         raise UserError(f"router_jitter_noise={toml(noise)} must be a finite number of at least 0")
-    values = {"gate": "sparsemixer", "attention_output_bias": config.get("attention_bias", False)}
-    values |= {} if 2 * noise == _MARGIN else {"gate_options": {"margin": 2.0 * noise}}
-    return read_llama(config) | DROPLESS | values | {"sliding_window": window}
+    values = {"moe.gate": "sparsemixer", "attention.output_bias": config.get("attention_bias", False)}
+    values |= {} if 2 * noise == _MARGIN else {"moe.gate_options": {"margin": 2.0 * noise}}
+    return read_llama(config) | DROPLESS | values | {"attention.sliding_window": window}
 
 
 PHIMOE = Family(
@@ -71,11 +71,11 @@ PHIMOE = Family(
     tables=((*_TABLE, *W1_W3_W2), (*_TABLE, *_STACKED)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "num_experts", int, 16, alias="num_experts"),
+        Key("num_local_experts", "moe.num_experts", int, 16, alias="num_experts"),
         Key("intermediate_size", "ffn_hidden_size", int),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),  # of a LayerNorm
-        Key("rope_theta", "rope_theta", float, 1e6),
-        Key("attention_bias", "qkv_bias", bool, False),
+        Key("rope_theta", "position.rope_theta", float, 1e6),
+        Key("attention_bias", "attention.qkv_bias", bool, False),
         Key("lm_head_bias", "output_bias", bool, False),
     ),
     fixed=FIXED | {"norm": "layer"},
@@ -83,13 +83,13 @@ PHIMOE = Family(
         SOFTMAX_SCORES,
         *SPARSE,
         *EVERY_LAYER,
-        Demand("gate", lambda m: m.gate == "sparsemixer", "sparsemixer"),
-        Demand("gate_options", lambda m: not m.gate_options.keys() - {"margin"}, "no options except margin"),
-        Demand("top_k", lambda m: m.top_k == 2, "2"),
+        Demand("moe.gate", lambda m: m.moe.gate == "sparsemixer", "sparsemixer"),
+        Demand("moe.gate_options", lambda m: not m.moe.gate_options.keys() - {"margin"}, "no options except margin"),
+        Demand("moe.top_k", lambda m: m.moe.top_k == 2, "2"),
         ALL_WINDOWS,
         EQUAL_BIASES,
     ),
-    varies=("head_dim", "sliding_window", "jitter"),
+    varies=("attention.head_dim", "attention.sliding_window", "moe.jitter"),
     constants={"input_jitter_noise": 0.0},
     only=without(ONLY, "attention_bias"),
     read=_read,

@@ -69,8 +69,8 @@ def _queries(entry: Entry) -> tuple[Entry, Entry]:
     """
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
     return (
-        replace(entry, when=lambda model: model.attention_scale is not None),
-        replace(entry, transform=scaled, when=lambda model: model.attention_scale is None),
+        replace(entry, when=lambda model: model.attention.scale is not None),
+        replace(entry, transform=scaled, when=lambda model: model.attention.scale is None),
     )
 
 
@@ -173,13 +173,13 @@ def _table(block: str) -> tuple[Entry, ...]:
 KEYS = (
     Key("vocab_size", "vocab_size", int),
     Key("d_model", "hidden_size", int),
-    Key("d_kv", "head_dim", int, 64, value=lambda m: m.head_width),
+    Key("d_kv", "attention.head_dim", int, 64, value=lambda m: m.head_width),
     Key("num_layers", "num_layers", int),
-    Key("num_heads", "num_heads", int),
+    Key("num_heads", "attention.num_heads", int),
     Key("layer_norm_epsilon", "norm_eps", float, 1e-6),
     Key("n_positions", "sequence_length", int, 512),
 )
-FIXED = {"kind": "t5", "norm": "rms", "position": "relative"}
+FIXED = {"kind": "t5", "norm": "rms", "position.encoding": "relative"}
 
 
 def _is_power_of_4(number: int) -> bool:
@@ -187,11 +187,11 @@ def _is_power_of_4(number: int) -> bool:
 
 
 SCORES = (
-    Demand("attention_scale", lambda m: m.attention_scale in (None, 1.0), "model.attention_scale=1.0 or none"),
+    Demand("attention.scale", lambda m: m.attention.scale in (None, 1.0), "attention.scale=1.0 or none"),
     Demand(
-        "head_dim",
-        lambda m: m.attention_scale is not None or _is_power_of_4(m.head_width),
-        "a power of 4, such as 64, or model.attention_scale=1: T5's scores lack the factor head_dim^-0.5, which must "
+        "attention.head_dim",
+        lambda m: m.attention.scale is not None or _is_power_of_4(m.head_width),
+        "a power of 4, such as 64, or attention.scale=1: T5's scores lack the factor head_dim^-0.5, which must "
         "be exact in the query matrices",
     ),
 )
@@ -217,7 +217,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     depth = read_int(config, "num_decoder_layers", config["num_layers"])
     return {
         "num_decoder_layers": None if depth == config["num_layers"] else depth,
-        "attention_scale": None if _is_power_of_4(config.get("d_kv", 64)) else 1.0,
+        "attention.scale": None if _is_power_of_4(config.get("d_kv", 64)) else 1.0,
     }
 
 
@@ -285,7 +285,7 @@ T5 = Family(
     architecture="T5ForConditionalGeneration",
     tables=(_table("DenseReluDense"),),
     keys=(*KEYS, Key("d_ff", "ffn_hidden_size", int, value=lambda m: m.dense_width)),
-    fixed=FIXED | {"num_experts": 0},
+    fixed=FIXED | {"moe.num_experts": 0},
     demands=(
         *DENSE_ONLY,
         *SCORES,
@@ -339,11 +339,11 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     if activation not in names:
         raise UserError(f"dense_act_fn={toml(activation)} is not supported: it must be one of {', '.join(names)}")
     return _read(config) | {
-        "gate": "switch",
-        "capacity_factor": None,
-        "eval_capacity_factor": None,
+        "moe.gate": "switch",
+        "moe.capacity_factor": None,
+        "moe.eval_capacity_factor": None,
         "activation": _BLOCKS[activation][0],
-        **({"moe_layers": tuple(layers)} if every is None else {"moe_every": every}),
+        **({"moe.layers": tuple(layers)} if every is None else {"moe.every": every}),
         # No expert gets more than expert_capacity tokens of so short a sequence, so none is dropped.
         "sequence_length": min(read_int(config, "n_positions", 512), read_int(config, "expert_capacity", 64)),
     }
@@ -369,16 +369,23 @@ SWITCH = Family(
     keys=(
         *KEYS,
         Key("d_ff", "ffn_hidden_size", int),
-        Key("num_experts", "num_experts", int, 8),
-        Key("router_jitter_noise", "jitter", float, 0.01, value=lambda m: m.jitter if m.gate == "switch" else 0.0),
-        Key("router_z_loss_coef", "z_loss", float, 0.001),
-        Key("router_aux_loss_coef", "balance_loss", float, 0.001),
+        Key("num_experts", "moe.num_experts", int, 8),
+        Key(
+            "router_jitter_noise",
+            "moe.jitter",
+            float,
+            0.01,
+            value=lambda m: m.moe.jitter if m.moe.gate == "switch" else 0.0,
+        ),
+        Key("router_z_loss_coef", "moe.z_loss", float, 0.001),
+        Key("router_aux_loss_coef", "moe.balance_loss", float, 0.001),
     ),
-    fixed=FIXED | {"gated": False, "top_k": 1, "tie_embeddings": True, "tied_output_bias": False, "output_scale": True},
+    fixed=FIXED
+    | {"gated": False, "moe.top_k": 1, "tie_embeddings": True, "tied_output_bias": False, "output_scale": True},
     demands=(
         *SCORES,
-        Demand("gate", lambda m: m.gate in ("switch", "naive"), "switch, or naive with model.normalize=false"),
-        Demand("normalize", lambda m: not weights_sum_to_one(m), "false, or model.gate=switch"),
+        Demand("moe.gate", lambda m: m.moe.gate in ("switch", "naive"), "switch, or naive with moe.normalize=false"),
+        Demand("moe.normalize", lambda m: not weights_sum_to_one(m), "false, or moe.gate=switch"),
         SOFTMAX_SCORES,
         *in_layers(
             lambda m: _steps(m) is not None,
@@ -391,7 +398,7 @@ SWITCH = Family(
         ),
         *SPARSE,
     ),
-    varies=("num_decoder_layers", "activation", "normalize", "moe_layers", "moe_every"),
+    varies=("num_decoder_layers", "activation", "moe.normalize", "moe.layers", "moe.every"),
     # An expert_capacity that no sequence exceeds.
     constants=CONSTANTS
     | {

@@ -47,7 +47,7 @@ def poison(engine, what):
 
 def meet_nan(what, sections, mode):
     recipe = replace(RECIPE, **sections)
-    recipe = replace(recipe, model=replace(recipe.model, gate="sigmoid"))
+    recipe = replace(recipe, model=recipe.model.with_values({"moe.gate": "sigmoid"}))
     engine = engine_of(recipe)
     guard = StepGuard(GuardConfig(nonfinite=mode))
 

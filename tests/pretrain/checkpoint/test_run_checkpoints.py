@@ -225,11 +225,11 @@ def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
     ("options", "says"),
     [
         (["--model.hidden-size", "64"], ["has shape", "expected"]),
-        (["--model.num-experts", "8"], ["has shape", "expected"]),
+        (["--moe.num-experts", "8"], ["has shape", "expected"]),
         (["--model.num-layers", "3"], ["has no tensor model/decoder.layers.2."]),
         (["--model.no-tie-embeddings"], ["has no tensor model/output_layer"]),
-        (["--model.gate", "sigmoid", "--model.top-k", "2"], ["has no tensor", "expert_bias_E"]),
-        (["--model.num-experts", "0"], ["which is not in the model"]),
+        (["--moe.gate", "sigmoid", "--moe.top-k", "2"], ["has no tensor", "expert_bias_E"]),
+        (["--moe.num-experts", "0"], ["which is not in the model"]),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
@@ -282,7 +282,7 @@ class KillLater(BeforeStep):
 def test_killed_again_and_again_ends_with_the_same_weights(forks, recipe_file, tmp_path, total, deaths):
     """Two processes, jitter and dropout, checkpoints in the background; deaths at any moment."""
     recipe = recipe_file(
-        model={"dropout": 0.1, "jitter": 0.1},
+        model={"dropout": 0.1, "moe.jitter": 0.1},
         checkpoint={"every": 1 if deaths == 50 else 3, "keep": 2},
         train={"steps": total, "validation_every": total},
         parallel={"expert": 2},

@@ -12,15 +12,22 @@ from fmoe.errors import UserError
 from pretrain.compare.cli import main
 from pretrain.compare.groups import Point, group_runs, reach
 from pretrain.compare.runs import check_comparable, read_run
-from pretrain.config import ModelConfig, Recipe, TrainConfig, write_recipe
+from pretrain.config import AttentionConfig, ModelConfig, Recipe, TrainConfig, write_recipe
 from pretrain.tracking import JsonlTracker
 
 # 4 steps of 2 sequences of 8 tokens; 16 tokens a step.
 RECIPE = Recipe(
-    model=ModelConfig(num_layers=1, hidden_size=8, num_heads=1, ffn_hidden_size=16, sequence_length=8, vocab_size=32),
+    model=ModelConfig(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        sequence_length=8,
+        vocab_size=32,
+        attention=AttentionConfig(num_heads=1),
+    ),
     train=TrainConfig(steps=40, global_batch=2, micro_batch=1, validation_every=10, validation_sequences=2),
 )
-DENSE = replace(RECIPE, model=replace(RECIPE.model, num_experts=0))
+DENSE = replace(RECIPE, model=RECIPE.model.with_values({"moe.num_experts": 0}))
 DATA = {"tokenizer": "t", "train": ["a"], "validation": ["v"]}
 
 
@@ -105,7 +112,7 @@ def test_seeds_are_one_row(make, capsys):
     assert first["loss"] == pytest.approx({"mean": 3.0, "std": 0.1, "min": 2.9, "max": 3.1})
     assert [point["mean"] for point in second["curve"]] == pytest.approx([8, 6, 5, 4.2, 4])
     counts = {"params": 1000, "active_params": 500, "flops_per_token": 3000, "step": 40, "tokens": 640}
-    assert second.items() >= (counts | {"flops": 640 * 3000, "recipe": {"model.num_experts": 0}}).items()
+    assert second.items() >= (counts | {"flops": 640 * 3000, "recipe": {"moe.num_experts": 0}}).items()
     assert found["notes"] == []
     there, back = found["reaches"]
     # 4.2 at step 20, 3.5 at step 30: two sevenths of the way.
@@ -120,7 +127,7 @@ def test_seeds_are_one_row(make, capsys):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
     assert " ".join(rows[1]) == "dense 2 40 640 1.00 k 500 3.00 k 1.92 M 4.0000 0.2828 3.8000-4.2000"
     assert rows[4:] == [["dense", "-", "not reached"], ["moe", "22.9 (366 tokens, x0.571)", "-"]]
-    assert "moe: model.num_experts=8" in out.splitlines()
+    assert "moe: moe.num_experts=8" in out.splitlines()
 
 
 def test_ratio_of_flops_is_not_that_of_steps(make, capsys):
@@ -312,7 +319,7 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_losses_that_mean_different_things(make, capsys, case):
     options, said = OTHERS[case]
-    recipe = replace(RECIPE, model=replace(RECIPE.model, **options.get("model", {})))
+    recipe = replace(RECIPE, model=RECIPE.model.with_values(options.get("model", {})))
     recipe = replace(recipe, data=replace(RECIPE.data, **options.get("recipe_data", {})))
     one, other = make("one", {0: 8, 40: 4}), make("other", {0: 8, 40: 4}, 2, recipe, options.get("data", DATA))
     assert compare(one, other) == 2

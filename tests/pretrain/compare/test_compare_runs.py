@@ -18,7 +18,7 @@ def test_what_a_run_writes_is_what_is_read(forks, recipe_file, tmp_path, capsys)
     for name, options in [
         ("moe-1", ["--train.seed", "1"]),
         ("moe-2", ["--train.seed", "2"]),
-        ("dense", ["--model.num-experts", "0"]),
+        ("dense", ["--moe.num-experts", "0"]),
     ]:
         runs.append(tmp_path / name)
         (end,) = forks.command("pretrain", recipe, "--run.folder", runs[-1], *options)
@@ -37,13 +37,13 @@ def test_what_a_run_writes_is_what_is_read(forks, recipe_file, tmp_path, capsys)
     assert values["groups"][0]["loss"]["min"] == min(
         read_metrics(folder / "metrics.jsonl")[-1]["val/loss"] for folder in runs[:2]
     )
-    assert values["groups"][1]["recipe"]["model.num_experts"] == 0
+    assert values["groups"][1]["recipe"]["moe.num_experts"] == 0
 
 
 @pytest.mark.slow
 def test_the_study_of_make_compare_with_the_trainer(write_tiny_recipe, tmp_path, capsys):
     recipes = [
-        str(write_tiny_recipe(tmp_path / f"{name}.toml", model={"num_experts": experts}, checkpoint={"every": 2}))
+        str(write_tiny_recipe(tmp_path / f"{name}.toml", model={"moe.num_experts": experts}, checkpoint={"every": 2}))
         for name, experts in (("dense", 0), ("moe", 4))
     ]
     assert convergence.main([*recipes, "--folder", str(tmp_path / "runs"), "--seeds", "3"]) == 0

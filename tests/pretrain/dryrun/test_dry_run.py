@@ -21,7 +21,7 @@ from pretrain.formats import count_text
 def recipe_with(model=None, parallel=None, optimizer=None, train=None):
     recipe = replace(
         RECIPE,
-        model=replace(RECIPE.model, num_layers=4, vocab_size=64, **(model or {})),
+        model=RECIPE.model.with_values({"num_layers": 4, "vocab_size": 64, **(model or {})}),
         parallel=ParallelConfig(**(parallel or {})),
         optimizer=replace(RECIPE.optimizer, **(optimizer or {})),
         train=replace(RECIPE.train, global_batch=32, validation_sequences=32, **(train or {})),
@@ -31,20 +31,31 @@ def recipe_with(model=None, parallel=None, optimizer=None, train=None):
 
 
 BF16, ZERO = {"precision": "bf16"}, {"distributed": True}
-T5 = {"kind": "t5", "num_decoder_layers": 2, "moe_every": 2, "sequence_length": 32}
-LEARNED = {"position": "learned_absolute", "tie_embeddings": False, "gated": True, "activation": "silu"}
-LOCAL = {"attention_sinks": True, "attention_output_bias": True, "sliding_window": 9, "sliding_layers": (1, 4)}
-LOCAL |= {"num_heads": 4, "num_query_groups": 2, "qkv_bias": True, "activation": "swiglu_oai", "gated": True}
+T5 = {"kind": "t5", "num_decoder_layers": 2, "moe.every": 2, "sequence_length": 32}
+LEARNED = {"position.encoding": "learned_absolute", "tie_embeddings": False, "gated": True, "activation": "silu"}
+LOCAL = {
+    "attention.sinks": True,
+    "attention.output_bias": True,
+    "attention.sliding_window": 9,
+    "attention.sliding_layers": (1, 4),
+}
+LOCAL |= {
+    "attention.num_heads": 4,
+    "attention.num_query_groups": 2,
+    "attention.qkv_bias": True,
+    "activation": "swiglu_oai",
+    "gated": True,
+}
 GRIDS = {
     "one process": {},
     "tensor 2, expert 4, data 2": {"parallel": {"tensor": 2, "expert": 4, "data": 2}, "optimizer": ZERO, "train": BF16},
     "tensor 2, context 2, expert 4": {
         "parallel": {"tensor": 2, "context": 2, "expert": 4},
-        "model": {"num_heads": 4},
+        "model": {"attention.num_heads": 4},
         "optimizer": ZERO,
     },
     "expert tensor 2, expert 2": {"parallel": {"tensor": 2, "expert_tensor": 2, "expert": 2}, "optimizer": ZERO},
-    "pipeline 4": {"parallel": {"pipeline": 4}, "model": {"moe_layers": (2, 3)}, "train": BF16},
+    "pipeline 4": {"parallel": {"pipeline": 4}, "model": {"moe.layers": (2, 3)}, "train": BF16},
     "pipeline 2 of 2 chunks, expert 2": {
         "parallel": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
         "optimizer": ZERO,
@@ -59,7 +70,7 @@ GRIDS = {
         "optimizer": ZERO,
         "train": BF16,
     },
-    "dense, tensor 4": {"parallel": {"tensor": 4}, "model": {"num_experts": 0, "num_heads": 4}},
+    "dense, tensor 4": {"parallel": {"tensor": 4}, "model": {"moe.num_experts": 0, "attention.num_heads": 4}},
 }
 
 
@@ -211,7 +222,7 @@ WRONG = {
     "processes of a node": ["--processes-per-node", "3"],
     "an unknown key": ["--model.num-expert", "3"],
     "an exchange": ["--parallel.exchange", "hierarchical", "--parallel.expert", "4", "--parallel.node-size", "3"],
-    "a gate": ["--model.gate", "no-such-gate"],
+    "a gate": ["--moe.gate", "no-such-gate"],
 }
 
 

@@ -7,61 +7,64 @@ import pytest
 import torch
 from forks import only
 
-from pretrain.config import ModelConfig, ParallelConfig, Recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe
 
 MODEL = ModelConfig(
     num_layers=4,
     hidden_size=32,
-    num_heads=4,
-    num_query_groups=2,
-    head_dim=6,
-    qk_norm=True,
     norm="rms",
     ffn_hidden_size=24,
     dense_ffn_hidden_size=40,
-    moe_layers=(2, 3, 4),
-    num_shared_experts=1,
     sequence_length=16,
     vocab_size=96,
-    num_experts=8,
-    gate="sigmoid",
     tie_embeddings=False,
+    attention=AttentionConfig(num_heads=4, num_query_groups=2, head_dim=6, qk_norm=True),
+    moe=MoEConfig(layers=(2, 3, 4), num_shared_experts=1, num_experts=8, gate="sigmoid"),
 )
 RECIPE = Recipe(model=MODEL)
 KINDS = {
     "gpt": RECIPE,
     "latent attention": replace(
         RECIPE,
-        model=replace(
-            MODEL,
-            num_query_groups=None,
-            head_dim=None,
-            qk_norm=False,
-            kv_lora_rank=10,
-            q_lora_rank=12,
-            qk_head_dim=6,
-            qk_rope_head_dim=4,
-            v_head_dim=5,
-            rope_scaling="yarn",
-            rope_factor=2.0,
-            rope_original_length=8,
+        model=MODEL.with_values(
+            {
+                "attention.num_query_groups": None,
+                "attention.head_dim": None,
+                "attention.qk_norm": False,
+                "attention.kv_lora_rank": 10,
+                "attention.q_lora_rank": 12,
+                "attention.qk_head_dim": 6,
+                "attention.qk_rope_head_dim": 4,
+                "attention.v_head_dim": 5,
+                "position.rope_scaling": "yarn",
+                "position.rope_factor": 2.0,
+                "position.rope_original_length": 8,
+            }
         ),
     ),
     "windows and sinks": replace(
         RECIPE,
-        model=replace(
-            MODEL,
-            qkv_bias=True,
-            attention_output_bias=True,
-            attention_sinks=True,
-            sliding_window=5,
-            sliding_layers=(1, 3),
-            activation="swiglu_oai",
-            gated=True,
+        model=MODEL.with_values(
+            {
+                "attention.qkv_bias": True,
+                "attention.output_bias": True,
+                "attention.sinks": True,
+                "attention.sliding_window": 5,
+                "attention.sliding_layers": (1, 3),
+                "activation": "swiglu_oai",
+                "gated": True,
+            }
         ),
     ),
-    "t5": replace(RECIPE, model=replace(MODEL, kind="t5", num_query_groups=None, gate="switch", tie_embeddings=True)),
-    "bert": replace(RECIPE, model=replace(MODEL, kind="bert", position="learned_absolute", gate="noisy")),
+    "t5": replace(
+        RECIPE,
+        model=MODEL.with_values(
+            {"kind": "t5", "attention.num_query_groups": None, "moe.gate": "switch", "tie_embeddings": True}
+        ),
+    ),
+    "bert": replace(
+        RECIPE, model=MODEL.with_values({"kind": "bert", "position.encoding": "learned_absolute", "moe.gate": "noisy"})
+    ),
 }
 
 
@@ -122,18 +125,19 @@ def ranks(recipe, chosen):
 
 def test_a_rank_of_thousands(forks):
     """A 61 B model on 2,048 ranks: what a rank of each stage holds, times the ranks of the stage, is all of it."""
-    model = replace(
-        MODEL,
-        num_layers=8,
-        hidden_size=4096,
-        num_heads=32,
-        num_query_groups=8,
-        head_dim=128,
-        ffn_hidden_size=4096,
-        num_experts=256,
-        dense_ffn_hidden_size=16384,
-        moe_layers=(2, 3, 4, 5, 6, 7, 8),
-        vocab_size=32_000,
+    model = MODEL.with_values(
+        {
+            "num_layers": 8,
+            "hidden_size": 4096,
+            "attention.num_heads": 32,
+            "attention.num_query_groups": 8,
+            "attention.head_dim": 128,
+            "ffn_hidden_size": 4096,
+            "moe.num_experts": 256,
+            "dense_ffn_hidden_size": 16384,
+            "moe.layers": (2, 3, 4, 5, 6, 7, 8),
+            "vocab_size": 32_000,
+        }
     )
     parallel = ParallelConfig(tensor=8, pipeline=4, virtual_pipeline=2, expert=64, data=8)
     recipe = replace(RECIPE, model=model, parallel=parallel)
@@ -169,22 +173,23 @@ def parts(recipe):
         "dense": tuple(stack.layers[0].mlp.linear_fc1.weight.shape),
         "expert": tuple(last.experts.weight_in.shape),
         "shared": tuple(last.shared.expert.weight_in.shape),
-        "gate": (last.gate.routed_scale, last.gate.normalize, last.gate.score),
+        "moe.gate": (last.gate.routed_scale, last.gate.normalize, last.gate.score),
     }
 
 
 @pytest.mark.parametrize("kind", ["gpt", "t5", "bert"])
 def test_every_key_is_where_it_belongs(forks, kind):
-    model = replace(
-        KINDS[kind].model,
-        position="rope",
-        rope_theta=5e5,
-        norm_eps=1e-6,
-        gate="naive",
-        normalize=False,
-        score="sigmoid",
-        routed_scale=2.5,
-        moe_layers=(2, 3, 4, *((6, 8) if kind == "t5" else ())),
+    model = KINDS[kind].model.with_values(
+        {
+            "position.encoding": "rope",
+            "position.rope_theta": 5e5,
+            "norm_eps": 1e-6,
+            "moe.gate": "naive",
+            "moe.normalize": False,
+            "moe.score": "sigmoid",
+            "moe.routed_scale": 2.5,
+            "moe.layers": (2, 3, 4, *((6, 8) if kind == "t5" else ())),
+        }
     )
     found = only(forks.run(1, parts, replace(RECIPE, model=model)))
     groups = 4 if kind == "t5" else 2
@@ -198,5 +203,5 @@ def test_every_key_is_where_it_belongs(forks, kind):
         "dense": (40, 32),
         "expert": (8, 24, 32),
         "shared": (1, 24, 32),
-        "gate": (2.5, False, "sigmoid"),
+        "moe.gate": (2.5, False, "sigmoid"),
     }

@@ -101,7 +101,7 @@ def runs(steps, together, global_batch, tell=None):
         found.append((result.loss, at_its_weights, result.grad_norm, norm, other))
         if tell is not None:
             tell(step, found[-1], sum(map(sum, counts)))
-    choices = min(together, len(found)) * batch * recipe.model.sequence_length * recipe.model.top_k * len(counts)
+    choices = min(together, len(found)) * batch * recipe.model.sequence_length * recipe.model.moe.top_k * len(counts)
     return found, sum(map(sum, counts)) / choices
 
 

@@ -40,10 +40,14 @@ NOISY = {  # kind, model, split
     "gpt": ("gpt", {}, {"context": 2, "micro_batch": 2}),
     "gpt, recomputed on four ranks": ("gpt", {}, {"context": 4, "recompute": "full"}),
     "gpt and tensor": ("gpt", {}, {"context": 2, "tensor": 2}),
-    "a gate that needs whole tokens": ("gpt", {"gate": "noisy", "jitter": 0.0}, {"context": 2}),
+    "a gate that needs whole tokens": ("gpt", {"moe.gate": "noisy", "moe.jitter": 0.0}, {"context": 2}),
     "documents": ("documents", {}, {"context": 2, "micro_batch": 2}),
     "documents and tensor": ("documents", {}, {"context": 2, "tensor": 2}),
-    "learned positions": ("documents", {"position": "learned_absolute"}, {"context": 2, "recompute": "selective"}),
+    "learned positions": (
+        "documents",
+        {"position.encoding": "learned_absolute"},
+        {"context": 2, "recompute": "selective"},
+    ),
 }
 
 

@@ -110,7 +110,7 @@ def test_an_overflow_on_one_rank_skips_one_step_on_both(forks, case):
     split, name = OVERFLOWS[case]
     recipe = fp16(split)
     if split.pipeline > 1:  # the other stage has no expert
-        recipe = replace(recipe, model=replace(recipe.model, moe_layers=(2,)))
+        recipe = replace(recipe, model=recipe.model.with_values({"moe.layers": (2,)}))
         name = name.replace("layers.1", "layers.0")  # numbered from the stage's first
     ranks = values(forks.run(2, overflow_once, recipe, name))
     seen = ranks[0][0]
@@ -252,7 +252,9 @@ def gradients(recipe, weights=None):
 @pytest.mark.parametrize("weight", [0.0, 100.0], ids=["loss", "balance loss"])
 def test_gradients_are_those_of_fp32(forks, weight):
     """With a balance loss that outweighs the rest too: it has the loss scale in it once, as the loss has."""
-    model = replace(RECIPE.model, balance_loss=weight, z_loss=weight / 10, capacity_factor=None, jitter=0.0)
+    model = RECIPE.model.with_values(
+        {"moe.balance_loss": weight, "moe.z_loss": weight / 10, "moe.capacity_factor": None, "moe.jitter": 0.0}
+    )
     base = replace(FP16, model=model)
     scaled, weights = only(forks.run(1, gradients, fp16(ONE, base, initial_loss_scale=2.0**12)))
     exact, _ = only(forks.run(1, gradients, ONE.recipe(replace(RECIPE, model=model)), weights))

@@ -77,14 +77,14 @@ def test_trust_ratios_are_told_of_steps_that_were_made(forks, recipe_file, tmp_p
 # Steps, sequences of a batch, learning rate, sections of the recipe, seeds, by how much the validation loss falls at
 # least, in nats, and how near to that of fp32 it ends, the mean over the seeds: of forty steps of eight sequences two
 # roundings are several percent apart by themselves, and the few that fp16 skips at the beginning are much.
-WIDER = {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64}
+WIDER = {"hidden_size": 64, "attention.num_heads": 4, "ffn_hidden_size": 64}
 TEXTS = {
     "short": (40, 8, 1e-2, {}, (1234,), 1.0, 0.08),
     "long": (
         200,
         32,
         5e-3,
-        {"model": {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64}},
+        {"model": {"hidden_size": 64, "attention.num_heads": 4, "ffn_hidden_size": 64}},
         (1, 2, 3),
         2.0,
         0.02,

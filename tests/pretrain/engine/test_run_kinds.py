@@ -56,8 +56,14 @@ def test_two_processes_equal_one(forks, alone, options):
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_a_bert_with_biases_and_segments_equals_one_process(forks, parallel):
     recipe = recipe_of("bert")
-    model = {"num_experts": 0, "top_k": 1, "linear_bias": True, "segment_types": 2, "position": "learned_absolute"}
-    recipe = replace(recipe, model=replace(recipe.model, **model, dropout=0.1))
+    model = {
+        "moe.num_experts": 0,
+        "moe.top_k": 1,
+        "linear_bias": True,
+        "segment_types": 2,
+        "position.encoding": "learned_absolute",
+    }
+    recipe = replace(recipe, model=recipe.model.with_values({**model, "dropout": 0.1}))
     expected = only(forks.run(1, train, recipe))
     for rank in values(forks.run(2, train, replace(recipe, parallel=ParallelConfig(**parallel)))):
         for name, value in expected.items():

@@ -8,9 +8,9 @@ from runs import KillAtStep, steps, tensor_hash, train
 from pretrain.checkpoint import open_checkpoint
 
 MODELS = {
-    "t5": {"kind": "t5", "sequence_length": 32, "num_decoder_layers": 1, "moe_every": 2, "dropout": 0.1},
+    "t5": {"kind": "t5", "sequence_length": 32, "num_decoder_layers": 1, "moe.every": 2, "dropout": 0.1},
     "bert": {"kind": "bert", "sequence_length": 32, "dropout": 0.1},
-    "documents": {"sequence_length": 32, "position": "learned_absolute"},
+    "documents": {"sequence_length": 32, "position.encoding": "learned_absolute"},
 }
 DATA = {"documents": {"document_mask": True}}
 
@@ -88,8 +88,8 @@ def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path,
         (["--model.kind", "bert", "--model.sequence-length", "2"], "model.sequence_length=2 must be at least 3"),
         (["--data.noise-density", "1"], "data.noise_density=1.0 exceeds 0.99"),
         (["--data.mean-span", "0.5"], "data.mean_span=0.5 must be a finite number of at least 1"),
-        (["--model.moe-every", "3"], "model.moe_every=3 exceeds the model's 2 layers"),
-        (["--model.kind", "t5", "--model.moe-layers", "5"], "model.moe_layers has layer 5; layers are 1 to"),
+        (["--moe.every", "3"], "moe.every=3 exceeds the model's 2 layers"),
+        (["--model.kind", "t5", "--moe.layers", "5"], "moe.layers has layer 5; layers are 1 to"),
         (["--model.kind", "t5", "--model.sequence-length", "512"], "need a sentinel each, but the tokenizer has 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

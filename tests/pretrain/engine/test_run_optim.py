@@ -267,7 +267,9 @@ def resumed_with_empty_parameters(folder, names, distributed):
             self.vector = torch.nn.Parameter(torch.empty(0))
 
     register_gate("with_empty_parameters", Gate)
-    model = replace(RECIPE.model, gate="with_empty_parameters", gate_options={}, jitter=0.0, balance_loss=0.0)
+    model = RECIPE.model.with_values(
+        {"moe.gate": "with_empty_parameters", "moe.gate_options": {}, "moe.jitter": 0.0, "moe.balance_loss": 0.0}
+    )
     different = {}
     for name in names:
         recipe = with_optimizer(name, replace(RECIPE, model=model))

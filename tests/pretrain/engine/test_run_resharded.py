@@ -50,36 +50,36 @@ CHAINS = {
 MODELS = {
     "experts cut by TP, virtual stages": {
         "num_layers": 4,
-        "moe_layers": (1, 4),
+        "moe.layers": (1, 4),
         "gated": True,
         "tie_embeddings": False,
     },
     "latent attention": {
-        "kv_lora_rank": 10,
-        "q_lora_rank": 12,
-        "qk_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 5,
+        "attention.kv_lora_rank": 10,
+        "attention.q_lora_rank": 12,
+        "attention.qk_head_dim": 6,
+        "attention.qk_rope_head_dim": 4,
+        "attention.v_head_dim": 5,
         "tie_embeddings": False,
     },
     "further tokens": {"mtp_layers": 2},
-    "memory": {"position": "transformer_xl", "memory_length": 24},
+    "memory": {"position.encoding": "transformer_xl", "position.memory_length": 24},
     "modern": {
-        "num_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 6,
-        "qk_norm": True,
+        "attention.num_heads": 4,
+        "attention.num_query_groups": 2,
+        "attention.head_dim": 6,
+        "attention.qk_norm": True,
         "norm": "rms",
-        "moe_layers": (2,),
+        "moe.layers": (2,),
         "dense_ffn_hidden_size": 40,
-        "num_shared_experts": 2,
+        "moe.num_shared_experts": 2,
         "gated": True,
         "tie_embeddings": False,
     },
 }
 # Masters are fp32, but the sums of bf16 activations depend on the split.
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
-GATES = {"switch": {}, "sigmoid": {"gate": "sigmoid", "capacity_factor": None}}
+GATES = {"switch": {}, "sigmoid": {"moe.gate": "sigmoid", "moe.capacity_factor": None}}
 
 
 # A gate's buffer is replicated alike at every split: two chains do for it.
@@ -89,7 +89,7 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 @pytest.mark.by_default("TP2 x PP2 to EP2 x DP2 distributed-switch")
 @pytest.mark.parametrize(("chain", "gate"), CASES)
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
-    base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate], **MODELS.get(chain, {})))
+    base = replace(RECIPE, model=RECIPE.model.with_values({**GATES[gate], **MODELS.get(chain, {})}))
     chain = CHAINS[chain]
     taken = chained(forks, tmp_path, chain, base, lambda split: TOLERANCE[split.precision])
     count = len(chain) * STAGE * base.train.global_batch
@@ -118,7 +118,7 @@ def test_modules_for_further_tokens_are_saved_and_loaded(forks, tmp_path):
 
 
 def test_a_gates_bias_is_saved_and_loaded(forks, tmp_path):
-    base = replace(RECIPE, model=replace(RECIPE.model, **GATES["sigmoid"]))
+    base = replace(RECIPE, model=RECIPE.model.with_values(GATES["sigmoid"]))
     ((before, after, num_steps),) = values(forks.run(1, saved_and_loaded, tmp_path, base))
     biases = [name for name in before if "expert_bias_E" in name]
     assert biases and all(name.startswith("model/") for name in biases)

@@ -8,17 +8,17 @@ from engines import STEADY, assert_split_equals_one
 from pretrain.config import ParallelConfig
 
 MODEL = {
-    "gate": "sparsemixer",
-    "gate_options": {"margin": 0.6},
-    "top_k": 2,
-    "capacity_factor": None,
-    "num_heads": 4,
-    "num_query_groups": 2,
+    "moe.gate": "sparsemixer",
+    "moe.gate_options": {"margin": 0.6},
+    "moe.top_k": 2,
+    "moe.capacity_factor": None,
+    "attention.num_heads": 4,
+    "attention.num_query_groups": 2,
     "gated": True,
     "activation": "silu",
     "tie_embeddings": False,
-    "qkv_bias": True,
-    "attention_output_bias": True,
+    "attention.qkv_bias": True,
+    "attention.output_bias": True,
     "output_bias": True,
 }
 
@@ -26,7 +26,7 @@ MODEL = {
 def recipe_of(mtp=0, **parallel):
     is_alone = not parallel
     optimizer = replace(STEADY.optimizer, distributed=not is_alone)
-    model = replace(STEADY.model, **MODEL, mtp_layers=mtp)
+    model = STEADY.model.with_values({**MODEL, "mtp_layers": mtp})
     return replace(STEADY, model=model, optimizer=optimizer, parallel=ParallelConfig(**parallel))
 
 

@@ -14,7 +14,7 @@ from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe
 from pretrain.interchange import export_checkpoint
 
-XL = {"position": "transformer_xl", "memory_length": 24}  # more than a sequence of 16
+XL = {"position.encoding": "transformer_xl", "position.memory_length": 24}  # more than a sequence of 16
 SPLITS = {
     "tensor and sequence": {"tensor": 2},
     "tensor alone": {"tensor": 2, "sequence": False},
@@ -31,7 +31,9 @@ SPLITS = {
 def test_two_processes_equal_one(forks, split):
     """Losses, weights, moments and the memory itself, with queries in groups and dropout keyed by token."""
     layers = {"num_layers": 4} if "virtual" in split else {}
-    model = replace(STEADY.model, **XL, num_heads=4, num_query_groups=2, dropout=0.1, **layers)
+    model = STEADY.model.with_values(
+        {**XL, "attention.num_heads": 4, "attention.num_query_groups": 2, "dropout": 0.1, **layers}
+    )
     alone = replace(STEADY, model=model)
     recipe = replace(alone, parallel=ParallelConfig(**SPLITS[split]))
     recipe = replace(recipe, optimizer=replace(alone.optimizer, distributed="overlapped" in split))
@@ -40,14 +42,14 @@ def test_two_processes_equal_one(forks, split):
 
 @pytest.mark.slow
 def test_muon_has_the_projection_of_distances_whole(forks):
-    alone = replace(STEADY, model=replace(STEADY.model, **XL), optimizer=replace(STEADY.optimizer, name="muon"))
+    alone = replace(STEADY, model=STEADY.model.with_values(XL), optimizer=replace(STEADY.optimizer, name="muon"))
     recipe = replace(alone, parallel=ParallelConfig(tensor=2))
     assert_split_equals_one(forks, recipe, alone, "momentum_buffer/decoder.layers.1.self_attention.linear_position")
 
 
 @pytest.mark.slow
 def test_recomputed_layers_have_the_memory_of_the_first_time(forks):
-    alone = replace(STEADY, model=replace(STEADY.model, **XL))
+    alone = replace(STEADY, model=STEADY.model.with_values(XL))
     recipe = replace(alone, parallel=ParallelConfig(data=2, recompute="full"))
     assert_split_equals_one(forks, recipe, alone, "memory/layers.2")
 
@@ -70,7 +72,7 @@ def poisoned(recipe):
 
 
 def test_a_step_that_is_not_finite_leaves_no_memory(forks):
-    recipe = replace(STEADY, model=replace(STEADY.model, **XL))
+    recipe = replace(STEADY, model=STEADY.model.with_values(XL))
     (found,) = values(forks.run(1, poisoned, recipe))
     assert found == [(None, [0, 2, 4, 6]), ("the loss", []), (None, [0, 2, 4, 6])]
 
@@ -89,14 +91,16 @@ def held_bytes(recipe):
 
 
 def test_a_dry_run_counts_the_memory(forks):
-    recipe = replace(STEADY, model=replace(STEADY.model, **XL), parallel=ParallelConfig(data=2))
+    recipe = replace(STEADY, model=STEADY.model.with_values(XL), parallel=ParallelConfig(data=2))
     found = values(forks.run(2, held_bytes, recipe))
     for told, own, _, _ in found:
         assert told == own == 4 * 24 * 32 * 2 * 4
     assert {saved for _, _, saved, _ in found} == {sum(pieces for *_, pieces in found)}
 
 
-MODEL = {"model": {**XL, "dropout": 0.1, "gate": "naive", "capacity_factor": None, "eval_capacity_factor": None}}
+MODEL = {
+    "model": {**XL, "dropout": 0.1, "moe.gate": "naive", "moe.capacity_factor": None, "moe.eval_capacity_factor": None}
+}
 TRAIN = {"steps": 6, "validation_every": 3, "validation_sequences": 8}
 
 
@@ -163,7 +167,9 @@ def upcycled():
     from megatron_patch import fmoefy
     from megatron_patch.transformer_xl import StreamMemory
 
-    model = engine_of(replace(STEADY, model=replace(STEADY.model, **XL, num_experts=0, top_k=1))).gpt.eval()
+    model = engine_of(
+        replace(STEADY, model=STEADY.model.with_values({**XL, "moe.num_experts": 0, "moe.top_k": 1}))
+    ).gpt.eval()
     found = []
     for _ in range(2):
         memory, logits = StreamMemory(model, XL["memory_length"], 1), []
@@ -200,8 +206,8 @@ def test_commands_have_the_memory_or_refuse_it_in_one_line(forks, run, tiny_corp
     end = command("generate", whole, "--prompt", "def", "--max-tokens", "40", "--json")
     assert end.code == 0 and json.loads(end.out)["samples"][0]["tokens"], end.err
     for argv, parts in (
-        (["evaluate", whole, "--data", text, "--stride", "8"], ["--stride 8", "model.memory_length=24"]),
-        (["generate", whole, "--prompt", "def", "--no-cache"], ["--no-cache", "model.memory_length=24"]),
+        (["evaluate", whole, "--data", text, "--stride", "8"], ["--stride 8", "position.memory_length=24"]),
+        (["generate", whole, "--prompt", "def", "--no-cache"], ["--no-cache", "position.memory_length=24"]),
         (["evaluate", whole, "--memory-length", "0"], ["--memory-length 0"]),
     ):
         end = command(*argv)
@@ -210,7 +216,7 @@ def test_commands_have_the_memory_or_refuse_it_in_one_line(forks, run, tiny_corp
 
 @pytest.mark.slow
 def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_recipe, tmp_path):
-    model, recipe = {**MODEL["model"], "memory_length": 0}, tmp_path / "recipe.toml"
+    model, recipe = {**MODEL["model"], "position.memory_length": 0}, tmp_path / "recipe.toml"
     write_tiny_recipe(recipe, model=model, train={"steps": 3}, checkpoint={"every": 3})
     train(forks, recipe, "--run.folder", tmp_path / "run")
     (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--json")
@@ -218,7 +224,7 @@ def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_
     (end,) = forks.command("fmoe", "generate", tmp_path / "run", "--prompt", "def", "--max-tokens", "30", "--json")
     assert end.code == 0 and json.loads(end.out)["samples"][0]["tokens"], end.err
     (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--memory-length", "8")
-    assert end.code == 2 and "--memory-length 8" in end.err and "model.memory_length=0" in end.err, end
+    assert end.code == 2 and "--memory-length 8" in end.err and "position.memory_length=0" in end.err, end
 
 
 @pytest.mark.slow
@@ -251,28 +257,34 @@ RAMP = {"ramp_batch": 4, "ramp_increment": 4, "ramp_samples": 16}
 @pytest.mark.parametrize(
     ("sections", "parts"),
     [
-        ({"model": {"position": "rope"}}, ["model.memory_length=24", "model.position=transformer_xl", "rope"]),
-        ({"model": {"kind": "t5"}}, ["model.position=transformer_xl", "model.kind=gpt", "t5"]),
-        ({"model": {"kind": "bert"}}, ["model.position=transformer_xl", "model.kind=gpt", "bert"]),
-        ({"model": {"hidden_size": 33, "head_dim": 8}}, ["model.hidden_size=33", "even"]),
+        (
+            {"model": {"position.encoding": "rope"}},
+            ["position.memory_length=24", "position.encoding=transformer_xl", "rope"],
+        ),
+        ({"model": {"kind": "t5"}}, ["position.encoding=transformer_xl", "model.kind=gpt", "t5"]),
+        ({"model": {"kind": "bert"}}, ["position.encoding=transformer_xl", "model.kind=gpt", "bert"]),
+        ({"model": {"hidden_size": 33, "attention.head_dim": 8}}, ["model.hidden_size=33", "even"]),
         ({"model": {"mtp_layers": 1}}, ["model.mtp_layers=1", "transformer_xl"]),
-        ({"model": {"memory_length": -1}}, ["model.memory_length=-1"]),
-        ({"model": {"rope_theta": 5.0}}, ["model.rope_theta=5.0", "transformer_xl"]),
+        ({"model": {"position.memory_length": -1}}, ["position.memory_length=-1"]),
+        ({"model": {"position.rope_theta": 5.0}}, ["position.rope_theta=5.0", "transformer_xl"]),
         ({"parallel": {"context": 2}}, ["parallel.context=2", "transformer_xl"]),
-        ({"parallel": {"tensor": 2}, "model": {"memory_length": 7}}, ["parallel.tensor=2", "model.memory_length=7"]),
+        (
+            {"parallel": {"tensor": 2}, "model": {"position.memory_length": 7}},
+            ["parallel.tensor=2", "position.memory_length=7"],
+        ),
         (
             {"parallel": {"pipeline": 2, "recompute": "full"}},
-            ["parallel.recompute=full", "parallel.pipeline=2", "model.memory_length=24", "selective"],
+            ["parallel.recompute=full", "parallel.pipeline=2", "position.memory_length=24", "selective"],
         ),
-        ({"data": {"document_mask": True}}, ["data.document_mask=true", "model.memory_length=24"]),
-        ({"data": DATA}, ["data.weights=[1.0, 2.0]", "model.memory_length=24"]),
-        ({"train": RAMP}, ["train.ramp_batch=4", "model.memory_length=24"]),
+        ({"data": {"document_mask": True}}, ["data.document_mask=true", "position.memory_length=24"]),
+        ({"data": DATA}, ["data.weights=[1.0, 2.0]", "position.memory_length=24"]),
+        ({"train": RAMP}, ["train.ramp_batch=4", "position.memory_length=24"]),
         ({"train": {"validation_sequences": 12}}, ["train.global_batch=8", "train.validation_sequences=12"]),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )
 def test_what_does_not_go_with_memory_is_refused_by_its_key(sections, parts):
-    recipe = replace(STEADY, model=replace(STEADY.model, **XL))
+    recipe = replace(STEADY, model=STEADY.model.with_values(XL))
     for section, keys in sections.items():
         recipe = replace(recipe, **{section: replace(getattr(recipe, section), **keys)})
     with pytest.raises(UserError) as refused:

@@ -59,7 +59,7 @@ SPLITS = {
     "DP2 distributed": (2, ["--parallel.data", "2", "--optimizer.distributed"]),
 }
 RECIPE = {
-    "model": {"eval_capacity_factor": 0.7},
+    "model": {"moe.eval_capacity_factor": 0.7},
     "train": {"validation_every": 2},
     "checkpoint": {"every": 2, "keep": 0},
 }
@@ -111,11 +111,11 @@ def test_the_loss_is_the_one_that_the_trainer_logged(runs, values):
 
 
 MODELS = {
-    "t5": ({"kind": "t5", "sequence_length": 32, "num_decoder_layers": 1, "moe_every": 2, "dropout": 0.1}, {}, {}),
+    "t5": ({"kind": "t5", "sequence_length": 32, "num_decoder_layers": 1, "moe.every": 2, "dropout": 0.1}, {}, {}),
     "bert": ({"kind": "bert", "sequence_length": 32, "dropout": 0.1}, {}, {}),
-    "documents": ({"position": "learned_absolute"}, {"document_mask": True}, {}),
-    "bf16": ({"gate": "gshard", "top_k": 2}, {}, {"precision": "bf16"}),
-    "dense": ({"num_experts": 0, "top_k": 1}, {}, {}),
+    "documents": ({"position.encoding": "learned_absolute"}, {"document_mask": True}, {}),
+    "bf16": ({"moe.gate": "gshard", "moe.top_k": 2}, {}, {"precision": "bf16"}),
+    "dense": ({"moe.num_experts": 0, "moe.top_k": 1}, {}, {}),
 }
 
 

@@ -10,89 +10,96 @@ from forks import only
 from model_kinds import KINDS, recipe_of, samples_of
 
 from fmoe import metrics
-from pretrain.config import ModelConfig, Recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe
 
 LENGTH, VOCAB, END = 16, 64, 3
 GPT = ModelConfig(
     num_layers=2,
     hidden_size=32,
-    num_heads=2,
     ffn_hidden_size=24,
     sequence_length=LENGTH,
     vocab_size=VOCAB,
-    num_experts=4,
-    top_k=2,
-    gate="switch",
-    eval_capacity_factor=0.5,  # far too little: whatever is dropped shows
-    jitter=0.3,
     dropout=0.2,
     init_std=0.3,
+    attention=AttentionConfig(num_heads=2),
+    moe=MoEConfig(num_experts=4, top_k=2, gate="switch", eval_capacity_factor=0.5, jitter=0.3),
 )
-YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 8, "rope_mscale_all_dim": 0.5}
+YARN = {
+    "position.rope_scaling": "yarn",
+    "position.rope_factor": 4.0,
+    "position.rope_original_length": 8,
+    "position.rope_mscale_all_dim": 0.5,
+}
 MODELS = {
     "switch": {},
-    "learned positions, some layers": {"position": "learned_absolute", "moe_layers": (2,)},
-    "gshard": {"gate": "gshard", "tie_embeddings": False, "gated": True},
-    "sigmoid": {"gate": "sigmoid", "eval_capacity_factor": None},
-    "sinkhorn, groups": {"gate": "sinkhorn", "group_size": 5},
-    "dense": {"num_experts": 0, "top_k": 1},
+    "learned positions, some layers": {"position.encoding": "learned_absolute", "moe.layers": (2,)},
+    "gshard": {"moe.gate": "gshard", "tie_embeddings": False, "gated": True},
+    "sigmoid": {"moe.gate": "sigmoid", "moe.eval_capacity_factor": None},
+    "sinkhorn, groups": {"moe.gate": "sinkhorn", "moe.group_size": 5},
+    "dense": {"moe.num_experts": 0, "moe.top_k": 1},
     "modern": {
         "norm": "rms",
-        "num_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 12,
-        "qk_norm": True,
-        "rope_theta": 1e6,
-        "num_shared_experts": 1,
-        "gate": "sigmoid",
+        "attention.num_heads": 4,
+        "attention.num_query_groups": 2,
+        "attention.head_dim": 12,
+        "attention.qk_norm": True,
+        "position.rope_theta": 1e6,
+        "moe.num_shared_experts": 1,
+        "moe.gate": "sigmoid",
         "gated": True,
         "activation": "silu",
     },
     "scales, gated shared expert": {
         "norm": "rms",
-        "num_heads": 4,
-        "num_query_groups": 2,
-        "qk_norm": True,
-        "qk_norm_over": "all",
-        "qkv_bias": True,
-        "attention_output_bias": True,
+        "attention.num_heads": 4,
+        "attention.num_query_groups": 2,
+        "attention.qk_norm": True,
+        "attention.qk_norm_over": "all",
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
         "output_bias": True,
-        "attention_scale": 0.2,
+        "attention.scale": 0.2,
         "embedding_scale": 3.0,
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
         "tie_embeddings": False,
-        "num_shared_experts": 1,
-        "shared_ffn_hidden_size": 20,
-        "shared_expert_gate": True,
+        "moe.num_shared_experts": 1,
+        "moe.shared_ffn_hidden_size": 20,
+        "moe.shared_expert_gate": True,
     },
     "windows, sinks and biases": {
         "norm": "rms",
-        "num_heads": 4,
-        "num_query_groups": 2,
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "attention_sinks": True,
-        "sliding_window": 5,
-        "sliding_layers": (1,),
-        "gate": "naive",
-        "gate_options": {"bias": True},
-        "expert_options": {"bias": True},
+        "attention.num_heads": 4,
+        "attention.num_query_groups": 2,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.sinks": True,
+        "attention.sliding_window": 5,
+        "attention.sliding_layers": (1,),
+        "moe.gate": "naive",
+        "moe.gate_options": {"bias": True},
+        "moe.expert_options": {"bias": True},
         "activation": "swiglu_oai",
         "gated": True,
     },
     "latent attention": {
         "norm": "rms",
-        "kv_lora_rank": 12,
-        "q_lora_rank": 20,
-        "qk_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 7,
-        "num_shared_experts": 1,
+        "attention.kv_lora_rank": 12,
+        "attention.q_lora_rank": 20,
+        "attention.qk_head_dim": 10,
+        "attention.qk_rope_head_dim": 6,
+        "attention.v_head_dim": 7,
+        "moe.num_shared_experts": 1,
     },
-    "yarn": YARN | {"num_heads": 4, "rotary_fraction": 0.5, "rope_theta": 100.0},
+    "yarn": YARN | {"attention.num_heads": 4, "position.rotary_fraction": 0.5, "position.rope_theta": 100.0},
     "latent attention, yarn": YARN
-    | {"norm": "rms", "kv_lora_rank": 12, "qk_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7}
+    | {
+        "norm": "rms",
+        "attention.kv_lora_rank": 12,
+        "attention.qk_head_dim": 10,
+        "attention.qk_rope_head_dim": 6,
+        "attention.v_head_dim": 7,
+    }
     | {"tie_embeddings": False},
 }
 
@@ -111,7 +118,7 @@ def model_of(recipe, *, drops=False):
     from pretrain.models.config import DTYPES
 
     if not drops:
-        recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
+        recipe = replace(recipe, model=recipe.model.with_values({"moe.eval_capacity_factor": None}))
     return build_model(recipe).to(DTYPES[recipe.train.precision]).eval().requires_grad_(False)
 
 
@@ -134,7 +141,7 @@ def compare_decoders(options):
     from pretrain.inference.decoding import GPTDecoder, window
 
     start()
-    recipe = Recipe(model=replace(GPT, **options))
+    recipe = Recipe(model=GPT.with_values(options))
     model = model_of(recipe)
     before = torch.get_rng_state()
     rng = np.random.default_rng(0)
@@ -236,7 +243,7 @@ def refusal(gate, weight):
     from pretrain.inference.decoding import GPTDecoder
 
     start()
-    model = model_of(Recipe(model=replace(GPT, gate=gate, eval_capacity_factor=None)))
+    model = model_of(Recipe(model=GPT.with_values({"moe.gate": gate, "moe.eval_capacity_factor": None})))
     model.decoder.final_layernorm.weight[0] = weight
     try:
         greedy(GPTDecoder(model, LENGTH), [5], 1)
@@ -246,7 +253,7 @@ def refusal(gate, weight):
 
 @pytest.mark.parametrize(
     ("gate", "weight", "message"),
-    [("expert_choice", 1.0, "model.gate=expert_choice"), ("switch", math.nan, "logits are not finite")],
+    [("expert_choice", 1.0, "moe.gate=expert_choice"), ("switch", math.nan, "logits are not finite")],
 )
 def test_models_that_cannot_generate(forks, gate, weight, message):
     assert message in only(forks.run(1, refusal, gate, weight))

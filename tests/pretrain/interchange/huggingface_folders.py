@@ -135,7 +135,7 @@ def random_run(folder: Path, model: ModelConfig):
                 tensor.uniform_(0.5, 1.5)
             if name.endswith(("expert_bias_E", ".bias", ".bias_in", ".bias_out", "softmax_offset")):
                 tensor.normal_(std=0.25)
-    save(folder, 1, state.pieces(engine), {"recipe": asdict(recipe)}, state.rank_state())
+    save(folder, 1, state.pieces(engine), {"recipe": recipe.values()}, state.rank_state())
     return engine
 
 
@@ -151,7 +151,7 @@ def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str)
     from pretrain.engine import state
 
     engine = our_engine(path, parallel, precision)
-    run_state = {"recipe": asdict(engine.recipe), "optimizer": state.optimizer_state(engine)}
+    run_state = {"recipe": engine.recipe.values(), "optimizer": state.optimizer_state(engine)}
     run_state["schedule"] = state.schedule_state(engine)
     run_state["data"] = {"next_sample": 0, "samples_per_epoch": 1, "corpora": []}
     run_state[PUBLISHED] = open_checkpoint(path).state.get(PUBLISHED, {})  # as `Trainer` does

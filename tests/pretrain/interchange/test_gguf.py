@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_interchange_tokenizer import some_texts
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig
+from pretrain.config import ModelConfig, MoEConfig
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
 from pretrain.interchange.cli import export_main, import_main
 from pretrain.interchange.families import FAMILIES
@@ -42,21 +42,26 @@ OURS = {
     "gated": True,
     "num_layers": 3,
     "hidden_size": 32,
-    "num_heads": 4,
+    "attention.num_heads": 4,
     "ffn_hidden_size": 24,
     "dense_ffn_hidden_size": 40,
     "sequence_length": 32,
     "vocab_size": VOCAB,
-    "num_experts": 8,
-    "top_k": 3,
-    "num_shared_experts": 2,
-    "moe_layers": (2, 3),
-    "eval_capacity_factor": None,
+    "moe.num_experts": 8,
+    "moe.top_k": 3,
+    "moe.num_shared_experts": 2,
+    "moe.layers": (2, 3),
+    "moe.eval_capacity_factor": None,
     "tie_embeddings": False,
     "init_std": 0.2,
 }
-DEEPSEEK_MOE = OURS | {"gate": "naive", "normalize": False}
-GLM = OURS | {"gate": "sigmoid", "rotary_fraction": 0.5, "head_dim": 12, "num_query_groups": 2}
+DEEPSEEK_MOE = OURS | {"moe.gate": "naive", "moe.normalize": False}
+GLM = OURS | {
+    "moe.gate": "sigmoid",
+    "position.rotary_fraction": 0.5,
+    "attention.head_dim": 12,
+    "attention.num_query_groups": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +164,11 @@ FAMILY_CASES = {
     "olmoe": ("olmoe", {"rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
     "granitemoe": ("granitemoe", {}),
     "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 27}),
-    "deepseek_v2, compressed queries": ("deepseek_v2", {"q_lora_rank": 18}),
+    "deepseek_v2, compressed queries": ("deepseek_v2", {"attention.q_lora_rank": 18}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3, one group": (
         "deepseek_v3, all groups, weights as they are, experts in one tensor",
-        {"q_lora_rank": 18},
+        {"attention.q_lora_rank": 18},
     ),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe, whole heads": ("glm4_moe, no biases, no norms, whole heads, experts in one tensor", {}),
@@ -207,7 +212,7 @@ def test_logits_of_further_families(tmp_path, tokenizer, sampled, monkeypatch, n
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [DEEPSEEK_MOE, GLM], ids=["deepseek_moe", "glm4_moe"])
 def test_logits_of_our_own_runs(tmp_path, forks, sampled, values):
-    only(forks.run(1, saved_random, tmp_path / "run", ModelConfig(**values), some_tokens()[:1]))
+    only(forks.run(1, saved_random, tmp_path / "run", ModelConfig().with_values(values), some_tokens()[:1]))
     found, expected = sampled(tmp_path / "run")
     assert_close(found, expected, 1e-5, "llama.cpp's logits")
 
@@ -239,35 +244,40 @@ def bits(weight):
 @pytest.mark.parametrize(
     ("family", "values", "tokenizer_kind", "message"),
     [
-        ("qwen3_moe", {"moe_every": 2, "num_layers": 2}, "byte-level", r"model\.moe_every=2 .*every layer"),
-        ("qwen3_moe", {"normalize": False}, "byte-level", r"model\.normalize=false"),
-        ("qwen3_moe", {"gate": "switch", "top_k": 1}, "byte-level", r"model\.gate=switch"),
-        ("qwen3_moe", {"rope_scaling": "yarn"}, "byte-level", r"model\.rope_scaling=yarn"),
-        ("mixtral", {"sliding_window": 8}, "byte-level", r"model\.sliding_window=8"),
+        ("qwen3_moe", {"moe.every": 2, "num_layers": 2}, "byte-level", r"moe\.every=2 .*every layer"),
+        ("qwen3_moe", {"moe.normalize": False}, "byte-level", r"moe\.normalize=false"),
+        ("qwen3_moe", {"moe.gate": "switch", "moe.top_k": 1}, "byte-level", r"moe\.gate=switch"),
+        ("qwen3_moe", {"position.rope_scaling": "yarn"}, "byte-level", r"position\.rope_scaling=yarn"),
+        ("mixtral", {"attention.sliding_window": 8}, "byte-level", r"attention\.sliding_window=8"),
         (
             "olmoe",
-            {"normalize": False, "tie_embeddings": False, "norm_eps": 1e-6},
+            {"moe.normalize": False, "tie_embeddings": False, "norm_eps": 1e-6},
             "byte-level",
             "norm_eps=1e-06 .*1e-5",
         ),
-        ("qwen2_moe", {"normalize": False, "tie_embeddings": True}, "byte-level", r"model\.tie_embeddings=true"),
-        ("deepseek_moe", {"normalize": False, "head_dim": 8}, "byte-level", r"model\.head_dim=8"),
-        ("deepseek_v2", {"num_layers": 3}, "byte-level", r"model\.q_lora_rank=none .* 26 or 27"),
-        ("deepseek_v3", {"num_layers": 27, "q_lora_rank": 8}, "byte-level", r"model\.q_lora_rank=8 "),
+        ("qwen2_moe", {"moe.normalize": False, "tie_embeddings": True}, "byte-level", r"model\.tie_embeddings=true"),
+        ("deepseek_moe", {"moe.normalize": False, "attention.head_dim": 8}, "byte-level", r"attention\.head_dim=8"),
+        ("deepseek_v2", {"num_layers": 3}, "byte-level", r"attention\.q_lora_rank=none .* 26 or 27"),
+        ("deepseek_v3", {"num_layers": 27, "attention.q_lora_rank": 8}, "byte-level", r"attention\.q_lora_rank=8 "),
         (
             "deepseek_v2",
-            {"num_layers": 27, "gate_options": {"expert_groups": 2}},
+            {"num_layers": 27, "moe.gate_options": {"expert_groups": 2}},
             "byte-level",
-            r"model\.gate_options=",
+            r"moe\.gate_options=",
         ),
         ("glm4_moe", {"mtp_layers": 1}, "byte-level", r"model\.mtp_layers=1 "),
-        ("ernie4_5_moe", {"num_shared_experts": 2}, "byte-level", r"model\.num_shared_experts=2 "),
-        ("gpt_oss", {"tie_embeddings": False, "qkv_bias": True}, "byte-level", r"model\.sliding_window=none"),
+        ("ernie4_5_moe", {"moe.num_shared_experts": 2}, "byte-level", r"moe\.num_shared_experts=2 "),
         (
             "gpt_oss",
-            {"tie_embeddings": False, "qkv_bias": True, "sliding_window": 4},
+            {"tie_embeddings": False, "attention.qkv_bias": True},
             "byte-level",
-            r"model\.sliding_layers=\[\]",
+            r"attention\.sliding_window=none",
+        ),
+        (
+            "gpt_oss",
+            {"tie_embeddings": False, "attention.qkv_bias": True, "attention.sliding_window": 4},
+            "byte-level",
+            r"attention\.sliding_layers=\[\]",
         ),
         ("phimoe", {}, "byte-level", "--llama-cpp supports .* exported as phimoe"),
         ("mixtral", {}, "unigram", r"tokenizer\.model is not supported .* bpe"),
@@ -279,7 +289,9 @@ def test_models_and_tokenizers_that_llama_cpp_lacks(scriptless, tokenizer, famil
     loaded = None if tokenizer_kind is None else load_tokenizer(tokenizer(tokenizer_kind))
     files = {} if loaded is None else files_for(loaded, 32)
     with pytest.raises(UserError, match=message):
-        check_convertible(scriptless, FAMILIES[family], ModelConfig(**{"gate": "naive", **values}), loaded, files)
+        check_convertible(
+            scriptless, FAMILIES[family], ModelConfig().with_values({"moe.gate": "naive", **values}), loaded, files
+        )
 
 
 def test_splits_of_other_tokenizers_are_left_to_the_converter(scriptless, tokenizer, tmp_path):
@@ -290,7 +302,9 @@ def test_splits_of_other_tokenizers_are_left_to_the_converter(scriptless, tokeni
     (tmp_path / TOKENIZER).write_text(json.dumps(spec))
     other = load_tokenizer(tmp_path / TOKENIZER)
     found = [
-        check_convertible(scriptless, FAMILIES["mixtral"], ModelConfig(gate="naive"), t, files_for(t, 32))
+        check_convertible(
+            scriptless, FAMILIES["mixtral"], ModelConfig(moe=MoEConfig(gate="naive")), t, files_for(t, 32)
+        )
         for t in (ours, other)
     ]
     assert found == ["smollm", ""]

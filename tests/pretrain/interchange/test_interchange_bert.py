@@ -14,28 +14,34 @@ from pretrain.interchange import FAMILIES, import_folder
 from pretrain.interchange.families import family_for
 from pretrain.interchange.folder import CONFIG, WEIGHTS
 
-GOOD = {"kind": "bert", "num_experts": 0, "position": "learned_absolute", "linear_bias": True, "segment_types": 2}
+GOOD = {
+    "kind": "bert",
+    "moe.num_experts": 0,
+    "position.encoding": "learned_absolute",
+    "linear_bias": True,
+    "segment_types": 2,
+}
 REFUSED = {
     "experts": (
-        {"num_experts": 8, "linear_bias": False},
-        "model.num_experts=8 is not supported by megatron-bert, the nearest family: use 0: .* no BERT with experts",
+        {"moe.num_experts": 8, "linear_bias": False},
+        "moe.num_experts=8 is not supported by megatron-bert, the nearest family: use 0: .* no BERT with experts",
     ),
     "no biases": ({"linear_bias": False}, "model.linear_bias=false is not supported by megatron-bert, .* use .*=true"),
-    "rotary positions": ({"position": "rope"}, "model.position=rope .* use .*=learned_absolute"),
+    "rotary positions": ({"position.encoding": "rope"}, "position.encoding=rope .* use .*=learned_absolute"),
     "no segments": ({"segment_types": 0}, "model.segment_types=0 .* at least 1"),
     "rms": ({"norm": "rms"}, "model.norm=rms .* use model.norm=layer"),
     "another activation": ({"activation": "gelu_tanh"}, "model.activation=gelu_tanh .* use .*=gelu"),
     "untied": ({"tie_embeddings": False}, "model.tie_embeddings=false .* use .*=true"),
-    "wide heads": ({"head_dim": 64}, "model.head_dim=64 .* hidden_size / num_heads"),
+    "wide heads": ({"attention.head_dim": 64}, "attention.head_dim=64 .* hidden_size / num_heads"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_family_does_not_hold(case):
     values, message = REFUSED[case]
-    assert family_for(ModelConfig(**GOOD)).name == "megatron-bert"
+    assert family_for(ModelConfig().with_values(GOOD)).name == "megatron-bert"
     with pytest.raises(UserError, match=message) as raised:
-        family_for(ModelConfig(**(GOOD | values)))
+        family_for(ModelConfig().with_values(GOOD | values))
     assert "\n" not in str(raised.value)
 
 
@@ -43,10 +49,10 @@ def test_keys_of_other_kinds():
     for keys, message in (
         ({"linear_bias": True}, "model.linear_bias=true needs model.kind=bert, not gpt"),
         ({"segment_types": 2, "kind": "t5"}, "model.segment_types=2 needs model.kind=bert, not t5"),
-        ({"linear_bias": True, "kind": "bert"}, "model.linear_bias=true is not supported with model.num_experts=8"),
+        ({"linear_bias": True, "kind": "bert"}, "model.linear_bias=true is not supported with moe.num_experts=8"),
     ):
         with pytest.raises(UserError, match=message):
-            ModelConfig(**keys).check()
+            ModelConfig().with_values(keys).check()
 
 
 CONFIGS = {

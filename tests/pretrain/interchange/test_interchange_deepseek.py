@@ -15,38 +15,63 @@ from pretrain.interchange.families import family_for, why_own
 from pretrain.interchange.families.ernie import PairedQueryKeyValue
 from pretrain.interchange.tensors import QueryKeyValue, sizes_of
 
-V2 = replace(
-    MODEL,
-    gate="naive",
-    normalize=False,
-    gate_options={},
-    routed_scale=1.0,
-    mtp_layers=0,
-    num_layers=3,
-    moe_layers=(2, 3),
+V2 = MODEL.with_values(
+    {
+        "moe.gate": "naive",
+        "moe.normalize": False,
+        "moe.gate_options": {},
+        "moe.routed_scale": 1.0,
+        "mtp_layers": 0,
+        "num_layers": 3,
+        "moe.layers": (2, 3),
+    }
 )
 STANDARD = {
-    "kv_lora_rank": None,
-    "q_lora_rank": None,
-    "qk_head_dim": None,
-    "qk_rope_head_dim": None,
-    "v_head_dim": None,
+    "attention.kv_lora_rank": None,
+    "attention.q_lora_rank": None,
+    "attention.qk_head_dim": None,
+    "attention.qk_rope_head_dim": None,
+    "attention.v_head_dim": None,
 }
-GLM = replace(MODEL, **STANDARD, norm_eps=1e-5, qkv_bias=True, qk_norm=True, rotary_fraction=0.5, num_query_groups=2)
-ERNIE = replace(MODEL, **STANDARD, gate_options={}, score="softmax", routed_scale=1.0, mtp_layers=0, num_layers=4)
+GLM = MODEL.with_values(
+    {
+        **STANDARD,
+        "norm_eps": 1e-5,
+        "attention.qkv_bias": True,
+        "attention.qk_norm": True,
+        "position.rotary_fraction": 0.5,
+        "attention.num_query_groups": 2,
+    }
+)
+ERNIE = MODEL.with_values(
+    {
+        **STANDARD,
+        "moe.gate_options": {},
+        "moe.score": "softmax",
+        "moe.routed_scale": 1.0,
+        "mtp_layers": 0,
+        "num_layers": 4,
+    }
+)
 FITS = {
     "v2": (V2, "deepseek_v2"),
-    "v2, switch": (replace(V2, gate="switch", normalize=None, jitter=0.0), "deepseek_v2"),
-    "v2, experts in every layer": (replace(V2, moe_layers=(), dense_ffn_hidden_size=None), "deepseek_v2"),
-    "v2, groups": (replace(V2, gate_options={"expert_groups": 2}), "deepseek_v2"),
+    "v2, switch": (V2.with_values({"moe.gate": "switch", "moe.normalize": None, "moe.jitter": 0.0}), "deepseek_v2"),
+    "v2, experts in every layer": (V2.with_values({"moe.layers": (), "dense_ffn_hidden_size": None}), "deepseek_v2"),
+    "v2, groups": (V2.with_values({"moe.gate_options": {"expert_groups": 2}}), "deepseek_v2"),
     "v3": (MODEL, "deepseek_v3"),
-    "v3, one expert per token": (replace(MODEL, top_k=1, routed_scale=1.0), "deepseek_v3"),
+    "v3, one expert per token": (MODEL.with_values({"moe.top_k": 1, "moe.routed_scale": 1.0}), "deepseek_v3"),
     "ernie": (ERNIE, "ernie4_5_moe"),
-    "ernie, every second layer": (replace(ERNIE, moe_layers=(), moe_every=2), "ernie4_5_moe"),
-    "ernie, no shared experts": (replace(ERNIE, num_shared_experts=0, moe_layers=(2,)), "ernie4_5_moe"),
+    "ernie, every second layer": (ERNIE.with_values({"moe.layers": (), "moe.every": 2}), "ernie4_5_moe"),
+    "ernie, no shared experts": (ERNIE.with_values({"moe.num_shared_experts": 0, "moe.layers": (2,)}), "ernie4_5_moe"),
     "glm": (GLM, "glm4_moe"),
-    "glm, without options": (replace(GLM, qkv_bias=False, qk_norm=False, rotary_fraction=1.0), "glm4_moe"),
-    "v3, drops in training alone": (replace(MODEL, capacity_factor=1.0, eval_capacity_factor=3.0), "deepseek_v3"),
+    "glm, without options": (
+        GLM.with_values({"attention.qkv_bias": False, "attention.qk_norm": False, "position.rotary_fraction": 1.0}),
+        "glm4_moe",
+    ),
+    "v3, drops in training alone": (
+        MODEL.with_values({"moe.capacity_factor": 1.0, "moe.eval_capacity_factor": 3.0}),
+        "deepseek_v3",
+    ),
 }
 
 
@@ -69,39 +94,76 @@ def test_recipes_of_a_family(case):
         "qkv_bias",
     ):
         assert getattr(found, key) == getattr(model, key), key
-    assert found.gate_options == ({} if not model.gate_options else {"kept_groups": 1} | dict(model.gate_options))
+    assert found.moe.gate_options == (
+        {} if not model.moe.gate_options else {"kept_groups": 1} | dict(model.moe.gate_options)
+    )
 
 
 REFUSED = {
     "another epsilon": (replace(MODEL, norm_eps=1e-5), "auto", "model.norm_eps=1e-05", "1e-06"),
-    "standard attention": (replace(MODEL, **STANDARD), "deepseek_v3", "model.kv_lora_rank=none", "latent"),
-    "no shared experts": (replace(MODEL, num_shared_experts=0), "auto", "model.num_shared_experts=0", "at least 1"),
-    "experts first": (replace(V2, moe_layers=(1, 2)), "auto", "model.moe_layers=[1, 2]", "all layers but the first"),
-    "every second": (replace(V2, moe_layers=(), moe_every=2), "auto", "model.moe_every=2", "all layers but the first"),
-    "weights that sum to one": (replace(V2, normalize=None), "auto", "model.normalize=none", "false"),
+    "standard attention": (MODEL.with_values(STANDARD), "deepseek_v3", "attention.kv_lora_rank=none", "latent"),
+    "no shared experts": (
+        MODEL.with_values({"moe.num_shared_experts": 0}),
+        "auto",
+        "moe.num_shared_experts=0",
+        "at least 1",
+    ),
+    "experts first": (V2.with_values({"moe.layers": (1, 2)}), "auto", "moe.layers=[1, 2]", "all layers but the first"),
+    "every second": (
+        V2.with_values({"moe.layers": (), "moe.every": 2}),
+        "auto",
+        "moe.every=2",
+        "all layers but the first",
+    ),
+    "weights that sum to one": (V2.with_values({"moe.normalize": None}), "auto", "moe.normalize=none", "false"),
     "further tokens": (replace(V2, mtp_layers=1), "auto", "model.mtp_layers=1", "0"),
-    "heads": (replace(V2, num_heads=3), "auto", "model.hidden_size=32", "model.num_heads"),
-    "softmax in the sigmoid gate": (replace(MODEL, score="softmax"), "auto", "model.score=softmax", "sigmoid"),
-    "groups of one": (replace(MODEL, gate_options={"expert_groups": 8, "kept_groups": 3}), "auto", "gate_options", "2"),
-    "another option": (replace(V2, gate_options={"bias": True}), "auto", "model.gate_options={'bias': True}", "groups"),
-    "drops": (replace(MODEL, eval_capacity_factor=1.0), "auto", "model.eval_capacity_factor=1.0", "num_experts"),
-    "one expert per token": (replace(ERNIE, top_k=1), "ernie4_5_moe", "model.top_k=1", "at least 2"),
+    "heads": (V2.with_values({"attention.num_heads": 3}), "auto", "model.hidden_size=32", "attention.num_heads"),
+    "softmax in the sigmoid gate": (
+        MODEL.with_values({"moe.score": "softmax"}),
+        "auto",
+        "moe.score=softmax",
+        "sigmoid",
+    ),
+    "groups of one": (
+        MODEL.with_values({"moe.gate_options": {"expert_groups": 8, "kept_groups": 3}}),
+        "auto",
+        "gate_options",
+        "2",
+    ),
+    "another option": (
+        V2.with_values({"moe.gate_options": {"bias": True}}),
+        "auto",
+        "moe.gate_options={'bias': True}",
+        "groups",
+    ),
+    "drops": (
+        MODEL.with_values({"moe.eval_capacity_factor": 1.0}),
+        "auto",
+        "moe.eval_capacity_factor=1.0",
+        "num_experts",
+    ),
+    "one expert per token": (ERNIE.with_values({"moe.top_k": 1}), "ernie4_5_moe", "moe.top_k=1", "at least 2"),
     "irregular layers": (
-        replace(ERNIE, moe_layers=(1, 3)),
+        ERNIE.with_values({"moe.layers": (1, 3)}),
         "ernie4_5_moe",
-        "model.moe_layers=[1, 3]",
+        "moe.layers=[1, 3]",
         "the multiples of a number",
     ),
-    "groups of ernie": (replace(ERNIE, gate_options={"expert_groups": 2}), "ernie4_5_moe", "expert_groups", "{}"),
-    "scale of ernie": (replace(ERNIE, routed_scale=2.0), "ernie4_5_moe", "model.routed_scale=2.0", "1.0"),
-    "sigmoid scores": (replace(ERNIE, score=None), "ernie4_5_moe", "model.score=none", "softmax"),
+    "groups of ernie": (
+        ERNIE.with_values({"moe.gate_options": {"expert_groups": 2}}),
+        "ernie4_5_moe",
+        "expert_groups",
+        "{}",
+    ),
+    "scale of ernie": (ERNIE.with_values({"moe.routed_scale": 2.0}), "ernie4_5_moe", "moe.routed_scale=2.0", "1.0"),
+    "sigmoid scores": (ERNIE.with_values({"moe.score": None}), "ernie4_5_moe", "moe.score=none", "softmax"),
     "part of a head": (
-        replace(V2, **STANDARD, gate="sigmoid", rotary_fraction=0.5, norm="layer"),
+        V2.with_values({**STANDARD, "moe.gate": "sigmoid", "position.rotary_fraction": 0.5, "norm": "layer"}),
         "glm4_moe",
         "norm=layer",
         "rms",
     ),
-    "granularity": (replace(MODEL, granularity=2), "auto", "model.granularity=2", "1"),
+    "moe.granularity": (MODEL.with_values({"moe.granularity": 2}), "auto", "moe.granularity=2", "1"),
 }
 
 
@@ -146,13 +208,13 @@ CONFIGS = {
     "uneven groups": (CONFIG, {"n_group": 3}, "expert_groups=3"),
     "further tokens": (CONFIG, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1"),
     "rank of queries": (CONFIG, {"q_lora_rank": 0}, "q_lora_rank=0"),
-    "heads of keys": (CONFIG, {"num_key_value_heads": 2}, "model.num_query_groups=2"),
+    "heads of keys": (CONFIG, {"num_key_value_heads": 2}, "attention.num_query_groups=2"),
     "layers between": (CONFIG, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
     "no shared experts": (CONFIG_V2, {"n_shared_experts": 0}, "n_shared_experts=0"),
     "weights that sum to one": (CONFIG_V2, {"norm_topk_prob": True}, "norm_topk_prob=true"),
     "V3's choice": (CONFIG_V2, {"topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
     "scaled positions": (CONFIG_GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters="),
-    "odd share": (CONFIG_GLM, {"partial_rotary_factor": 0.4}, "model.rotary_fraction=0.4"),
+    "odd share": (CONFIG_GLM, {"partial_rotary_factor": 0.4}, "position.rotary_fraction=0.4"),
     "a share in words": (
         CONFIG_GLM,
         {"rope_parameters": {"partial_rotary_factor": "half"}},
@@ -180,7 +242,9 @@ def test_other_configurations(case):
 
 @pytest.mark.parametrize("width", [(), (3,)], ids=["bias", "matrix"])
 def test_neighbouring_elements_become_those_of_two_halves(width):
-    sizes = sizes_of(replace(GLM, num_heads=4, num_query_groups=2, head_dim=6))
+    sizes = sizes_of(
+        GLM.with_values({"attention.num_heads": 4, "attention.num_query_groups": 2, "attention.head_dim": 6})
+    )
     ours = torch.randn(2 * (2 + 2) * 6, *width)
     straight, paired = QueryKeyValue().split(ours, sizes), PairedQueryKeyValue().split(ours, sizes)
     for ours_part, theirs in zip(straight[:2], paired[:2], strict=True):
@@ -195,5 +259,5 @@ def test_a_rotary_factor_of_null_is_one():
     """As in transformers, whose default of one half is for a missing key."""
     config = CONFIG_GLM | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "intermediate_size": 40}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    assert model_of(config | rope)[1].rotary_fraction == 0.5
-    assert model_of(config | rope | {"partial_rotary_factor": None})[1].rotary_fraction == 1.0
+    assert model_of(config | rope)[1].position.rotary_fraction == 0.5
+    assert model_of(config | rope | {"partial_rotary_factor": None})[1].position.rotary_fraction == 1.0

@@ -20,19 +20,20 @@ from pretrain.interchange.families import family_for
 from pretrain.interchange.families.deepseek_moe import Twice
 
 RECIPE = load_recipe("deepseek-moe-16b").model
-SMALL = replace(
-    RECIPE,
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=24,
-    dense_ffn_hidden_size=40,
-    sequence_length=32,
-    vocab_size=96,
-    num_experts=8,
-    moe_layers=(2,),
-    top_k=3,
-    init_std=0.2,
+SMALL = RECIPE.with_values(
+    {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "attention.num_heads": 4,
+        "ffn_hidden_size": 24,
+        "dense_ffn_hidden_size": 40,
+        "sequence_length": 32,
+        "vocab_size": 96,
+        "moe.num_experts": 8,
+        "moe.layers": (2,),
+        "moe.top_k": 3,
+        "init_std": 0.2,
+    }
 )
 GATE = "model.layers.1.mlp.shared_expert_gate.weight"
 DOWN = "model.layers.1.mlp.shared_expert.down_proj.weight"
@@ -53,7 +54,7 @@ def test_there_and_back(forks, tmp_path):
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "Qwen2MoeForCausalLM"
 
     done = import_folder(tmp_path / "out", tmp_path / "run")
-    assert done.recipe.model.num_shared_experts == 2 and done.recipe.model.normalize is False
+    assert done.recipe.model.moe.num_shared_experts == 2 and done.recipe.model.moe.normalize is False
     before, after = open_checkpoint(tmp_path / "made"), open_checkpoint(tmp_path / "run")
     assert {name for name in before.names() if name.startswith("model/")} == set(after.names())
     for name in after.names():

@@ -24,71 +24,88 @@ GOOD = {
     "norm": "rms",
     "activation": "silu",
     "gated": True,
-    "gate": "naive",
-    "top_k": 2,
-    "num_experts": 8,
-    "eval_capacity_factor": None,
+    "moe.gate": "naive",
+    "moe.top_k": 2,
+    "moe.num_experts": 8,
+    "moe.eval_capacity_factor": None,
 }
 
-PHIMOE = {"norm": "layer", "gate": "sparsemixer"}
-QWEN2 = {"num_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True}
-ALL_HEADS = {"qk_norm": True, "qk_norm_over": "all"}
+PHIMOE = {"norm": "layer", "moe.gate": "sparsemixer"}
+QWEN2 = {"moe.num_shared_experts": 2, "moe.shared_expert_gate": True, "attention.qkv_bias": True}
+ALL_HEADS = {"attention.qk_norm": True, "attention.qk_norm_over": "all"}
 
 REFUSED = {
     "LayerNorm": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use .*=rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
     "not gated": ({"gated": False}, "auto", "model.gated=false"),
-    "learned positions": ({"position": "learned_absolute"}, "auto", "model.position=learned_absolute"),
+    "learned positions": ({"position.encoding": "learned_absolute"}, "auto", "position.encoding=learned_absolute"),
     "t5": ({"kind": "t5"}, "mixtral", "model.kind=t5"),
     "t5, nearer to its own families": ({"kind": "t5"}, "auto", "model.gated=true .* switch_transformers, the nearest"),
     "bert": ({"kind": "bert"}, "qwen3_moe", "model.kind=bert"),
-    "dense": ({"num_experts": 0}, "auto", "model.num_experts=0"),
-    "shared experts": ({"num_shared_experts": 1}, "mixtral", "model.num_shared_experts=1"),
+    "dense": ({"moe.num_experts": 0}, "auto", "moe.num_experts=0"),
+    "shared experts": ({"moe.num_shared_experts": 1}, "mixtral", "moe.num_shared_experts=1"),
     "latent attention": (
-        {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        {
+            "attention.kv_lora_rank": 16,
+            "attention.qk_head_dim": 8,
+            "attention.qk_rope_head_dim": 4,
+            "attention.v_head_dim": 8,
+        },
         "mixtral",
-        "model.kv_lora_rank=16",
+        "attention.kv_lora_rank=16",
     ),
-    "sigmoid gate": ({"gate": "sigmoid"}, "auto", "model.gate=sigmoid"),
-    "gshard": ({"gate": "gshard"}, "auto", "model.gate=gshard"),
-    "jitter": ({"gate": "switch", "jitter": 0.01, "qk_norm": True}, "auto", "model.jitter=0.01"),
-    "sigmoid scores": ({"score": "sigmoid"}, "auto", "model.score=sigmoid"),
-    "scaled weights": ({"routed_scale": 2.5}, "auto", "model.routed_scale=2.5"),
-    "options of a gate": ({"gate_options": {"bias": True}}, "auto", "model.gate_options={'bias': True}"),
-    "other experts": ({"expert": "swiglu"}, "auto", "model.expert=swiglu"),
-    "options of experts": ({"expert_options": {"bias": True}}, "auto", "model.expert_options={'bias': True}"),
+    "sigmoid gate": ({"moe.gate": "sigmoid"}, "auto", "moe.gate=sigmoid"),
+    "gshard": ({"moe.gate": "gshard"}, "auto", "moe.gate=gshard"),
+    "moe.jitter": ({"moe.gate": "switch", "moe.jitter": 0.01, "attention.qk_norm": True}, "auto", "moe.jitter=0.01"),
+    "sigmoid scores": ({"moe.score": "sigmoid"}, "auto", "moe.score=sigmoid"),
+    "scaled weights": ({"moe.routed_scale": 2.5}, "auto", "moe.routed_scale=2.5"),
+    "options of a gate": ({"moe.gate_options": {"bias": True}}, "auto", "moe.gate_options={'bias': True}"),
+    "other experts": ({"moe.expert": "swiglu"}, "auto", "moe.expert=swiglu"),
+    "options of experts": ({"moe.expert_options": {"bias": True}}, "auto", "moe.expert_options={'bias': True}"),
     "further tokens": ({"mtp_layers": 1}, "auto", "model.mtp_layers=1"),
-    "finer experts": ({"granularity": 2}, "auto", "model.granularity=2"),
-    "drops in evaluation": ({"eval_capacity_factor": 3.9}, "auto", "model.eval_capacity_factor=3.9"),
-    "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not supported by qwen3_moe: use model.qk_norm=true"),
-    "qk_norm": ({"qk_norm": True}, "mixtral", "model.qk_norm=true"),
-    "dense layers": ({"moe_layers": (2,)}, "auto", "model.qk_norm=false .* qwen3_moe, the nearest .*: use .*=true"),
-    "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
-    "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
-    "switch": ({"gate": "switch", "jitter": 0.0}, "mixtral", "model.gate=switch"),
+    "finer experts": ({"moe.granularity": 2}, "auto", "moe.granularity=2"),
+    "drops in evaluation": ({"moe.eval_capacity_factor": 3.9}, "auto", "moe.eval_capacity_factor=3.9"),
+    "no qk_norm": (
+        {},
+        "qwen3_moe",
+        "attention.qk_norm=false is not supported by qwen3_moe: use attention.qk_norm=true",
+    ),
+    "attention.qk_norm": ({"attention.qk_norm": True}, "mixtral", "attention.qk_norm=true"),
+    "dense layers": ({"moe.layers": (2,)}, "auto", "attention.qk_norm=false .* qwen3_moe, the nearest .*: use .*=true"),
+    "every second": ({"moe.every": 2}, "auto", "moe.every=2 .* experts in every layer"),
+    "weights as they are": ({"moe.normalize": False}, "auto", "moe.normalize=false"),
+    "switch": ({"moe.gate": "switch", "moe.jitter": 0.0}, "mixtral", "moe.gate=switch"),
     "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe"),
     "a shared expert without a gate": (
-        QWEN2 | {"shared_expert_gate": False},
+        QWEN2 | {"moe.shared_expert_gate": False},
         "qwen2_moe",
-        "model.shared_expert_gate=false",
+        "moe.shared_expert_gate=false",
     ),
-    "norms of each head": ({"qk_norm": True}, "olmoe", "model.qk_norm_over=head .* use .*=all"),
-    "norms of all heads": (ALL_HEADS | {"moe_every": 2}, "olmoe", "model.moe_every=2"),
-    "norms of all wide heads": (ALL_HEADS | {"head_dim": 64}, "olmoe", "model.head_dim=64"),
+    "norms of each head": ({"attention.qk_norm": True}, "olmoe", "attention.qk_norm_over=head .* use .*=all"),
+    "norms of all heads": (ALL_HEADS | {"moe.every": 2}, "olmoe", "moe.every=2"),
+    "norms of all wide heads": (ALL_HEADS | {"attention.head_dim": 64}, "olmoe", "attention.head_dim=64"),
     "scaled embeddings": ({"embedding_scale": 2.0}, "mixtral", "model.embedding_scale=2.0 .* use .*=1.0"),
-    "scaled, weights as they are": ({"residual_scale": 2.0, "normalize": False}, "granitemoe", "model.normalize=false"),
-    "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use .*=true"),
-    "biases": ({"qkv_bias": True}, "mixtral", "model.qkv_bias=true"),
-    "a gate of another family": ({"gate": "sparsemixer"}, "mixtral", "model.gate=sparsemixer"),
+    "scaled, weights as they are": (
+        {"residual_scale": 2.0, "moe.normalize": False},
+        "granitemoe",
+        "moe.normalize=false",
+    ),
+    "no shared expert": ({"attention.qkv_bias": True}, "qwen2_moe", "moe.shared_expert_gate=false .* use .*=true"),
+    "biases": ({"attention.qkv_bias": True}, "mixtral", "attention.qkv_bias=true"),
+    "a gate of another family": ({"moe.gate": "sparsemixer"}, "mixtral", "moe.gate=sparsemixer"),
     "an output bias": ({"output_bias": True}, "mixtral", "model.output_bias=true .* use .*=false"),
-    "another gate": (PHIMOE | {"gate": "naive"}, "phimoe", "model.gate=naive .* use sparsemixer"),
-    "three experts a token": (PHIMOE | {"top_k": 3}, "phimoe", "model.top_k=3 .* use 2"),
-    "biases of inputs alone": (PHIMOE | {"qkv_bias": True}, "phimoe", "model.attention_output_bias=false .*qkv_bias"),
-    "a biased router": (PHIMOE | {"gate_options": {"bias": True}}, "phimoe", "model.gate_options={'bias': True}"),
+    "another gate": (PHIMOE | {"moe.gate": "naive"}, "phimoe", "moe.gate=naive .* use sparsemixer"),
+    "three experts a token": (PHIMOE | {"moe.top_k": 3}, "phimoe", "moe.top_k=3 .* use 2"),
+    "biases of inputs alone": (
+        PHIMOE | {"attention.qkv_bias": True},
+        "phimoe",
+        "attention.output_bias=false .*qkv_bias",
+    ),
+    "a biased router": (PHIMOE | {"moe.gate_options": {"bias": True}}, "phimoe", "moe.gate_options={'bias': True}"),
     "a gated shared expert": (
-        QWEN2 | {"qk_norm": True},
+        QWEN2 | {"attention.qk_norm": True},
         "auto",
-        "model.qk_norm=true .* qwen2_moe, the nearest .*: use model.qk_norm=false",
+        "attention.qk_norm=true .* qwen2_moe, the nearest .*: use attention.qk_norm=false",
     ),
 }
 
@@ -96,7 +113,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_family_holds(case):
     values, form, message = REFUSED[case]
-    model = ModelConfig(**(GOOD | values))
+    model = ModelConfig().with_values(GOOD | values)
     if form == "auto" and model.kind == "gpt":  # our own family holds it
         assert family_for(model).name == "fmoe"
         line = why_own(model)
@@ -111,17 +128,17 @@ def test_what_no_family_holds(case):
     ("values", "form"),
     [
         ({}, "mixtral"),
-        ({"eval_capacity_factor": 4.0, "capacity_factor": 1.0}, "mixtral"),
-        ({"qk_norm": True, "moe_layers": (1, 2), "normalize": False}, "qwen3_moe"),
-        ({"qk_norm": True, "gate": "switch", "jitter": 0.0}, "qwen3_moe"),
-        (ALL_HEADS | {"normalize": False}, "olmoe"),
-        ({"embedding_scale": 12.0, "attention_scale": 0.1}, "granitemoe"),
-        (PHIMOE | {"gate_options": {"margin": 0.5}, "output_bias": True}, "phimoe"),
-        (QWEN2 | {"moe_every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
+        ({"moe.eval_capacity_factor": 4.0, "moe.capacity_factor": 1.0}, "mixtral"),
+        ({"attention.qk_norm": True, "moe.layers": (1, 2), "moe.normalize": False}, "qwen3_moe"),
+        ({"attention.qk_norm": True, "moe.gate": "switch", "moe.jitter": 0.0}, "qwen3_moe"),
+        (ALL_HEADS | {"moe.normalize": False}, "olmoe"),
+        ({"embedding_scale": 12.0, "attention.scale": 0.1}, "granitemoe"),
+        (PHIMOE | {"moe.gate_options": {"margin": 0.5}, "output_bias": True}, "phimoe"),
+        (QWEN2 | {"moe.every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
     ],
 )
 def test_what_a_family_holds(values, form):
-    assert family_for(ModelConfig(**(GOOD | values))).name == form
+    assert family_for(ModelConfig().with_values(GOOD | values)).name == form
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +175,11 @@ CONFIGS = {
         r"model_type=deepseek is not supported: it must be one of ((?!deepseek_moe).)*$",
     ),
     "another format": ("mixtral", {"fmoe_format": "other"}, "fmoe_format=other is not supported"),
-    "no sliding window": ("mixtral", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
+    "no sliding window": (
+        "mixtral",
+        {"attention.sliding_window": 0},
+        "sliding_window=0 must be an integer of at least 1",
+    ),
     "sliding window that is used": ("qwen", {"use_sliding_window": True}, "use_sliding_window=true .* must be false"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
     "sliding window of a Qwen2": (
@@ -178,7 +199,7 @@ CONFIGS = {
     ),
     "biases that are not expected": (
         "qwen2",
-        {"qkv_bias": False},
+        {"attention.qkv_bias": False},
         "has the tensor .*proj.bias, which is not part of this qwen2",
     ),
     "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: it must be false"),
@@ -192,7 +213,7 @@ CONFIGS = {
     "no width": ("mixtral", {"hidden_size": None}, "hidden_size is missing"),
     "no experts in any layer": ("qwen", {"decoder_sparse_step": 9}, "no layer has experts"),
     "dense layers that are not there": ("qwen", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
-    "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "model.top_k=5 exceeds"),
+    "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "moe.top_k=5 exceeds"),
     "another shape": (
         "mixtral",
         {"intermediate_size": 23},

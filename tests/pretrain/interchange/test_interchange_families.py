@@ -9,7 +9,7 @@ import transformers
 from published import ENCODERS, GPTS, NOT_WRITTEN, WITH_MTP
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig, Recipe, load_recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES, family_for
 from pretrain.interchange.tensors import Halves, QueryKeyValue, places, shape_of, sizes_of
@@ -168,7 +168,9 @@ def test_what_transformers_has_where_a_key_is_missing():
 
 
 def test_tables_have_every_tensor_of_ours_once():
-    model = ModelConfig(norm="rms", gated=True, activation="silu", num_layers=2, num_experts=3, moe_layers=(2,))
+    model = ModelConfig(
+        norm="rms", gated=True, activation="silu", num_layers=2, moe=MoEConfig(num_experts=3, layers=(2,))
+    )
     for family in FAMILIES.values():
         for table in family.tables:
             ours = [(place.ours, place.expert) for place in places(table, model) if place.ours]
@@ -176,7 +178,7 @@ def test_tables_have_every_tensor_of_ours_once():
 
 
 def test_sizes_and_transforms_by_hand():
-    model = ModelConfig(num_heads=6, num_query_groups=2, head_dim=5, hidden_size=7)
+    model = ModelConfig(hidden_size=7, attention=AttentionConfig(num_heads=6, num_query_groups=2, head_dim=5))
     sizes = sizes_of(model)
     assert shape_of("Qd D", sizes) == (30, 7) and shape_of("E 2H D", sizes) == (8, 1536, 7)
     # A row says (head, element): queries 0-2 and key, value 0 come before queries 3-5 and key, value 1.

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_models import GPT_OSS
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES, family_for
@@ -24,15 +24,8 @@ OURS = ModelConfig(
     norm="rms",
     activation="swiglu_oai",
     gated=True,
-    attention_sinks=True,
-    qkv_bias=True,
-    attention_output_bias=True,
-    sliding_window=16,
-    sliding_layers=(1, 3),
-    gate="naive",
-    gate_options={"bias": True},
-    expert_options={"bias": True},
-    eval_capacity_factor=None,
+    attention=AttentionConfig(sinks=True, qkv_bias=True, output_bias=True, sliding_window=16, sliding_layers=(1, 3)),
+    moe=MoEConfig(gate="naive", gate_options={"bias": True}, expert_options={"bias": True}, eval_capacity_factor=None),
 )
 
 
@@ -98,23 +91,26 @@ def test_missing_positions_are_yarns_but_not_empty_ones(rope, scaling):
     """As transformers 5 has them."""
     family = FAMILIES["gpt_oss"]
     config = CONFIG | {"rope_parameters": rope, "rope_scaling": None}
-    assert model_of(family.adapt(config, None))[1].rope_scaling == scaling
+    assert model_of(family.adapt(config, None))[1].position.rope_scaling == scaling
 
 
 @pytest.mark.parametrize(
     ("values", "kinds", "window"),
     [
         ({}, ["sliding_attention", "full_attention"] * 2, 16),
-        ({"sliding_layers": ()}, ["sliding_attention"] * 4, 16),
-        ({"sliding_layers": (), "sliding_window": None}, ["full_attention"] * 4, 128),
+        ({"attention.sliding_layers": ()}, ["sliding_attention"] * 4, 16),
+        ({"attention.sliding_layers": (), "attention.sliding_window": None}, ["full_attention"] * 4, 128),
     ],
 )
 def test_windows_come_back(values, kinds, window):
-    model = replace(OURS, **values)
+    model = OURS.with_values(values)
     config = config_of(FAMILIES["gpt_oss"], model, "float32")
     assert (config["layer_types"], config["sliding_window"]) == (kinds, window)
     found = model_of(config)[1]
-    assert (found.sliding_window, found.sliding_layers) == (model.sliding_window, model.sliding_layers)
+    assert (found.attention.sliding_window, found.attention.sliding_layers) == (
+        model.attention.sliding_window,
+        model.attention.sliding_layers,
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def test_windows_come_back(values, kinds, window):
     [
         ({"layer_types": ["full_attention"] * 2}, "layer_types=.* must be a list of 3 entries"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types=.* full_attention or sliding_attention"),
-        ({"sliding_window": None}, "sliding_window=none must be an integer"),
+        ({"attention.sliding_window": None}, "sliding_window=none must be an integer"),
         ({"swiglu_limit": 8.0}, "swiglu_limit=8.0 is not supported"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
         ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
@@ -137,17 +133,17 @@ def test_configs_that_are_refused(values, message):
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"attention_sinks": False}, "attention_sinks"),
+        ({"attention.sinks": False}, "attention_sinks"),
         ({"activation": "silu"}, "activation"),
-        ({"qkv_bias": False}, "attention_output_bias"),
-        ({"gate_options": {}}, "gate_options"),
-        ({"expert_options": {}}, "expert_options"),
-        ({"moe_every": 2}, "moe_every"),
-        ({"num_shared_experts": 1}, "num_shared_experts"),
-        ({"normalize": False}, "normalize"),
+        ({"attention.qkv_bias": False}, "attention_output_bias"),
+        ({"moe.gate_options": {}}, "gate_options"),
+        ({"moe.expert_options": {}}, "expert_options"),
+        ({"moe.every": 2}, "moe_every"),
+        ({"moe.num_shared_experts": 1}, "num_shared_experts"),
+        ({"moe.normalize": False}, "normalize"),
     ],
 )
 def test_models_that_are_refused(values, key):
     assert family_for(OURS).name == "gpt_oss"
     with pytest.raises(UserError, match=rf"model\.{key}=.* is not supported by gpt_oss"):
-        family_for(replace(OURS, **values), "gpt_oss")
+        family_for(OURS.with_values(values), "gpt_oss")

@@ -21,16 +21,16 @@ MIXTRAL = {
     "norm": "rms",
     "activation": "silu",
     "gated": True,
-    "gate": "naive",
-    "top_k": 2,
-    "capacity_factor": None,
-    "eval_capacity_factor": None,
+    "moe.gate": "naive",
+    "moe.top_k": 2,
+    "moe.capacity_factor": None,
+    "moe.eval_capacity_factor": None,
 }
 MODELS = {
     "mixtral": (MIXTRAL, "mixtral"),
-    "qwen3_moe": (MIXTRAL | {"qk_norm": True, "normalize": False}, "qwen3_moe"),
+    "qwen3_moe": (MIXTRAL | {"attention.qk_norm": True, "moe.normalize": False}, "qwen3_moe"),
     "mixtral's model as fmoe": (MIXTRAL, "fmoe"),
-    "experts that drop tokens": ({"eval_capacity_factor": 0.75, "position": "learned_absolute"}, "fmoe"),
+    "experts that drop tokens": ({"moe.eval_capacity_factor": 0.75, "position.encoding": "learned_absolute"}, "fmoe"),
 }
 TASK = """
 task: local_text

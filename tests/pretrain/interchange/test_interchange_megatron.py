@@ -25,7 +25,7 @@ from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.checkpoint.cli import main
-from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, load_recipe, write_recipe
 from pretrain.interchange.dcp import DcpFolder
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
@@ -47,20 +47,15 @@ BASE = {
 OURS = ModelConfig(
     num_layers=2,
     hidden_size=32,
-    num_heads=4,
-    num_query_groups=2,
     ffn_hidden_size=24,
     vocab_size=VOCAB,
     sequence_length=LENGTH,
-    num_experts=EXPERTS,
-    top_k=2,
     gated=True,
     activation="silu",
     norm="rms",
-    gate="naive",
     tie_embeddings=False,
-    capacity_factor=None,
-    eval_capacity_factor=None,
+    attention=AttentionConfig(num_heads=4, num_query_groups=2),
+    moe=MoEConfig(num_experts=EXPERTS, top_k=2, gate="naive", capacity_factor=None, eval_capacity_factor=None),
 )
 # Arguments of Megatron-LM, as it saves them in common.pt; not all of them.
 ARGS = {
@@ -101,12 +96,12 @@ CASES = {
         },
         None,
         {
-            "moe_every": 2,
+            "moe.every": 2,
             "dense_ffn_hidden_size": 40,
-            "gate": "sigmoid",
-            "routed_scale": 1.5,
-            "num_shared_experts": 1,
-            "qk_norm": True,
+            "moe.gate": "sigmoid",
+            "moe.routed_scale": 1.5,
+            "moe.num_shared_experts": 1,
+            "attention.qk_norm": True,
         },
     ),
     "softmax before the choice, LayerNorm, tied": (
@@ -115,18 +110,18 @@ CASES = {
             "normalization": "LayerNorm",
             "gated_linear_unit": False,
             "activation_func": F.gelu,
-            "num_query_groups": 4,
+            "attention.num_query_groups": 4,
         },
         ARGS
         | {"moe_router_pre_softmax": True, "normalization": "LayerNorm", "swiglu": False}
         | {"untie_embeddings_and_output_weights": False, "group_query_attention": False},
         {
-            "normalize": False,
+            "moe.normalize": False,
             "norm": "layer",
             "gated": False,
             "activation": "gelu",
             "tie_embeddings": True,
-            "num_query_groups": None,
+            "attention.num_query_groups": None,
         },
     ),
 }
@@ -135,7 +130,7 @@ CASES = {
 def recipe_of(keys):
     from dataclasses import replace
 
-    return Recipe(model=replace(OURS, **keys))
+    return Recipe(model=OURS.with_values(keys))
 
 
 def saved(folder, fields, arguments, tied, tokens, tensor=1, expert=1):
@@ -289,18 +284,18 @@ def refusals(folder, out, recipes):
 
 
 WRONG = {
-    "moe_router_topk=2": {"top_k": 1},
-    "rotary_base=10000": {"rope_theta": 500.0},
+    "moe_router_topk=2": {"moe.top_k": 1},
+    "rotary_base=10000": {"position.rope_theta": 500.0},
     "norm_epsilon=1e-05": {"norm_eps": 1e-6},
     "normalization=RMSNorm": {"norm": "layer"},
-    "moe_router_pre_softmax=false": {"normalize": False},
-    "moe_router_score_function=softmax": {"score": "sigmoid"},
-    "moe_router_enable_expert_bias=false": {"gate": "sigmoid", "score": "softmax"},
-    "moe_router_topk_scaling_factor=none": {"routed_scale": 2.0},
+    "moe_router_pre_softmax=false": {"moe.normalize": False},
+    "moe_router_score_function=softmax": {"moe.score": "sigmoid"},
+    "moe_router_enable_expert_bias=false": {"moe.gate": "sigmoid", "moe.score": "softmax"},
+    "moe_router_topk_scaling_factor=none": {"moe.routed_scale": 2.0},
     "untie_embeddings_and_output_weights=true": {"tie_embeddings": True},
-    "qk_layernorm": {"qk_norm": True},
+    "qk_layernorm": {"attention.qk_norm": True},
     "has shape [96, 32]": {"vocab_size": 104},
-    "has no tensor model/decoder.layers.0.mlp.shared.expert.weight_in": {"num_shared_experts": 1},
+    "has no tensor model/decoder.layers.0.mlp.shared.expert.weight_in": {"moe.num_shared_experts": 1},
 }
 
 
@@ -390,8 +385,8 @@ def test_arguments_as_an_object_of_the_folder(tmp_path):
 
     folder = folder_with("common_state/shard_0_1", [{"args": argparse.Namespace(**ARGS), "iteration": 3}])
     assert check_arguments(folder, OURS)
-    with pytest.raises(UserError, match=r"common_state.*: moe_router_topk=2 differs .* model\.top_k=1"):
-        check_arguments(folder, replace(OURS, top_k=1))
+    with pytest.raises(UserError, match=r"common_state.*: moe_router_topk=2 differs .* moe\.top_k=1"):
+        check_arguments(folder, OURS.with_values({"moe.top_k": 1}))
     data = folder.path / folder.objects["common_state/shard_0_1"].file
     data.write_bytes(data.read_bytes().replace(b"moe_router_topk", b"moe_router_topX"))
     with pytest.raises(UserError, match=f"{data.name} is damaged .* common_state"):
@@ -415,15 +410,15 @@ def test_a_stacked_tensor_has_the_layers_of_the_recipe(tmp_path, shape, word):
         rename(folder, ["model/decoder.layers.0.input_layernorm.weight"])
 
 
-LATENT = {"kv_lora_rank": 16}
+LATENT = {"attention.kv_lora_rank": 16}
 NOT_OURS = {
     "quick_geglu=true": ({"quick_geglu": True}, {}),
     "window_size=[8, 0]": ({"window_size": (8, 0)}, {}),
-    "window_size=none": ({"window_size": None}, {"sliding_window": 9}),
-    "window_size=[8, 0] ": ({"window_size": (8, 0)}, {"sliding_window": 8}),
-    "window_attn_skip_freq=2": ({"window_size": (8, 0), "window_attn_skip_freq": 2}, {"sliding_window": 9}),
+    "window_size=none": ({"window_size": None}, {"attention.sliding_window": 9}),
+    "window_size=[8, 0] ": ({"window_size": (8, 0)}, {"attention.sliding_window": 8}),
+    "window_attn_skip_freq=2": ({"window_size": (8, 0), "window_attn_skip_freq": 2}, {"attention.sliding_window": 9}),
     "softmax_type=learnable": ({"softmax_type": "learnable"}, {}),
-    "rotary_percent=1.0": ({}, {"rotary_fraction": 0.5}),
+    "rotary_percent=1.0": ({}, {"position.rotary_fraction": 0.5}),
     "qk_l2_norm=true": ({"qk_l2_norm": True}, {}),
     "layernorm_zero_centered_gamma=true": ({"layernorm_zero_centered_gamma": True}, {}),
     "use_mup=true": ({"use_mup": True}, {}),
@@ -443,10 +438,10 @@ NOT_OURS = {
 }
 # None and False are the absence of a feature.
 AS_OURS = [
-    ({"rotary_percent": 0.5}, {"rotary_fraction": 0.5}),
+    ({"rotary_percent": 0.5}, {"position.rotary_fraction": 0.5}),
     (
         {"window_size": (8, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
-        {"sliding_window": 9, "sliding_layers": (1,), "attention_sinks": True},
+        {"attention.sliding_window": 9, "attention.sliding_layers": (1,), "attention.sinks": True},
     ),
     ({"window_size": False, "qk_l2_norm": None, "no_rope_freq": False, "quick_geglu": None}, {}),
     ({"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": False}, {"gated": False, "activation": "gelu"}),
@@ -462,7 +457,7 @@ def result_of_arguments(folder, arguments, keys):
     from pretrain.interchange.megatron import check_arguments
 
     torch.save({"args": argparse.Namespace(**ARGS | arguments)}, folder / "common.pt")
-    return check_arguments(argparse.Namespace(path=folder, objects={}), replace(OURS, **keys))
+    return check_arguments(argparse.Namespace(path=folder, objects={}), OURS.with_values(keys))
 
 
 @pytest.mark.parametrize("word", NOT_OURS)
@@ -473,12 +468,12 @@ def test_an_argument_that_changes_the_logits_is_refused(tmp_path, word):
 
 
 NOT_MEGATRONS = {
-    r"rope_scaling=yarn .*model\.rope_scaling=none": {
-        "rope_scaling": "yarn",
-        "rope_factor": 2.0,
-        "rope_original_length": 8,
+    r"rope_scaling=yarn .*position\.rope_scaling=none": {
+        "position.rope_scaling": "yarn",
+        "position.rope_factor": 2.0,
+        "position.rope_original_length": 8,
     },
-    r"attention_scale=0\.5 .*model\.attention_scale=none": {"attention_scale": 0.5},
+    r"attention_scale=0\.5 .*attention\.scale=none": {"attention.scale": 0.5},
     r"residual_scale=0\.5 .*model\.residual_scale=1\.0": {"residual_scale": 0.5},
 }
 

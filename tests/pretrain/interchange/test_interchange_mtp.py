@@ -9,18 +9,12 @@ from forks import only, values
 from huggingface_folders import assert_same_weights, logits, random_run, saved_at, some_tokens, weights
 
 from pretrain.checkpoint import open_checkpoint
-from pretrain.config import ModelConfig, ParallelConfig, Recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe
 from pretrain.interchange import export_checkpoint, import_folder
 
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=32,
-    num_heads=4,
-    kv_lora_rank=12,
-    q_lora_rank=18,
-    qk_head_dim=10,
-    qk_rope_head_dim=6,
-    v_head_dim=14,
     norm="rms",
     norm_eps=1e-6,
     activation="silu",
@@ -31,21 +25,34 @@ MODEL = ModelConfig(
     vocab_size=96,
     tie_embeddings=False,
     init_std=0.2,
-    num_experts=8,
-    num_shared_experts=1,
-    moe_layers=(2,),
-    top_k=3,
-    gate="sigmoid",
-    gate_options={"expert_groups": 4, "kept_groups": 2},
-    routed_scale=2.5,
-    eval_capacity_factor=None,
-    capacity_factor=None,
     mtp_layers=2,
+    attention=AttentionConfig(
+        num_heads=4, kv_lora_rank=12, q_lora_rank=18, qk_head_dim=10, qk_rope_head_dim=6, v_head_dim=14
+    ),
+    moe=MoEConfig(
+        num_experts=8,
+        num_shared_experts=1,
+        layers=(2,),
+        top_k=3,
+        gate="sigmoid",
+        gate_options={"expert_groups": 4, "kept_groups": 2},
+        routed_scale=2.5,
+        eval_capacity_factor=None,
+        capacity_factor=None,
+    ),
 )
 
 
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
-GLM = replace(MODEL, **dict.fromkeys(LATENT), num_query_groups=2, qkv_bias=True, qk_norm=True, rotary_fraction=0.5)
+GLM = MODEL.with_values(
+    {
+        **dict.fromkeys(LATENT),
+        "attention.num_query_groups": 2,
+        "attention.qkv_bias": True,
+        "attention.qk_norm": True,
+        "position.rotary_fraction": 0.5,
+    }
+)
 
 
 def made(folder, model):

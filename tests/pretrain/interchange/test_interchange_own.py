@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "conformance"))
 import exports
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.cli import export_main
@@ -29,133 +29,142 @@ PROMPT, NEW = 6, 8
 BASE = ModelConfig(
     num_layers=2,
     hidden_size=32,
-    num_heads=4,
     ffn_hidden_size=24,
     sequence_length=exports.LENGTH,
     vocab_size=exports.VOCAB,
-    num_experts=4,
-    top_k=2,
     init_std=0.2,
-    gate="naive",
-    eval_capacity_factor=None,
+    attention=AttentionConfig(num_heads=4),
+    moe=MoEConfig(num_experts=4, top_k=2, gate="naive", eval_capacity_factor=None),
 )
-YARN = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_length": 8, "rope_mscale_all_dim": 0.5}
-LATENT = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-XL = {"position": "transformer_xl", "activation": "relu", "tie_embeddings": False}
+YARN = {
+    "position.rope_scaling": "yarn",
+    "position.rope_factor": 2.0,
+    "position.rope_original_length": 8,
+    "position.rope_mscale_all_dim": 0.5,
+}
+LATENT = {
+    "attention.kv_lora_rank": 10,
+    "attention.qk_head_dim": 8,
+    "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 6,
+}
+XL = {"position.encoding": "transformer_xl", "activation": "relu", "tie_embeddings": False}
 MODELS = {
     "learned positions, sigmoid in groups, shared experts, dense layer": {
-        "position": "learned_absolute",
-        "qk_norm": True,
-        "num_query_groups": 2,
-        "gate": "sigmoid",
-        "gate_options": {"expert_groups": 2, "kept_groups": 1},
-        "routed_scale": 2.5,
-        "num_shared_experts": 2,
-        "moe_layers": (2,),
+        "position.encoding": "learned_absolute",
+        "attention.qk_norm": True,
+        "attention.num_query_groups": 2,
+        "moe.gate": "sigmoid",
+        "moe.gate_options": {"expert_groups": 2, "kept_groups": 1},
+        "moe.routed_scale": 2.5,
+        "moe.num_shared_experts": 2,
+        "moe.layers": (2,),
         "dense_ffn_hidden_size": 40,
         "tie_embeddings": False,
-        "eval_capacity_factor": 0.75,
+        "moe.eval_capacity_factor": 0.75,
     },
     "latent attention, yarn, compressed queries, gshard, finer experts, further tokens": {
         **LATENT,
         **YARN,
-        "q_lora_rank": 14,
+        "attention.q_lora_rank": 14,
         "norm": "rms",
         "activation": "silu",
         "gated": True,
-        "gate": "gshard",
-        "granularity": 2,
-        "top_k": 1,
+        "moe.gate": "gshard",
+        "moe.granularity": 2,
+        "moe.top_k": 1,
         "mtp_layers": 1,
-        "eval_capacity_factor": 0.5,
-        "group_size": 5,
+        "moe.eval_capacity_factor": 0.5,
+        "moe.group_size": 5,
     },
     "experts with biases, other experts than the dense layer": {
-        "expert": "geglu",
-        "expert_options": {"bias": True},
-        "num_shared_experts": 1,
+        "moe.expert": "geglu",
+        "moe.expert_options": {"bias": True},
+        "moe.num_shared_experts": 1,
         "activation": "relu",
-        "head_dim": 12,
-        "gate_options": {"bias": True},
-        "moe_every": 2,
+        "attention.head_dim": 12,
+        "moe.gate_options": {"bias": True},
+        "moe.every": 2,
         "gated": True,
-        "rope_theta": 500.0,
-        "capacity_factor": None,
+        "position.rope_theta": 500.0,
+        "moe.capacity_factor": None,
     },
-    "latent attention, plain queries, layer norm": {**LATENT, "gate": "noisy"},
+    "latent attention, plain queries, layer norm": {**LATENT, "moe.gate": "noisy"},
     "norms of all heads, biases, half a rotation by yarn, gated shared experts, factors": {
         "norm": "rms",
-        "qk_norm": True,
-        "qk_norm_over": "all",
-        "num_query_groups": 2,
-        "qkv_bias": True,
-        "attention_output_bias": True,
+        "attention.qk_norm": True,
+        "attention.qk_norm_over": "all",
+        "attention.num_query_groups": 2,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
         "output_bias": True,
-        "rotary_fraction": 0.5,
+        "position.rotary_fraction": 0.5,
         **YARN,
-        "num_shared_experts": 2,
-        "shared_ffn_hidden_size": 20,
-        "shared_expert_gate": True,
-        "attention_scale": 0.2,
+        "moe.num_shared_experts": 2,
+        "moe.shared_ffn_hidden_size": 20,
+        "moe.shared_expert_gate": True,
+        "attention.scale": 0.2,
         "embedding_scale": 3.0,
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
     },
     "windows, sinks and biases": {
-        "num_query_groups": 2,
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "attention_sinks": True,
-        "sliding_window": 4,
-        "sliding_layers": (1,),
-        "gate": "naive",
-        "gate_options": {"bias": True},
-        "expert_options": {"bias": True},
+        "attention.num_query_groups": 2,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.sinks": True,
+        "attention.sliding_window": 4,
+        "attention.sliding_layers": (1,),
+        "moe.gate": "naive",
+        "moe.gate_options": {"bias": True},
+        "moe.expert_options": {"bias": True},
         "activation": "swiglu_oai",
         "gated": True,
-        "moe_every": 2,
+        "moe.every": 2,
     },
-    "dense": {"num_experts": 0, "top_k": 1, "qk_norm": True, "norm": "rms", "vocab_size": 400},
+    "dense": {"moe.num_experts": 0, "moe.top_k": 1, "attention.qk_norm": True, "norm": "rms", "vocab_size": 400},
     "dense, windows, sinks and biases": {
-        "num_experts": 0,
-        "top_k": 1,
-        "attention_output_bias": True,
-        "attention_sinks": True,
-        "sliding_window": 4,
-        "sliding_layers": (2,),
+        "moe.num_experts": 0,
+        "moe.top_k": 1,
+        "attention.output_bias": True,
+        "attention.sinks": True,
+        "attention.sliding_window": 4,
+        "attention.sliding_layers": (2,),
         "activation": "swiglu_oai",
         "gated": True,
     },
     "sparsemixer, untied with biases": {
-        "gate": "sparsemixer",
-        "gate_options": {"margin": 0.5},
-        "attention_output_bias": True,
+        "moe.gate": "sparsemixer",
+        "moe.gate_options": {"margin": 0.5},
+        "attention.output_bias": True,
         "output_bias": True,
         "tie_embeddings": False,
     },
     "Transformer-XL": {
         **XL,
-        "memory_length": 4,
-        "num_query_groups": 2,
-        "head_dim": 6,
-        "qk_norm": True,
-        "moe_every": 2,
-        "eval_capacity_factor": 0.75,
+        "position.memory_length": 4,
+        "attention.num_query_groups": 2,
+        "attention.head_dim": 6,
+        "attention.qk_norm": True,
+        "moe.every": 2,
+        "moe.eval_capacity_factor": 0.75,
     },
-    "Transformer-XL, dense": {**XL, "memory_length": 8, "num_experts": 0, "top_k": 1, "norm": "rms"},
+    "Transformer-XL, dense": {**XL, "position.memory_length": 8, "moe.num_experts": 0, "moe.top_k": 1, "norm": "rms"},
     "Transformer-XL, without memory": {
         **XL,
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "attention_scale": 0.3,
-        "capacity_factor": None,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.scale": 0.3,
+        "moe.capacity_factor": None,
     },
-    "expert choice": {"gate": "expert_choice", "capacity_factor": 2.0, "eval_capacity_factor": 2.0},
-    **{gate: {"gate": gate, "top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")},
+    "expert choice": {"moe.gate": "expert_choice", "moe.capacity_factor": 2.0, "moe.eval_capacity_factor": 2.0},
+    **{
+        gate: {"moe.gate": gate, "moe.top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")
+    },
 }
 RECIPES = {
     name: Recipe(
-        model=replace(BASE, **values),
+        model=BASE.with_values(values),
         train=TrainConfig(global_batch=1, micro_batch=1, seed=11, precision="fp32"),
     )
     for name, values in MODELS.items()
@@ -181,10 +190,10 @@ def made(runs):
         greedy = []
         for prompt in batch["tokens"][:2, :PROMPT].tolist():
             # As `fmoe generate` chooses.
-            if memory := recipe.model.memory_length:
+            if memory := recipe.model.position.memory_length:
                 decoder = MemoryDecoder(model, memory)
             else:
-                decoder = GPTDecoder(model, exports.LENGTH, keeps=recipe.model.position != "transformer_xl")
+                decoder = GPTDecoder(model, exports.LENGTH, keeps=recipe.model.position.encoding != "transformer_xl")
             steps = generate(
                 decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=recipe.model.vocab_size
             )
@@ -239,15 +248,15 @@ def test_there_and_back(exported, tmp_path, name):
         found = model.generate(tokens[:2, :PROMPT], **options)[:, PROMPT:]
         assert torch.equal(found, greedy)
         options["use_cache"] = False
-        if memory := recipe.model.memory_length:
-            with pytest.raises(UserError, match=f"use_cache=False .* model.memory_length={memory}"):
+        if memory := recipe.model.position.memory_length:
+            with pytest.raises(UserError, match=f"use_cache=False .* position.memory_length={memory}"):
                 model.generate(tokens[:2, :PROMPT], **options)
         else:
             assert torch.equal(model.generate(tokens[:2, :PROMPT], **options)[:, PROMPT:], greedy)
 
     back = import_folder(out, tmp_path / "back")
     defaults = {"mtp_layers": 0, "mtp_loss": ModelConfig.mtp_loss}
-    assert back.recipe.model == replace(recipe.model, **defaults) and back.family.name == "fmoe"
+    assert back.recipe.model == recipe.model.with_values(defaults) and back.family.name == "fmoe"
     export_checkpoint(tmp_path / "back", tmp_path / "again", "fmoe", tokenizer="none")
     assert exports.same_bits(out, tmp_path / "again")
     assert json.loads((out / CONFIG).read_text()) == json.loads((tmp_path / "again" / CONFIG).read_text())
@@ -327,7 +336,7 @@ def streamed(recipe, path, lengths):
 
     tokens = exports.batch_of(recipe)["tokens"]
     model, _ = exports.random_run(recipe, path, {"tokens": tokens})
-    memory = StreamMemory(model, recipe.model.memory_length, streams=1)
+    memory = StreamMemory(model, recipe.model.position.memory_length, streams=1)
     found = []
     with torch.no_grad():
         for segment in tokens.split(lengths, dim=1):
@@ -354,11 +363,11 @@ def test_a_forward_pass_with_a_cache_is_a_segment_with_memory(exported, forks, t
     assert relative_error(found[:, -2:], whole[:, -2:]) > 1e-2  # which see the whole text
 
     model.train()
-    with pytest.raises(UserError, match=r"training with a cache .* model\.memory_length=8"):
+    with pytest.raises(UserError, match=r"training with a cache .* position\.memory_length=8"):
         model(segment, past_key_values=cache)
     gap = torch.ones(4, 4)
     gap[2, 1] = 0
-    with pytest.raises(UserError, match=r"padding between tokens.* model\.position=transformer_xl"):
+    with pytest.raises(UserError, match=r"padding between tokens.* position\.encoding=transformer_xl"):
         model(torch.zeros(4, 4, dtype=torch.int64), attention_mask=gap)
 
 
@@ -459,7 +468,9 @@ def test_the_code_of_an_old_export_is_updated(forks, tmp_path, capsys):
 
     from pretrain.interchange.modeling_fmoe import FMoEConfig, FMoEForCausalLM
 
-    model = FMoEForCausalLM(FMoEConfig(model={"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 48}))
+    model = FMoEForCausalLM(
+        FMoEConfig(model={"num_layers": 2, "hidden_size": 32, "attention.num_heads": 4, "vocab_size": 48})
+    )
     out = tmp_path / "out"
     model.eval().save_pretrained(out)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 4, "b": 3, "c": 5}, unk_token="a"))
@@ -481,9 +492,9 @@ def test_the_code_of_an_old_export_is_updated(forks, tmp_path, capsys):
 def test_new_models_have_weights_as_training_draws_them():
     from pretrain.interchange.modeling_fmoe import FMoEConfig, FMoEForCausalLM
 
-    values = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 128, "init_std": 0.05}
+    values = {"hidden_size": 64, "attention.num_heads": 4, "num_layers": 2, "vocab_size": 128, "init_std": 0.05}
     model = FMoEForCausalLM(FMoEConfig(model=values))
-    relative = FMoEForCausalLM(FMoEConfig(model={**values, "position": "transformer_xl"}))
+    relative = FMoEForCausalLM(FMoEConfig(model={**values, "position.encoding": "transformer_xl"}))
     biases = [value for name, value in relative.named_parameters() if ".biases." in name]
     assert torch.cat(biases).std().item() == pytest.approx(0.05, rel=0.2) and len(biases) == 4
     stds = {name: value.std().item() for name, value in model.named_parameters() if value.dim() > 1}
@@ -491,8 +502,8 @@ def test_new_models_have_weights_as_training_draws_them():
         is_output = name.endswith(("linear_proj.weight", "weight_out"))
         assert std == pytest.approx(0.05 / (2 if is_output else 1), rel=0.1), name
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    with pytest.raises(UserError, match=r"model\.top_k=9"):
-        FMoEConfig(model={"top_k": 9})
+    with pytest.raises(UserError, match=r"moe\.top_k=9"):
+        FMoEConfig(model={"moe.top_k": 9})
 
 
 def test_sixteen_bits(exported, tmp_path, forks):
@@ -514,31 +525,31 @@ def test_sixteen_bits(exported, tmp_path, forks):
 
 def test_what_is_refused(exported, tmp_path):
     for values, message in (
-        ({"gate": "mine"}, "model.gate=mine .* run.imports"),
-        ({"gate": "random"}, "model.gate=random"),
-        ({"expert": "mine"}, "model.expert=mine .* run.imports"),
+        ({"moe.gate": "mine"}, "moe.gate=mine .* run.imports"),
+        ({"moe.gate": "random"}, "moe.gate=random"),
+        ({"moe.expert": "mine"}, "moe.expert=mine .* run.imports"),
         ({"kind": "bert"}, "model.kind=bert"),
     ):
         with pytest.raises(UserError, match=message):
-            family_for(replace(BASE, **values), "fmoe")
+            family_for(BASE.with_values(values), "fmoe")
     source = exported["dense"][2]
     for change, message in (
         ({"model": None}, "model=none must be an object"),
         ({"model": {"breadth": 3}}, "breadth"),
-        ({"model": {"gate": "mine"}}, "model.gate=mine"),
-        ({"model": {"num_heads": "six"}}, "num_heads"),
-        ({"model": {"num_heads": 0}}, "model.num_heads=0"),
+        ({"model": {"moe.gate": "mine"}}, "moe.gate=mine"),
+        ({"model": {"attention.num_heads": "six"}}, "num_heads"),
+        ({"model": {"attention.num_heads": 0}}, "attention.num_heads=0"),
         (
-            {"model": {"num_experts": 4, "gate_options": {"expert_groups": "x"}}},
+            {"model": {"moe.num_experts": 4, "moe.gate_options": {"expert_groups": "x"}}},
             "expert_options is invalid",
         ),
         (
-            {"model": {"num_experts": 4, "expert_options": {"dropout": "x"}}},
+            {"model": {"moe.num_experts": 4, "moe.expert_options": {"dropout": "x"}}},
             "expert_options is invalid",
         ),
-        ({"model": {"num_heads": 5}}, "model.num_heads=5"),
-        ({"model": {"moe_every": 0}}, "model.moe_every=0"),
-        ({"model": {"kv_lora_rank": 4}}, "model.kv_lora_rank=4"),
+        ({"model": {"attention.num_heads": 5}}, "attention.num_heads=5"),
+        ({"model": {"moe.every": 0}}, "moe.every=0"),
+        ({"model": {"attention.kv_lora_rank": 4}}, "attention.kv_lora_rank=4"),
         ({"vocab_size": 65}, "word_embeddings.weight has shape"),
         ({"quantization_config": {}}, "quantization_config"),
     ):
@@ -557,7 +568,10 @@ def test_what_is_refused(exported, tmp_path):
 def test_without_drops_a_family_of_transformers_holds_it(forks, tmp_path):
     """`--no-drops`: the weights are those of the checkpoint, the logits those without a capacity."""
     values = {"norm": "rms", "activation": "silu", "gated": True}
-    recipes = [replace(RECIPES["zero"], model=replace(BASE, **values, eval_capacity_factor=f)) for f in (0.75, None)]
+    recipes = [
+        replace(RECIPES["zero"], model=BASE.with_values({**values, "moe.eval_capacity_factor": f}))
+        for f in (0.75, None)
+    ]
     runs = [tmp_path / "drops", tmp_path / "none"]
     dropping, expected = only(forks.run(1, exports.our_logits, list(zip(recipes, runs, strict=True))))
     assert export_checkpoint(runs[0], tmp_path / "own", tokenizer="none").family.name == "fmoe"

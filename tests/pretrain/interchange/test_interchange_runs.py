@@ -17,32 +17,32 @@ from pretrain.tracking import read_metrics
 
 MODERN = {
     "norm": "rms",
-    "num_query_groups": 1,
-    "head_dim": 12,
-    "rope_theta": 1e4,
+    "attention.num_query_groups": 1,
+    "attention.head_dim": 12,
+    "position.rope_theta": 1e4,
     "activation": "silu",
     "gated": True,
-    "gate": "naive",
-    "top_k": 2,
-    "capacity_factor": None,
-    "eval_capacity_factor": None,
+    "moe.gate": "naive",
+    "moe.top_k": 2,
+    "moe.capacity_factor": None,
+    "moe.eval_capacity_factor": None,
 }
 RUNS = {
     "mixtral, EP2": (MODERN, {"expert": 2}),
     "qwen3_moe, TP2": (
         MODERN
         | {
-            "qk_norm": True,
-            "num_query_groups": 2,
-            "gate": "switch",
-            "jitter": 0.0,
-            "moe_layers": (2,),
+            "attention.qk_norm": True,
+            "attention.num_query_groups": 2,
+            "moe.gate": "switch",
+            "moe.jitter": 0.0,
+            "moe.layers": (2,),
             "dense_ffn_hidden_size": 40,
             "tie_embeddings": False,
         },
         {"tensor": 2},
     ),
-    "qwen3_moe, PP2": (MODERN | {"qk_norm": True}, {"pipeline": 2}),
+    "qwen3_moe, PP2": (MODERN | {"attention.qk_norm": True}, {"pipeline": 2}),
 }
 
 

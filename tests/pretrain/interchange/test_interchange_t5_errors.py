@@ -17,10 +17,10 @@ from pretrain.interchange.families import family_for
 from pretrain.interchange.families.t5 import KeyValue, Query
 from pretrain.interchange.folder import CONFIG, WEIGHTS
 
-T5 = {"kind": "t5", "norm": "rms", "position": "relative", "head_dim": 16, "tied_output_bias": False}
+T5 = {"kind": "t5", "norm": "rms", "position.encoding": "relative", "attention.head_dim": 16, "tied_output_bias": False}
 GOOD = {
-    "switch_transformers": T5 | {"output_scale": True, "eval_capacity_factor": None, "activation": "relu"},
-    "t5": T5 | {"num_experts": 0},
+    "switch_transformers": T5 | {"output_scale": True, "moe.eval_capacity_factor": None, "activation": "relu"},
+    "t5": T5 | {"moe.num_experts": 0},
 }
 REFUSED = {
     "layer norm": (
@@ -28,7 +28,11 @@ REFUSED = {
         {"norm": "layer"},
         "model.norm=layer is not supported by switch_",
     ),
-    "rotary positions": ("t5", {"position": "rope"}, "model.position=rope is not supported by t5, the nearest family"),
+    "rotary positions": (
+        "t5",
+        {"position.encoding": "rope"},
+        "position.encoding=rope is not supported by t5, the nearest family",
+    ),
     "gated experts": ("switch_transformers", {"gated": True}, "model.gated=true .* use model.gated=false"),
     "a bias": ("switch_transformers", {"tied_output_bias": True}, "model.tied_output_bias=true .*_bias=false"),
     "a bias, dense": ("t5", {"tied_output_bias": True}, "model.tied_output_bias=true .* use false"),
@@ -38,23 +42,27 @@ REFUSED = {
         {"tie_embeddings": False, "tied_output_bias": True},
         "model.tie_embeddings=false .* use model.tie_embeddings=true",
     ),
-    "two experts": ("switch_transformers", {"top_k": 2}, "model.top_k=2 .* use model.top_k=1"),
-    "weights that sum to one": ("switch_transformers", {"gate": "naive"}, "model.normalize=none .* use false"),
-    "random gate": ("switch_transformers", {"gate": "gshard"}, "model.gate=gshard"),
-    "drops": ("switch_transformers", {"eval_capacity_factor": 2.0}, "model.eval_capacity_factor=2.0 .*, or .*=none"),
-    "the second of three": ("switch_transformers", {"moe_layers": (3, 7)}, r"model.moe_layers=\[3, 7\] .* layer 2 and"),
-    "every third": ("switch_transformers", {"moe_every": 3}, "model.moe_every=3 .* layer 2 and"),
+    "two experts": ("switch_transformers", {"moe.top_k": 2}, "moe.top_k=2 .* use moe.top_k=1"),
+    "weights that sum to one": ("switch_transformers", {"moe.gate": "naive"}, "moe.normalize=none .* use false"),
+    "random gate": ("switch_transformers", {"moe.gate": "gshard"}, "moe.gate=gshard"),
+    "drops": ("switch_transformers", {"moe.eval_capacity_factor": 2.0}, "moe.eval_capacity_factor=2.0 .*, or .*=none"),
+    "the second of three": ("switch_transformers", {"moe.layers": (3, 7)}, r"moe.layers=\[3, 7\] .* layer 2 and"),
+    "every third": ("switch_transformers", {"moe.every": 3}, "moe.every=3 .* layer 2 and"),
     "wide dense blocks": (
         "switch_transformers",
-        {"moe_every": 2, "dense_ffn_hidden_size": 9},
+        {"moe.every": 2, "dense_ffn_hidden_size": 9},
         "dense_ffn_hidden_size=9",
     ),
     "another activation": ("t5", {"activation": "swiglu_oai", "gated": True}, "model.activation=swiglu_oai .* gelu"),
-    "wide heads": ("t5", {"head_dim": 32}, "model.head_dim=32 is not supported by t5, .* a power of 4"),
-    "scores": ("t5", {"head_dim": 32, "attention_scale": 0.5}, "_scale=0.5 .* use .*_scale=1.0 or none"),
-    "shared experts": ("switch_transformers", {"num_shared_experts": 1}, "model.num_shared_experts=1"),
-    "groups of queries": ("t5", {"num_query_groups": 6}, "model.num_query_groups=6"),
-    "t5 with experts": ("t5", {"num_experts": 4, "gate": "gshard"}, "model.* is not supported by switch_transformers"),
+    "wide heads": ("t5", {"attention.head_dim": 32}, "attention.head_dim=32 is not supported by t5, .* a power of 4"),
+    "scores": ("t5", {"attention.head_dim": 32, "attention.scale": 0.5}, "_scale=0.5 .* use .*_scale=1.0 or none"),
+    "shared experts": ("switch_transformers", {"moe.num_shared_experts": 1}, "moe.num_shared_experts=1"),
+    "groups of queries": ("t5", {"attention.num_query_groups": 6}, "attention.num_query_groups=6"),
+    "t5 with experts": (
+        "t5",
+        {"moe.num_experts": 4, "moe.gate": "gshard"},
+        "model.* is not supported by switch_transformers",
+    ),
 }
 
 
@@ -62,7 +70,7 @@ REFUSED = {
 def test_what_no_family_holds(case):
     of, values, message = REFUSED[case]
     with pytest.raises(UserError, match=message) as raised:
-        family_for(ModelConfig(**(GOOD[of] | values)))
+        family_for(ModelConfig().with_values(GOOD[of] | values))
     assert "\n" not in str(raised.value)
 
 
@@ -70,18 +78,18 @@ def test_what_no_family_holds(case):
     ("values", "form"),
     [
         ({}, "switch_transformers"),
-        ({"gate": "naive", "normalize": False, "jitter": 0.0}, "switch_transformers"),
-        ({"moe_layers": (2, 4, 6, 8)}, "switch_transformers"),
-        ({"moe_layers": (2,), "eval_capacity_factor": 8.0}, "switch_transformers"),
-        ({"num_layers": 3, "num_decoder_layers": 2, "moe_layers": (1, 2, 3, 5)}, "switch_transformers"),
-        ({"num_experts": 0, "output_scale": False, "gated": True, "top_k": 2, "gate": "naive"}, "t5"),
-        ({"num_experts": 0, "tie_embeddings": False, "tied_output_bias": True}, "t5"),
-        ({"num_experts": 0, "head_dim": 32, "attention_scale": 1.0}, "t5"),
-        ({"attention_scale": 1.0}, "switch_transformers"),
+        ({"moe.gate": "naive", "moe.normalize": False, "moe.jitter": 0.0}, "switch_transformers"),
+        ({"moe.layers": (2, 4, 6, 8)}, "switch_transformers"),
+        ({"moe.layers": (2,), "moe.eval_capacity_factor": 8.0}, "switch_transformers"),
+        ({"num_layers": 3, "num_decoder_layers": 2, "moe.layers": (1, 2, 3, 5)}, "switch_transformers"),
+        ({"moe.num_experts": 0, "output_scale": False, "gated": True, "moe.top_k": 2, "moe.gate": "naive"}, "t5"),
+        ({"moe.num_experts": 0, "tie_embeddings": False, "tied_output_bias": True}, "t5"),
+        ({"moe.num_experts": 0, "attention.head_dim": 32, "attention.scale": 1.0}, "t5"),
+        ({"attention.scale": 1.0}, "switch_transformers"),
     ],
 )
 def test_what_a_family_holds(values, form):
-    model = ModelConfig(**(GOOD["switch_transformers"] | values))
+    model = ModelConfig().with_values(GOOD["switch_transformers"] | values)
     assert family_for(model).name == form
     again = model_of(config_of(family_for(model), model, "float32"))[1]
     assert again.layers_with_experts == model.layers_with_experts and again.decoder_layers == model.decoder_layers
@@ -90,9 +98,9 @@ def test_what_a_family_holds(values, form):
 @pytest.mark.parametrize("name", ["switch-base", "switch-large", "switch-c"])
 def test_recipes_are_exported_without_drops(name):
     recipe = load_recipe(name)
-    with pytest.raises(UserError, match=r"model.eval_capacity_factor=2\.0 .* --no-drops"):
+    with pytest.raises(UserError, match=r"moe.eval_capacity_factor=2\.0 .* --no-drops"):
         family_for(recipe.model)
-    recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
+    recipe = replace(recipe, model=recipe.model.with_values({"moe.eval_capacity_factor": None}))
     family = family_for(recipe.model)
     assert family.name == "switch_transformers"
     again = Recipe(model=model_of(config_of(family, recipe.model, "bfloat16"))[1])
@@ -106,7 +114,7 @@ def test_keys_of_other_kinds():
         ({"kind": "t5", "tied_output_bias": False, "tie_embeddings": False}, "needs model.tie_embeddings=true"),
     ):
         with pytest.raises(UserError, match=message):
-            ModelConfig(**values).check()
+            ModelConfig().with_values(values).check()
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +157,7 @@ CONFIGS = {
     "fewer layers": ("t5", {"num_decoder_layers": 2}, "has the tensor decoder.block.2.*not part of this t5"),
     "more experts": (
         "switch_transformers",
-        {"num_experts": 5},
+        {"moe.num_experts": 5},
         r"has shape \[4, 24\], but config.json implies \[5, 24\]",
     ),
 }

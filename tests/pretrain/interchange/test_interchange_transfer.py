@@ -19,7 +19,7 @@ from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, codec, open_checkpoint, save, save_parts
 from pretrain.checkpoint.cli import main
-from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder, transfer
 from pretrain.interchange.dcp import DcpFolder, blocks
 from pretrain.interchange.transfer import export_tensors, open_folder, stored_tensors
@@ -27,16 +27,13 @@ from pretrain.interchange.transfer import export_tensors, open_folder, stored_te
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=16,
-    num_heads=2,
     ffn_hidden_size=12,
     vocab_size=40,
-    num_experts=4,
-    top_k=2,
-    gate="sigmoid",
-    num_shared_experts=1,
     gated=True,
     activation="silu",
     tie_embeddings=False,
+    attention=AttentionConfig(num_heads=2),
+    moe=MoEConfig(num_experts=4, top_k=2, gate="sigmoid", num_shared_experts=1),
 )
 RECIPE = Recipe(model=MODEL, train=TrainConfig(precision="bf16"))
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -87,7 +84,7 @@ def trained(forks, tmp_path_factory):
             for row, part in enumerate(value.split(3)):
                 offset = (3 * row, *(0 for _ in shape[1:]))
                 pieces.append(Piece(f"{prefix}{name}", shape, offset, tuple(part.shape), part))
-    state = {"recipe": asdict(RECIPE), "step": 7, "schedule": {"num_steps": 7, "tuple": (1, 2.5)}}
+    state = {"recipe": RECIPE.values(), "step": 7, "schedule": {"num_steps": 7, "tuple": (1, 2.5)}}
     state |= {"optimizer": {"step": 7.0}, "data": {"next_sample": 56, "samples_per_epoch": 64, "corpora": [None]}}
     folder = tmp_path_factory.mktemp("trained")
     return save_parts(folder, 7, pieces, state, nbytes=0, part_bytes=8000, rank_states=RANK_STATES)
@@ -227,7 +224,7 @@ def test_a_run_resumes_from_what_came_back(forks, recipe_file, tmp_path, form):
 def test_every_dtype_and_shape(tmp_path, value):
     """A checkpoint of one tensor; and a tensor with other strides that begins later in its storage."""
     shape = tuple(value.shape)
-    state = {"recipe": asdict(RECIPE)}
+    state = {"recipe": RECIPE.values()}
     save(tmp_path, 1, [Piece("model/w", shape, (0,) * len(shape), shape, value)], state, {})
     for form in FORMS:
         export_tensors(tmp_path, tmp_path / form, form, slice_bytes=8)

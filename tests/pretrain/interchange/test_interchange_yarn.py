@@ -32,13 +32,22 @@ def yarn_of(config):
     }
 
 
-V3 = {"rope_scaling": "yarn", "rope_factor": 40.0, "rope_original_length": 4096, "rope_mscale_all_dim": 1.0}
+V3 = {
+    "position.rope_scaling": "yarn",
+    "position.rope_factor": 40.0,
+    "position.rope_original_length": 4096,
+    "position.rope_mscale_all_dim": 1.0,
+}
 ROPE = DEEPSEEK_V3["rope_scaling"]
 QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-QWEN_YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 32768}
+QWEN_YARN = {"position.rope_scaling": "yarn", "position.rope_factor": 4.0, "position.rope_original_length": 32768}
 READ = {
     "DeepSeek-V3": (DEEPSEEK_V3, {}, V3),
-    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, {}, V3 | {"rope_mscale": 0.707, "rope_mscale_all_dim": 0.707}),
+    "DeepSeek-V2-Lite": (
+        DEEPSEEK_V2_LITE,
+        {},
+        V3 | {"position.rope_mscale": 0.707, "position.rope_mscale_all_dim": 0.707},
+    ),
     "as transformers 5 writes it": (
         DEEPSEEK_V3,
         {"rope_scaling": None, "rope_parameters": ROPE | {"rope_type": "yarn", "rope_theta": 1e4}},
@@ -49,12 +58,12 @@ READ = {
     "without a length": (
         QWEN3_30B_A3B,
         {"rope_scaling": {"type": "yarn", "factor": 4}},
-        QWEN_YARN | {"rope_original_length": 40960},
+        QWEN_YARN | {"position.rope_original_length": 40960},
     ),
     "a length of the model": (
         QWEN3_30B_A3B,
         {"rope_scaling": QWEN, "original_max_position_embeddings": 8192},
-        QWEN_YARN | {"rope_original_length": 8192},
+        QWEN_YARN | {"position.rope_original_length": 8192},
     ),
     "the usual factor": (
         QWEN3_30B_A3B,
@@ -64,12 +73,12 @@ READ = {
     "not truncated": (
         QWEN3_30B_A3B,
         {"rope_scaling": QWEN | {"truncate": False, "beta_fast": 64, "beta_slow": 2}},
-        QWEN_YARN | {"rope_truncate": False, "rope_beta_fast": 64.0, "rope_beta_slow": 2.0},
+        QWEN_YARN | {"position.rope_truncate": False, "position.rope_beta_fast": 64.0, "position.rope_beta_slow": 2.0},
     ),
     "null, which is false": (
         QWEN3_30B_A3B,
         {"rope_scaling": QWEN | {"truncate": None}},
-        QWEN_YARN | {"rope_truncate": False},
+        QWEN_YARN | {"position.rope_truncate": False},
     ),
     "no object": (QWEN3_30B_A3B, {"rope_scaling": {}}, {}),
 }
@@ -97,10 +106,10 @@ REFUSED = {
     "no length": ({"original_max_position_embeddings": 0}, "original_max_position_embeddings=0"),
     "truth": ({"truncate": 1}, "truncate=1 must be true or false"),
     "another factor": ({"attention_factor": 1.0}, "attention_factor=1.0 is not supported"),
-    "one scale": ({"mscale": 0.7}, "model.rope_mscale=0.7"),
+    "one scale": ({"mscale": 0.7}, "position.rope_mscale=0.7"),
     "the other scale": ({"mscale_all_dim": 0.7}, "mscale_all_dim=0.7 is not supported without mscale"),
     "a key of another kind": ({"short_factor": [1.0]}, "short_factor"),
-    "turns": ({"beta_slow": 64}, "model.rope_beta_slow=64.0"),
+    "turns": ({"beta_slow": 64}, "position.rope_beta_slow=64.0"),
     "an object of one": (["yarn"], "rope_scaling=['yarn'] must be an object"),
 }
 
@@ -135,7 +144,7 @@ def test_families_without_yarn_refuse_it(monkeypatch):
 def test_llama_cpp_is_refused(tmp_path):
     (tmp_path / SCRIPT).write_text("")
     family, model = model_of(QWEN3_30B_A3B | {"rope_scaling": QWEN})
-    with pytest.raises(UserError, match=r"model\.rope_scaling=yarn is not supported with --llama-cpp"):
+    with pytest.raises(UserError, match=r"position\.rope_scaling=yarn is not supported with --llama-cpp"):
         check_convertible(tmp_path, family, model, None, {})
 
 
@@ -148,8 +157,8 @@ def longer(path, factor):
     from pretrain.engine import state
 
     recipe = load_recipe(str(path / "config.toml"))
-    yarn = {"rope_scaling": "yarn", "rope_factor": factor, "rope_original_length": 32}
-    recipe = replace(recipe, model=replace(recipe.model, sequence_length=64, **yarn))
+    yarn = {"position.rope_scaling": "yarn", "position.rope_factor": factor, "position.rope_original_length": 32}
+    recipe = replace(recipe, model=recipe.model.with_values({"sequence_length": 64, **yarn}))
     recipe = replace(recipe, train=TrainConfig(steps=8, global_batch=2, micro_batch=2))
     engine = engine_of(recipe)
     state.load_weights(engine, open_checkpoint(path))

@@ -14,9 +14,16 @@ from pretrain.interchange.folder import CONFIG
 transformers = pytest.importorskip("transformers")
 from pretrain.interchange.modeling_fmoe import CACHE, FMoEConfig, FMoEForCausalLM  # noqa: E402
 
-SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 24, "sequence_length": 32}
-SIZES |= {"vocab_size": 48, "num_experts": 4, "top_k": 2, "init_std": 0.2, "gate": "naive", "position": "rope"}
-XL = {"position": "transformer_xl", "memory_length": 3, "tie_embeddings": False}
+SIZES = {"num_layers": 2, "hidden_size": 32, "attention.num_heads": 4, "ffn_hidden_size": 24, "sequence_length": 32}
+SIZES |= {
+    "vocab_size": 48,
+    "moe.num_experts": 4,
+    "moe.top_k": 2,
+    "init_std": 0.2,
+    "moe.gate": "naive",
+    "position.encoding": "rope",
+}
+XL = {"position.encoding": "transformer_xl", "position.memory_length": 3, "tie_embeddings": False}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 NAMES = ("cache", "past_key_values")
 CODE = "modeling_fmoe.py"
@@ -24,7 +31,7 @@ CODE = "modeling_fmoe.py"
 
 def build(**values):
     torch.manual_seed(0)
-    return FMoEForCausalLM(FMoEConfig(model={**SIZES, "eval_capacity_factor": None, **values})).eval()
+    return FMoEForCausalLM(FMoEConfig(model={**SIZES, "moe.eval_capacity_factor": None, **values})).eval()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,7 @@ def test_generation_equals_that_without_a_cache(model, tokens, options):
 def test_generation_in_segments_is_refused_with_memory(relative, tokens, options):
     """Positions of one segment see each other, and only ``memory_length`` positions before the segment."""
     assert relative.generate(tokens, **GREEDY).shape == (2, 14)
-    with pytest.raises(UserError, match=r"model\.memory_length=3"):
+    with pytest.raises(UserError, match=r"position\.memory_length=3"):
         relative.generate(tokens[:1], **options, **GREEDY)
 
 
@@ -118,7 +125,7 @@ def test_arguments_without_effect_have_their_defaults(model, relative, tokens):
         model(tokens, position_ids=restarted[None])
     later = torch.arange(8)[None] + 3
     assert not torch.equal(build(position="learned_absolute")(tokens, position_ids=later).logits, model(tokens).logits)
-    with pytest.raises(UserError, match=r"position_ids .* model\.position=transformer_xl"):
+    with pytest.raises(UserError, match=r"position_ids .* position\.encoding=transformer_xl"):
         relative(tokens, position_ids=later)
     for inputs in ({}, {"input_ids": tokens, "inputs_embeds": torch.zeros(2, 8, 32)}):
         with pytest.raises(UserError, match="input_ids and inputs_embeds"):
@@ -134,7 +141,7 @@ def test_the_configuration_decides_about_hidden_states(model, tokens, monkeypatc
 def test_unknown_options_of_the_configuration_are_refused(model, tmp_path):
     for values, message in (
         ({"modle": {}}, "modle"),
-        ({"top_k": 3}, "top_k=3"),
+        ({"moe.top_k": 3}, "top_k=3"),
         ({"num_hidden_layers": 7}, "num_hidden_layers=7 .* 4"),
     ):
         with pytest.raises(UserError, match=message):
@@ -178,7 +185,7 @@ def test_only_an_export_with_code_is_updated(model, tmp_path, capsys):
     for change, message in (
         ({"auto_map": None}, "auto_map=none"),
         ({"auto_map": {"AutoConfig": "other/repo--modeling_fmoe.FMoEConfig"}}, "other/repo"),
-        ({"model": config["model"] | {"gate": "mine"}}, "model.gate=mine"),
+        ({"model": config["model"] | {"moe.gate": "mine"}}, "moe.gate=mine"),
     ):
         (tmp_path / CONFIG).write_text(json.dumps(config | change))
         (tmp_path / CODE).write_text("old")

@@ -10,20 +10,27 @@ from pretrain.config import ModelConfig, Recipe
 
 HEADS, CONTENT, ROTARY, VALUE, RANK, THETA, EPS = 3, 6, 4, 5, 10, 100.0, 1e-3
 SCALE = 1 / math.sqrt(CONTENT + ROTARY)
-KEYS = {"kv_lora_rank": RANK, "qk_head_dim": CONTENT, "qk_rope_head_dim": ROTARY, "v_head_dim": VALUE}
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=16,  # which HEADS does not divide
-    num_heads=HEADS,
-    **KEYS,
-    rope_theta=THETA,
-    norm="rms",
-    norm_eps=EPS,
-    ffn_hidden_size=24,
-    sequence_length=8,
-    vocab_size=32,
-    num_experts=4,
-    init_std=0.5,
+KEYS = {
+    "attention.kv_lora_rank": RANK,
+    "attention.qk_head_dim": CONTENT,
+    "attention.qk_rope_head_dim": ROTARY,
+    "attention.v_head_dim": VALUE,
+}
+MODEL = ModelConfig().with_values(
+    {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "attention.num_heads": HEADS,
+        **KEYS,
+        "position.rope_theta": THETA,
+        "norm": "rms",
+        "norm_eps": EPS,
+        "ffn_hidden_size": 24,
+        "sequence_length": 8,
+        "vocab_size": 32,
+        "moe.num_experts": 4,
+        "init_std": 0.5,
+    }
 )
 
 
@@ -71,7 +78,7 @@ def both(rank):
     from pretrain.start.process import Processes
 
     cpu.install()
-    recipe = Recipe(model=replace(MODEL, q_lora_rank=rank))
+    recipe = Recipe(model=MODEL.with_values({"attention.q_lora_rank": rank}))
     recipe.check()
     init_parallel(recipe, Processes(dist.get_rank(), 1, torch.device("cpu")))
     attention = build_model(recipe).decoder.layers[1].self_attention
@@ -93,5 +100,8 @@ def both(rank):
 
 
 ENGINE = replace(
-    RECIPE, model=replace(RECIPE.model, norm="rms", q_lora_rank=12, num_shared_experts=1, rope_theta=THETA, **KEYS)
+    RECIPE,
+    model=RECIPE.model.with_values(
+        {"norm": "rms", "attention.q_lora_rank": 12, "moe.num_shared_experts": 1, "position.rope_theta": THETA, **KEYS}
+    ),
 )

@@ -7,22 +7,22 @@ from compare import assert_close
 from engines import Samples, engine_of
 from forks import only
 
-from pretrain.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, OptimizerConfig, Recipe, TrainConfig
 
 LENGTH, VOCAB, HIDDEN, HEADS, DEPTH, BATCH = 16, 64, 16, 2, 2, 4
 PLAIN = Recipe(
     model=ModelConfig(
         num_layers=1,
         hidden_size=HIDDEN,
-        num_heads=HEADS,
         ffn_hidden_size=24,
         sequence_length=LENGTH,
         vocab_size=VOCAB,
-        num_experts=0,
         norm="rms",
         init_std=0.3,
         mtp_layers=DEPTH,
         mtp_loss=0.7,
+        attention=AttentionConfig(num_heads=HEADS),
+        moe=MoEConfig(num_experts=0),
     ),
     optimizer=OptimizerConfig(warmup_steps=0),
     train=TrainConfig(steps=1, global_batch=BATCH, micro_batch=2),

@@ -21,26 +21,42 @@ def test_output_and_gradients_are_those_of_the_paper(forks, rank):
 
 
 REFUSED = {
-    "a key without the rank": ({"kv_lora_rank": None}, {}, ["model.qk_head_dim=6", "model.kv_lora_rank"]),
-    "no width": ({"v_head_dim": None}, {}, ["model.kv_lora_rank=10", "model.v_head_dim"]),
-    "odd rotary width": ({"qk_rope_head_dim": 3}, {}, ["model.qk_rope_head_dim=3", "even"]),
-    "no rank": ({"kv_lora_rank": 0}, {}, ["model.kv_lora_rank=0"]),
-    "negative rank of queries": ({"q_lora_rank": -1}, {}, ["model.q_lora_rank=-1"]),
-    "t5": ({"kind": "t5"}, {}, ["model.kv_lora_rank=10", "model.kind=gpt", "t5"]),
-    "bert": ({"kind": "bert"}, {}, ["model.kv_lora_rank=10", "model.kind=gpt", "bert"]),
-    "learned positions": ({"position": "learned_absolute"}, {}, ["model.kv_lora_rank=10", "learned_absolute"]),
-    "groups": ({"num_query_groups": 3}, {}, ["model.num_query_groups=3", "model.kv_lora_rank=10"]),
-    "width of heads": ({"head_dim": 4}, {}, ["model.head_dim=4", "model.kv_lora_rank=10"]),
-    "norms of heads": ({"qk_norm": True}, {}, ["model.qk_norm=true", "model.kv_lora_rank=10"]),
-    "biases": ({"qkv_bias": True}, {}, ["model.qkv_bias=true", "model.kv_lora_rank=10"]),
-    "rotary fraction": ({"rotary_fraction": 0.5}, {}, ["model.rotary_fraction=0.5", "model.kv_lora_rank"]),
-    "context": ({"num_heads": 4}, {"context": 2}, ["parallel.context=2", "model.kv_lora_rank=10"]),
-    "ranks of keys": (
-        {"num_heads": 4, "kv_lora_rank": 9},
-        {"tensor": 2},
-        ["parallel.tensor=2", "model.kv_lora_rank + model.qk_rope_head_dim=13"],
+    "a key without the rank": (
+        {"attention.kv_lora_rank": None},
+        {},
+        ["attention.qk_head_dim=6", "attention.kv_lora_rank"],
     ),
-    "ranks of queries": ({"num_heads": 4, "q_lora_rank": 9}, {"tensor": 2}, ["parallel.tensor=2", "q_lora_rank=9"]),
+    "no width": ({"attention.v_head_dim": None}, {}, ["attention.kv_lora_rank=10", "attention.v_head_dim"]),
+    "odd rotary width": ({"attention.qk_rope_head_dim": 3}, {}, ["attention.qk_rope_head_dim=3", "even"]),
+    "no rank": ({"attention.kv_lora_rank": 0}, {}, ["attention.kv_lora_rank=0"]),
+    "negative rank of queries": ({"attention.q_lora_rank": -1}, {}, ["attention.q_lora_rank=-1"]),
+    "t5": ({"kind": "t5"}, {}, ["attention.kv_lora_rank=10", "model.kind=gpt", "t5"]),
+    "bert": ({"kind": "bert"}, {}, ["attention.kv_lora_rank=10", "model.kind=gpt", "bert"]),
+    "learned positions": (
+        {"position.encoding": "learned_absolute"},
+        {},
+        ["attention.kv_lora_rank=10", "learned_absolute"],
+    ),
+    "groups": ({"attention.num_query_groups": 3}, {}, ["attention.num_query_groups=3", "attention.kv_lora_rank=10"]),
+    "width of heads": ({"attention.head_dim": 4}, {}, ["attention.head_dim=4", "attention.kv_lora_rank=10"]),
+    "norms of heads": ({"attention.qk_norm": True}, {}, ["attention.qk_norm=true", "attention.kv_lora_rank=10"]),
+    "biases": ({"attention.qkv_bias": True}, {}, ["attention.qkv_bias=true", "attention.kv_lora_rank=10"]),
+    "rotary fraction": (
+        {"position.rotary_fraction": 0.5},
+        {},
+        ["position.rotary_fraction=0.5", "attention.kv_lora_rank"],
+    ),
+    "context": ({"attention.num_heads": 4}, {"context": 2}, ["parallel.context=2", "attention.kv_lora_rank=10"]),
+    "ranks of keys": (
+        {"attention.num_heads": 4, "attention.kv_lora_rank": 9},
+        {"tensor": 2},
+        ["parallel.tensor=2", "attention.kv_lora_rank + attention.qk_rope_head_dim=13"],
+    ),
+    "ranks of queries": (
+        {"attention.num_heads": 4, "attention.q_lora_rank": 9},
+        {"tensor": 2},
+        ["parallel.tensor=2", "q_lora_rank=9"],
+    ),
 }
 
 
@@ -48,7 +64,7 @@ REFUSED = {
 def test_an_invalid_combination_is_named(case):
     model, parallel, parts = REFUSED[case]
     with pytest.raises(UserError) as error:
-        Recipe(model=replace(MODEL, **model), parallel=ParallelConfig(**parallel)).check()
+        Recipe(model=MODEL.with_values(model), parallel=ParallelConfig(**parallel)).check()
     assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value), str(error.value)
 
 

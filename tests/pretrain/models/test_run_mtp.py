@@ -73,7 +73,9 @@ def small_then_deep(recipe):
     """Losses of a step of a model, after one of a model with fewer layers in the same process."""
     from pretrain.engine import stop_parallel
 
-    small = replace(recipe, model=replace(recipe.model, num_layers=1, moe_layers=(1,), mtp_layers=0, mtp_loss=0.3))
+    small = replace(
+        recipe, model=recipe.model.with_values({"num_layers": 1, "moe.layers": (1,), "mtp_layers": 0, "mtp_loss": 0.3})
+    )
     seen = []
     for one in (small, recipe):
         seen.append(engine_of(one).train_step(0, Samples()).loss)

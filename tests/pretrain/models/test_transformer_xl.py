@@ -13,23 +13,28 @@ from torch.nn import functional as F
 
 from fmoe.errors import UserError
 from fmoe.kernels.attention import relative_shift, sinusoids
-from pretrain.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from pretrain.config import (
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    PositionConfig,
+    Recipe,
+    TrainConfig,
+)
 
 HEADS, GROUPS, WIDTH, HIDDEN, LENGTH, VOCAB, BATCH = 4, 2, 6, 16, 5, 32, 3
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=HIDDEN,
-    num_heads=HEADS,
-    num_query_groups=GROUPS,
-    head_dim=WIDTH,
     ffn_hidden_size=24,
     sequence_length=LENGTH,
     vocab_size=VOCAB,
-    num_experts=0,
-    position="transformer_xl",
-    memory_length=7,
     norm="rms",
     init_std=0.5,
+    attention=AttentionConfig(num_heads=HEADS, num_query_groups=GROUPS, head_dim=WIDTH),
+    position=PositionConfig(encoding="transformer_xl", memory_length=7),
+    moe=MoEConfig(num_experts=0),
 )
 
 
@@ -138,7 +143,7 @@ def test_loss_and_gradients_of_four_segments_are_those_of_the_paper(forks, recom
         for n in range(BATCH):
             past = memory[n] if step % 4 else [torch.zeros(0, HIDDEN, dtype=torch.float64)] * MODEL.num_layers
             sample = Segments()[step * BATCH + n]
-            logits, memory[n] = forward(w, past, torch.as_tensor(sample["tokens"]), MODEL.memory_length)
+            logits, memory[n] = forward(w, past, torch.as_tensor(sample["tokens"]), MODEL.position.memory_length)
             total = total + F.cross_entropy(logits, torch.as_tensor(sample["labels"])) / BATCH
         total.backward()
         assert loss == pytest.approx(total.item(), rel=1e-6), step
@@ -196,7 +201,7 @@ def test_cached_evaluation_and_decoding_are_those_of_the_paper(forks, memory_len
     for n in range(6 * BATCH - 1):
         sample = Segments()[n]
         before = past[n % BATCH] if n // BATCH % 4 else nothing
-        logits, past[n % BATCH] = forward(w, before, torch.as_tensor(sample["tokens"]), MODEL.memory_length)
+        logits, past[n % BATCH] = forward(w, before, torch.as_tensor(sample["tokens"]), MODEL.position.memory_length)
         nats += F.cross_entropy(logits, torch.as_tensor(sample["labels"]), reduction="sum").item()
     assert found["sides"].nats == pytest.approx(nats, rel=1e-6)
     logits, past = forward(w, nothing, text[:segment], memory_length)
@@ -211,7 +216,7 @@ def masked() -> tuple[Tensor, Tensor, Tensor]:
     """Logits of a block of two documents that do not see each other, and of each document alone."""
     from pretrain.models.gpt import forward
 
-    recipe = Recipe(model=replace(MODEL, memory_length=0), optimizer=OptimizerConfig(warmup_steps=0))
+    recipe = Recipe(model=MODEL.with_values({"position.memory_length": 0}), optimizer=OptimizerConfig(warmup_steps=0))
     recipe = replace(recipe, data=replace(recipe.data, document_mask=True))
     model = engine_of(recipe).gpt.eval()
     for name in ("packed_seq_params", "rotary_pos_emb"):

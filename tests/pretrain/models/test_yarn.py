@@ -13,43 +13,45 @@ from engines import STEADY, assert_split_equals_one
 from forks import only
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig, ParallelConfig, Recipe
+from pretrain.config import AttentionConfig, ModelConfig, ParallelConfig, PositionConfig, Recipe
 from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width, score_factor
 
 # Of heads with few elements: the first pair keeps its frequency, the last ones do not.
 YARN = {
-    "rope_scaling": "yarn",
-    "rope_factor": 4.0,
-    "rope_original_length": 8,
-    "rope_beta_fast": 2.0,
-    "rope_beta_slow": 0.25,
-    "rope_truncate": False,
-    "rope_mscale": 2.0,
-    "rope_mscale_all_dim": 0.7,
+    "position.rope_scaling": "yarn",
+    "position.rope_factor": 4.0,
+    "position.rope_original_length": 8,
+    "position.rope_beta_fast": 2.0,
+    "position.rope_beta_slow": 0.25,
+    "position.rope_truncate": False,
+    "position.rope_mscale": 2.0,
+    "position.rope_mscale_all_dim": 0.7,
 }
 
 
 def frequency(model, pair):
     """Of a pair of elements, in Python's floats."""
-    width, kept = rotary_width(model), model.rope_theta ** (-2 * pair / rotary_width(model))
+    width, kept = rotary_width(model), model.position.rope_theta ** (-2 * pair / rotary_width(model))
     # A pair p turns length / (2 pi theta^(2 p / width)) times; these two turn beta_fast and beta_slow times.
     fast, slow = (
-        width / 2 * math.log(model.rope_original_length / (2 * math.pi * turns), model.rope_theta)
-        for turns in (model.rope_beta_fast, model.rope_beta_slow)
+        width / 2 * math.log(model.position.rope_original_length / (2 * math.pi * turns), model.position.rope_theta)
+        for turns in (model.position.rope_beta_fast, model.position.rope_beta_slow)
     )
-    if model.rope_truncate:
+    if model.position.rope_truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, width - 1)
     share = float(pair > fast) if fast == slow else min(max((pair - fast) / (slow - fast), 0), 1)
-    return share * kept / model.rope_factor + (1 - share) * kept
+    return share * kept / model.position.rope_factor + (1 - share) * kept
 
 
 def factor(model, scale):
-    return 1 + math.log(model.rope_factor) / 10 * scale
+    return 1 + math.log(model.position.rope_factor) / 10 * scale
 
 
 def published(width, **values):
-    return ModelConfig(hidden_size=width, num_heads=1, **({"rope_scaling": "yarn"} | values))
+    return ModelConfig().with_values(
+        {"hidden_size": width, "attention.num_heads": 1, **({"position.rope_scaling": "yarn"} | values)}
+    )
 
 
 # Of models that are published with YaRN.
@@ -74,20 +76,24 @@ def test_frequencies_and_factor_are_those_of_the_paper_and_of_transformers(name)
     found = rotary_frequencies(model)
     expected = torch.tensor([frequency(model, pair) for pair in range(rotary_width(model) // 2)], dtype=torch.float64)
     assert_close(found.double(), expected, 1e-6, "frequencies")
-    assert found[-1] < 0.5 * model.rope_theta ** (2 / rotary_width(model) - 1), "nothing is scaled"
+    assert found[-1] < 0.5 * model.position.rope_theta ** (2 / rotary_width(model) - 1), "nothing is scaled"
     assert rotary_factor(model) == pytest.approx(
-        factor(model, model.rope_mscale) / factor(model, model.rope_mscale_all_dim)
+        factor(model, model.position.rope_mscale) / factor(model, model.position.rope_mscale_all_dim)
     )
 
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "yarn", "rope_theta": model.rope_theta, "factor": model.rope_factor}
-    rope |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow, "truncate": model.rope_truncate}
-    rope |= {"original_max_position_embeddings": model.rope_original_length}
-    rope |= {"partial_rotary_factor": model.rotary_fraction}
-    if model.rope_mscale_all_dim:
-        rope |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
+    rope = {"rope_type": "yarn", "rope_theta": model.position.rope_theta, "factor": model.position.rope_factor}
+    rope |= {
+        "beta_fast": model.position.rope_beta_fast,
+        "beta_slow": model.position.rope_beta_slow,
+        "truncate": model.position.rope_truncate,
+    }
+    rope |= {"original_max_position_embeddings": model.position.rope_original_length}
+    rope |= {"partial_rotary_factor": model.position.rotary_fraction}
+    if model.position.rope_mscale_all_dim:
+        rope |= {"mscale": model.position.rope_mscale, "mscale_all_dim": model.position.rope_mscale_all_dim}
     config = LlamaConfig(hidden_size=model.hidden_size, num_attention_heads=1, rope_parameters=rope)
     theirs, their_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     assert torch.equal(found, theirs)
@@ -95,19 +101,21 @@ def test_frequencies_and_factor_are_those_of_the_paper_and_of_transformers(name)
 
 
 def test_without_scaling_nothing_changes():
-    model = ModelConfig(rope_theta=100.0, head_dim=8)
+    model = ModelConfig(attention=AttentionConfig(head_dim=8), position=PositionConfig(rope_theta=100.0))
     assert_close(rotary_frequencies(model).double(), 100.0 ** (-torch.arange(4).double() / 4), 1e-6, "frequencies")
-    assert torch.equal(rotary_frequencies(replace(model, **YARN | {"rope_factor": 1.0})), rotary_frequencies(model))
-    assert rotary_factor(model) == score_factor(model) == score_factor(replace(model, **YARN)) == 1.0
+    assert torch.equal(
+        rotary_frequencies(model.with_values(YARN | {"position.rope_factor": 1.0})), rotary_frequencies(model)
+    )
+    assert rotary_factor(model) == score_factor(model) == score_factor(model.with_values(YARN)) == 1.0
 
 
-LATENT = replace(latent.MODEL, **YARN)
+LATENT = latent.MODEL.with_values(YARN)
 
 
 def rotated(x, position):
     """As `test_latent_attention.rotated`, by YaRN."""
     angles = [position * frequency(LATENT, pair) for pair in range(len(x) // 2)]
-    size = factor(LATENT, LATENT.rope_mscale) / factor(LATENT, LATENT.rope_mscale_all_dim)
+    size = factor(LATENT, LATENT.position.rope_mscale) / factor(LATENT, LATENT.position.rope_mscale_all_dim)
     turned = torch.view_as_complex(x.reshape(-1, 2)) * torch.tensor(
         [size * complex(math.cos(angle), math.sin(angle)) for angle in angles]
     )
@@ -115,7 +123,7 @@ def rotated(x, position):
 
 
 def both():
-    scale = latent.SCALE * factor(LATENT, LATENT.rope_mscale_all_dim) ** 2
+    scale = latent.SCALE * factor(LATENT, LATENT.position.rope_mscale_all_dim) ** 2
     with mock.patch.multiple(latent, MODEL=LATENT, rotated=rotated, SCALE=scale):
         return latent.both(12)
 
@@ -127,7 +135,7 @@ def test_latent_attention_is_that_of_the_papers(forks):
         assert_close(ours[name].double(), value, 1e-5, name)
 
 
-MTP = replace(mtp.PLAIN, model=replace(mtp.PLAIN.model, **YARN))
+MTP = replace(mtp.PLAIN, model=mtp.PLAIN.model.with_values(YARN))
 
 
 def rotate(x):
@@ -146,8 +154,10 @@ def test_standard_attention_and_further_tokens_are_those_of_the_papers(forks, mo
     mtp.assert_losses_and_gradients(forks, MTP)
 
 
-STANDARD = replace(STEADY, model=replace(STEADY.model, norm="rms", rotary_fraction=0.5, dropout=0.1, **YARN))
-LATENT_ENGINE = replace(latent.ENGINE, model=replace(latent.ENGINE.model, **YARN))
+STANDARD = replace(
+    STEADY, model=STEADY.model.with_values({"norm": "rms", "position.rotary_fraction": 0.5, "dropout": 0.1, **YARN})
+)
+LATENT_ENGINE = replace(latent.ENGINE, model=latent.ENGINE.model.with_values(YARN))
 SPLITS = {
     "CP2": (STANDARD, {"context": 2}),
     "TP2 SP": (STANDARD, {"tensor": 2}),
@@ -168,31 +178,40 @@ def test_splits_equal_one_process(forks, case):
 
 
 REFUSED = {
-    "a key alone": ({"rope_scaling": None}, ["model.rope_factor=4.0", "model.rope_scaling=yarn"]),
-    "no length": ({"rope_original_length": None}, ["model.rope_scaling=yarn", "model.rope_original_length"]),
-    "length": ({"rope_original_length": 0}, ["model.rope_original_length=0"]),
-    "a length in which nothing turns": ({"rope_original_length": 1}, ["model.rope_original_length=1", "1.6"]),
-    "a length in which all turns": ({"rope_original_length": 200_000}, ["model.rope_original_length=200000", "125663"]),
-    "shorter": ({"rope_factor": 0.5}, ["model.rope_factor=0.5", "at least 1"]),
-    "not a number": ({"rope_factor": math.nan}, ["model.rope_factor=nan"]),
-    "infinite": ({"rope_factor": math.inf}, ["model.rope_factor=inf"]),
-    "turns": ({"rope_beta_slow": 3.0}, ["model.rope_beta_slow=3.0", "model.rope_beta_fast=2.0"]),
-    "no turns": ({"rope_beta_slow": 0.0}, ["model.rope_beta_slow=0.0", "positive"]),
-    "no scale": ({"rope_mscale": 0.0}, ["model.rope_mscale=0.0", "positive"]),
-    "one scale": ({"rope_mscale_all_dim": 0.0}, ["model.rope_mscale=2.0", "model.rope_mscale_all_dim"]),
-    "negative": ({"rope_mscale_all_dim": -1.0}, ["model.rope_mscale_all_dim=-1.0"]),
-    "base": ({"rope_theta": 1.0}, ["model.rope_theta=1.0", "more than 1"]),
-    "other positions": ({"position": "learned_absolute"}, ["model.rope_scaling=yarn", "learned_absolute"]),
-    "t5": ({"kind": "t5"}, ["model.rope_scaling=yarn", "model.kind=gpt", "t5"]),
-    "bert": ({"kind": "bert"}, ["model.rope_scaling=yarn", "model.kind=gpt", "bert"]),
+    "a key alone": ({"position.rope_scaling": None}, ["position.rope_factor=4.0", "position.rope_scaling=yarn"]),
+    "no length": (
+        {"position.rope_original_length": None},
+        ["position.rope_scaling=yarn", "position.rope_original_length"],
+    ),
+    "length": ({"position.rope_original_length": 0}, ["position.rope_original_length=0"]),
+    "a length in which nothing turns": (
+        {"position.rope_original_length": 1},
+        ["position.rope_original_length=1", "1.6"],
+    ),
+    "a length in which all turns": (
+        {"position.rope_original_length": 200_000},
+        ["position.rope_original_length=200000", "125663"],
+    ),
+    "shorter": ({"position.rope_factor": 0.5}, ["position.rope_factor=0.5", "at least 1"]),
+    "not a number": ({"position.rope_factor": math.nan}, ["position.rope_factor=nan"]),
+    "infinite": ({"position.rope_factor": math.inf}, ["position.rope_factor=inf"]),
+    "turns": ({"position.rope_beta_slow": 3.0}, ["position.rope_beta_slow=3.0", "position.rope_beta_fast=2.0"]),
+    "no turns": ({"position.rope_beta_slow": 0.0}, ["position.rope_beta_slow=0.0", "positive"]),
+    "no scale": ({"position.rope_mscale": 0.0}, ["position.rope_mscale=0.0", "positive"]),
+    "one scale": ({"position.rope_mscale_all_dim": 0.0}, ["position.rope_mscale=2.0", "position.rope_mscale_all_dim"]),
+    "negative": ({"position.rope_mscale_all_dim": -1.0}, ["position.rope_mscale_all_dim=-1.0"]),
+    "base": ({"position.rope_theta": 1.0}, ["position.rope_theta=1.0", "more than 1"]),
+    "other positions": ({"position.encoding": "learned_absolute"}, ["position.rope_scaling=yarn", "learned_absolute"]),
+    "t5": ({"kind": "t5"}, ["position.rope_scaling=yarn", "model.kind=gpt", "t5"]),
+    "bert": ({"kind": "bert"}, ["position.rope_scaling=yarn", "model.kind=gpt", "bert"]),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_invalid_values_are_named(case):
     values, parts = REFUSED[case]
-    model = ModelConfig(**YARN)
+    model = ModelConfig().with_values(YARN)
     Recipe(model=model).check()
     with pytest.raises(UserError) as error:
-        Recipe(model=replace(model, **values)).check()
+        Recipe(model=model.with_values(values)).check()
     assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value), str(error.value)

@@ -41,9 +41,9 @@ def test_one_run(open_page, reports):
     assert "something is odd" in events and "skip" in events and "save" not in events
     opened.page.check("#saves")
     assert "save of step 30" in opened.text("#events")
-    assert "model.gate" in opened.text("#recipe")
+    assert "moe.gate" in opened.text("#recipe")
     opened.page.fill("#find", "train.")
-    assert "model.gate" not in opened.text("#recipe") and "train.steps" in opened.text("#recipe")
+    assert "moe.gate" not in opened.text("#recipe") and "train.steps" in opened.text("#recipe")
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_runs_are_compared(open_page, reports):
     # Only what differs, to begin with.
     assert opened.page.is_checked("#differing")
     rows = opened.page.locator("#recipe tbody tr")
-    assert "model.gate" in opened.text("#recipe") and "model.kind" not in opened.text("#recipe")
+    assert "moe.gate" in opened.text("#recipe") and "model.kind" not in opened.text("#recipe")
     assert rows.count() == opened.page.locator("#recipe tr.differs").count() > 3
     opened.page.uncheck("#differing")
     assert "model.kind" in opened.text("#recipe")

@@ -109,7 +109,7 @@ def test_a_run_without_a_step_has_a_page(open_page, tmp_path):
     write_report([folder], tmp_path / "x.html", False)
     opened = open_page(tmp_path / "x.html")
     assert "no step yet" in opened.text("#status") and "the loss is not finite" in opened.text("#events")
-    assert "model.gate" in opened.text("#recipe") and opened.page.is_hidden("#loss canvas")
+    assert "moe.gate" in opened.text("#recipe") and opened.page.is_hidden("#loss canvas")
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ ARGUMENTS = {
     "between": (["--resume", "auto", "quickstart", "--train.steps=50", "--tracking.wandb", "true"], "auto", STEPS),
     "a flag in front": (["--tracking.wandb", "--resume", "auto", "--train.steps", "50", "quickstart"], "auto", STEPS),
     "a list in front of an option": (
-        ["--model.moe-layers", "1", "2", "--resume=auto", "quickstart"],
+        ["--moe.layers", "1", "2", "--resume=auto", "quickstart"],
         "auto",
-        {"model.moe_layers": (1, 2)},
+        {"moe.layers": (1, 2)},
     ),
     "resume in front of the recipe's name": (["--run.folder", ".", "--resume", "quickstart"], "run", {}),
 }
@@ -72,7 +72,7 @@ def test_help_of_a_recipe_lists_every_key_with_its_value(capsys):
         parse(["--train.steps", "77", "quickstart", "--help"], "fmoe train")
     text = capsys.readouterr().out
     assert not end.value.code and "(default: 77)" in text
-    for section, values in asdict(Recipe()).items():
+    for section, values in Recipe().values().items():
         for key in values:
             assert f"--{section}.{key.replace('_', '-')} " in text
 

@@ -46,15 +46,15 @@ def text_with(recipe, old, new):
 
 # In the recipe's text, or on the command line.
 RECIPES = {
-    "unknown key": ("num_experts = 4", "num_exprts = 4", [], ["model.num_exprts", "did you mean model.num_experts?"]),
-    "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean model.num_experts?"]),
+    "unknown key": ("num_experts = 4", "num_exprts = 4", [], ["model.num_exprts", "did you mean moe.num_experts?"]),
+    "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean moe.num_experts?"]),
     "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
     "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
     "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two must be an integer"]),
     "wrong choice": ("", "", ["--train.precision", "fp8"], ["train.precision", "fp8", "fp32", "bf16"]),
-    "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "model.num_experts=4"]),
-    "top_k over experts": ("", "", ["--model.top-k", "5"], ["model.top_k=5", "model.num_experts=4"]),
-    "no value": ("", "", ["--model.top-k"], ["--model.top-k"]),
+    "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "moe.num_experts=4"]),
+    "top_k over experts": ("", "", ["--moe.top-k", "5"], ["moe.top_k=5", "moe.num_experts=4"]),
+    "no value": ("", "", ["--moe.top-k"], ["--moe.top-k"]),
     "stray word": ("", "", ["sixteen"], ["sixteen"]),
     "vocabulary": ("", "", ["--model.vocab-size", "383"], ["384", "data.tokenizer=", "model.vocab_size=383"]),
     "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
@@ -62,7 +62,7 @@ RECIPES = {
     "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "model.sequence_length", "100000"]),
     "no checkpoint": ("", "", ["--resume", "."], [". is not a checkpoint"]),
     "no run to resume": ("", "", ["--resume"], ["run.folder=", "run does not exist"]),
-    "unknown gate": ("", "", ["--model.gate", "swich"], ["model.gate='swich'", "switch"]),
+    "unknown gate": ("", "", ["--moe.gate", "swich"], ["moe.gate='swich'", "switch"]),
     "unknown option of an exchange": (
         "",
         "",
@@ -222,7 +222,7 @@ def finished(forks, recipe_file, tmp_path):
 
 CHANGES = {
     "layers": (["--model.num-layers", "3"], ["model.num_layers=3", "2"]),
-    "gate": (["--model.gate", "gshard"], ["model.gate=gshard", "switch"]),
+    "moe.gate": (["--moe.gate", "gshard"], ["moe.gate=gshard", "switch"]),
     "seed": (["--train.seed", "5"], ["train.seed=5", "1234"]),
     "batch": (["--train.global-batch", "8"], ["train.global_batch=8", "4"]),
     "precision": (["--train.precision", "bf16"], ["train.precision=bf16", "fp32"]),
@@ -260,4 +260,4 @@ def test_help_is_no_error(forks, tmp_path):
         for argv in (["--help"], ["quickstart", "--help"]):
             (end,) = forks.command(*program, *argv, folder=tmp_path)
             assert end.code == 0 and end.err == ""
-            assert "--model.num-experts" in end.out or "--resume" in end.out
+            assert "--moe.num-experts" in end.out or "--resume" in end.out
