@@ -6,7 +6,6 @@ import math
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +152,7 @@ class Trainer:
         callbacks = {callback.state_key: callback.state_dict() for callback in self.callbacks}
         return {
             "step": self.step,
-            "recipe": asdict(self.recipe),
+            "recipe": self.recipe.values(),
             "imports": self._imports,
             "optimizer": state.optimizer_state(self.engine),
             "schedule": state.schedule_state(self.engine),

@@ -19,6 +19,7 @@ import fmoe
 import megatron_patch
 import pretrain
 from pretrain.config import Recipe, load_recipe
+from pretrain.config.keys import Section
 from pretrain.config.reference import PAGE, field_docs, reference
 
 ROOT = Path(__file__).parent.parent
@@ -160,17 +161,17 @@ def test_the_recipe_reference_is_that_of_the_dataclasses():
 
 def test_the_reference_has_every_key_with_what_it_means():
     page = reference()
-    for section, values in vars(Recipe()).items():
+    for section, values in Recipe().values().items():
         rows = page.split(f"## [{section}]\n")[1].split("\n## ")[0]
-        for key in vars(values):
+        for key in values:
             (row,) = re.findall(rf"^\| `{key}` \|.*\|$", rows, re.M)
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
             assert len(cells) == 4
             assert all(cells), f"{section}.{key}: an empty cell"
 
 
-@dataclass
-class Undocumented:
+@dataclass(frozen=True)
+class Undocumented(Section):
     there: int = 1
     """Said."""
     missing: int = 2
@@ -191,4 +192,4 @@ def test_recipes_of_the_docs_are_recipes(page, tmp_path):
             load_recipe(str(file))
         elif "project" not in tomllib.loads(text):  # of a pyproject.toml
             for section, values in tomllib.loads(text).items():
-                assert set(values) <= set(vars(getattr(Recipe(), section)))
+                assert set(values) <= set(Recipe().values()[section])

@@ -22,7 +22,7 @@ from pretrain.start import process
 
 SYNC, ASYNC, RAW = "synchronous", "asynchronous", "write and fsync"
 # With the quickstart's SwiGLU experts 140 million parameters; with AdamW's moments 1.7 GB.
-MODEL = {"num_layers": 9, "hidden_size": 512, "num_heads": 8, "ffn_hidden_size": 1024, "num_experts": 8}
+MODEL = {"num_layers": 9, "hidden_size": 512, "attention.num_heads": 8, "ffn_hidden_size": 1024, "moe.num_experts": 8}
 MODEL |= {"sequence_length": 32, "vocab_size": 32768}
 
 
@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> None:
         "--folder", type=Path, default=Path("."), help="folder on the disk to measure; it is left unchanged"
     )
     for name, value in MODEL.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"{name} of the model")
+        option = name.rpartition(".")[2].replace("_", "-")
+        parser.add_argument(f"--{option}", dest=name, type=int, default=value, help=f"{name} of the model")
     arguments = parser.parse_args(argv)
     from megatron_patch import cpu
 

@@ -252,7 +252,7 @@ def _name(contender: Contender, rate: float, seed: int) -> str:
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe without the paths of its files, as JSON represents it."""
-    values = asdict(recipe)
+    values = recipe.values()
     return json.loads(json.dumps({key: value for key, value in values.items() if key not in ("run", "data")}))
 
 

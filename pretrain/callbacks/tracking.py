@@ -1,6 +1,5 @@
 """Logging of metrics on rank 0."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from pretrain.callbacks.base import Callback, Loop, Metrics
@@ -30,7 +29,7 @@ class Tracking(Callback):
                 trackio=tracking.trackio,
                 console_every=tracking.console_every,
                 total_steps=self.recipe.train.steps,
-                config=asdict(self.recipe),
+                config=self.recipe.values(),
                 resume_step=self.resume_step,
                 picture_every=tracking.picture_every,
                 project=tracking.project,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class Run:
 
 def flatten(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as one dictionary, keyed by ``section.key``."""
-    return {f"{section}.{key}": value for section, values in asdict(recipe).items() for key, value in values.items()}
+    return {f"{section}.{key}": value for section, values in recipe.values().items() for key, value in values.items()}
 
 
 def read_run(folder: Path) -> Run:

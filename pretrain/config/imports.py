@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from pretrain.config.keys import check_path
 from pretrain.config.recipe import Recipe
 
@@ -176,7 +176,7 @@ def _failed(entry: str, error: BaseException) -> UserError:
 
 def _reason(error: BaseException) -> str:
     """Return an error as one line, with the file and line that raised it."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+    text = one_line(error, with_type=True)
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -8,14 +8,11 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fmoe.errors import UserError
 from pretrain.config.keys import shown
 from pretrain.data.blend import whole_weights
-
-if TYPE_CHECKING:
-    from pretrain.config.recipe import Recipe
 
 MAX_RAMP = 100_000  # upper bound on the batch sizes of a ramp, which are kept in a list
 
@@ -182,8 +179,8 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def check_rules(recipe: "Recipe") -> None:
-    """Raise UserError for the first rule that the recipe breaks. The values of all keys must be within their bounds."""
+def check_rules(recipe: Any) -> None:
+    """Raise UserError for the first broken rule of a `pretrain.config.recipe.Recipe` whose values are within bounds."""
     for rule in RULES:
         if message := broken(rule, recipe):
             raise UserError(message)
@@ -192,7 +189,7 @@ def check_rules(recipe: "Recipe") -> None:
             raise UserError(message)
 
 
-def broken(rule: Rule, recipe: "Recipe") -> str:
+def broken(rule: Rule, recipe: Any) -> str:
     """Return a message if the recipe breaks the rule; otherwise an empty string."""
     conditions = [Condition.of(text) for text in rule.when.split(" and ") if text]
     if not all(condition.holds(recipe) for condition in conditions):
@@ -229,19 +226,19 @@ class Condition(NamedTuple):
         """Read a condition from the text in a rule."""
         return cls(*re.fullmatch(r"([\w.]+)([=>]?)(.*)", text).groups())  # type: ignore[union-attr]
 
-    def holds(self, recipe: "Recipe") -> bool:
+    def holds(self, recipe: Any) -> bool:
         """Return whether the recipe fulfils the condition."""
         value = recipe.value(self.key)
         if self.sign == ">":
             return value is not None and value > float(self.value)
         return shown(value) == self.value if self.sign else bool(value != recipe.default(self.key))
 
-    def shown(self, recipe: "Recipe") -> str:
+    def shown(self, recipe: Any) -> str:
         """Return the key and its value in the recipe, for messages."""
         return f"{self.key}={shown(recipe.value(self.key))}"
 
 
-def _term(recipe: "Recipe", text: str) -> tuple[str, Any]:
+def _term(recipe: Any, text: str) -> tuple[str, Any]:
     """Return the name and value of keys that are joined by operators. Factors of 1 are left out of the name."""
     name, *more = text.split()
     value = recipe.value(name)
@@ -261,7 +258,7 @@ def _must_divide(name: str, value: int, of_name: str, of: int) -> Iterator[str]:
         yield f"{name}={value} does not divide {of_name}={of}"
 
 
-def _rotary(recipe: "Recipe") -> Iterator[str]:
+def _rotary(recipe: Any) -> Iterator[str]:
     model, position, attention = recipe.model, recipe.model.position, recipe.model.attention
     if position.encoding == "transformer_xl" and model.hidden_size % 2:
         yield f"model.hidden_size={model.hidden_size} must be even with position.encoding=transformer_xl"
@@ -286,7 +283,7 @@ def _rotary(recipe: "Recipe") -> Iterator[str]:
             )
 
 
-def _layers(recipe: "Recipe") -> Iterator[str]:
+def _layers(recipe: Any) -> Iterator[str]:
     model, moe = recipe.model, recipe.model.moe
     last = f"model.num_layers={model.num_layers}"
     yield from _listed("attention.sliding_layers", model.attention.sliding_layers, model.num_layers, last)
@@ -312,7 +309,7 @@ def _listed(key: str, numbers: tuple[int, ...], last: int, last_name: str) -> It
             yield f"{key} has layer {number}; layers are 1 to {last_name}"
 
 
-def _data(recipe: "Recipe") -> Iterator[str]:
+def _data(recipe: Any) -> Iterator[str]:
     data, parallel = recipe.data, recipe.parallel
     if recipe.model.kind == "t5":
         decoder_length = recipe.decoder_length  # raises for a sequence that is too short
@@ -331,7 +328,7 @@ def _data(recipe: "Recipe") -> Iterator[str]:
         yield f"data.{error}"
 
 
-def _split(recipe: "Recipe") -> Iterator[str]:
+def _split(recipe: Any) -> Iterator[str]:
     model, parallel = recipe.model, recipe.parallel
     dense, experts = parallel.tensor * parallel.context, parallel.expert_tensor * parallel.expert
     if dense % experts and experts % dense:
@@ -345,7 +342,7 @@ def _split(recipe: "Recipe") -> Iterator[str]:
         yield from _must_divide("parallel.tensor", parallel.tensor, f"model.{name}", model.dense_width)
 
 
-def _batches(recipe: "Recipe") -> Iterator[str]:
+def _batches(recipe: Any) -> Iterator[str]:
     parallel, train = recipe.parallel, recipe.train
     keys = ["global_batch"]
     if train.ramp_batch is not None and train.ramp_increment is not None:
@@ -370,7 +367,7 @@ def _batches(recipe: "Recipe") -> Iterator[str]:
             )
 
 
-def _deepep(recipe: "Recipe") -> Iterator[str]:
+def _deepep(recipe: Any) -> Iterator[str]:
     model, parallel = recipe.model, recipe.parallel
     if parallel.exchange != "deepep" or parallel.expert == 1:
         return
@@ -386,7 +383,7 @@ def _deepep(recipe: "Recipe") -> Iterator[str]:
         yield f"{name}={choices} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
 
 
-def _schedule(recipe: "Recipe") -> Iterator[str]:
+def _schedule(recipe: Any) -> Iterator[str]:
     optimizer, scale = recipe.optimizer, recipe.optimizer.dynamic_scale
     if scale["min_loss_scale"] > scale["initial_loss_scale"]:
         yield (

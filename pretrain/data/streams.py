@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, one_line, printable, require
-from pretrain.config.checks import check_path
+from pretrain.config.keys import check_path
 from pretrain.data.sources import shorten
 
 STOPPING_STRATEGIES = ("first_exhausted", "all_exhausted")

@@ -115,7 +115,7 @@ def check_parts(recipe: Recipe) -> None:
     check_optimizer(recipe)
     if not model.moe.num_experts:
         return
-    with _refusing("model", f"gate={model.moe.gate}", "gate_options", model.moe.gate_options):
+    with _refusing("moe", f"gate={model.moe.gate}", "gate_options", model.moe.gate_options):
         gate: Any = GATES.get(model.moe.gate)
         if isinstance(gate, type) and issubclass(gate, HashRouter):
             raise UserError(
@@ -123,7 +123,7 @@ def check_parts(recipe: Recipe) -> None:
             )
         build_gate(model.moe.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
         loss_weights(model)
-    with _refusing("model", f"expert={model.moe.expert}", "expert_options", model.moe.expert_options):
+    with _refusing("moe", f"expert={model.moe.expert}", "expert_options", model.moe.expert_options):
         expert_shapes(model)
         if parallel.expert_tensor > 1 and model.moe.expert not in ("ffn", "swiglu", "geglu"):
             raise UserError(f"expert={model.moe.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")

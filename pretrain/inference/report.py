@@ -97,8 +97,8 @@ def _check_stride(stride: int, trained: Trained) -> None:
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
     if model.position.memory_length:
         raise UserError(
-            f"--stride {stride} is not supported with position.memory_length={model.position.memory_length} of {trained.name}, "
-            "whose memory holds the earlier tokens: omit --stride"
+            f"--stride {stride} is not supported with position.memory_length={model.position.memory_length} of "
+            f"{trained.name}, whose memory holds the earlier tokens: omit --stride"
         )
     if stride > model.sequence_length:
         raise UserError(

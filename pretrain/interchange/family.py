@@ -1,16 +1,16 @@
 """Description of a family of Hugging Face models: its tensors, its keys of config.json, and the recipes it supports."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
+from pretrain.config.model import full_name
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
 
-# Keys of [model] that a family need not mention, because they do not change the logits of a trained model. The last
+# Keys of the model that a family need not mention, because they do not change the logits of a trained model. The last
 # three do in some models, whose families convert them.
 ONLY_TRAINING = frozenset(
     (
@@ -34,10 +34,10 @@ ONLY_TRAINING = frozenset(
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that corresponds to a key of a recipe's ``[model]``.
+    """A key of config.json that corresponds to a key of the recipe's model.
 
     Attributes:
-        theirs, ours: names in config.json and in ``[model]``.
+        theirs, ours: names in config.json and in `ModelConfig.values`.
         kind: type of the value: int (at least 1), float or bool.
         other: second name in config.json, read if ``theirs`` is missing. If both exist, their values must be equal.
         alias: another name that transformers accepts. Import does not use it if ``theirs`` is missing. If both
@@ -56,15 +56,15 @@ class Key:
 
     def of(self, model: ModelConfig) -> Any:
         """Return the value that an export writes."""
-        return getattr(model, self.ours) if self.value is None else self.value(model)
+        return model.value(self.ours) if self.value is None else self.value(model)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A condition on a recipe's ``[model]`` that export to a family requires.
+    """A condition on a recipe's model that export to a family requires.
 
     Attributes:
-        ours: the key of ``[model]`` that the error names.
+        ours: the key of the model that the error names.
         holds: function that returns whether a model fulfils the condition.
         why: the allowed values, in words for the error.
     """
@@ -89,7 +89,7 @@ class Only:
 class Family:
     """A format of config.json and tensors, usually one ``model_type`` of transformers.
 
-    A key of ``[model]`` must have its default value unless it is in `keys`, `fixed`, `demands`, `varies` or
+    A key of the model must have its default value unless it is in `keys`, `fixed`, `demands`, `varies` or
     `ONLY_TRAINING`.
 
     Attributes:
@@ -97,13 +97,13 @@ class Family:
         architecture: name of the model's class in transformers.
         tables: for each supported layout of the tensors, its `Entry` objects. Import reads any layout; export writes
             the first.
-        keys: keys of config.json that correspond to a key of ``[model]``.
-        fixed: keys of ``[model]`` with a single supported value, which export requires and import sets.
+        keys: keys of config.json that correspond to a key of the model.
+        fixed: keys of the model with a single supported value, which export requires and import sets.
         demands: other conditions of export.
-        varies: further keys of ``[model]`` that `read` and `write` convert.
+        varies: further keys of the model that `read` and `write` convert.
         constants: keys of config.json with the same value in every export.
         only: keys of config.json and their supported values, which import requires.
-        read: function from config.json to the keys of ``[model]`` that no `Key` converts; may raise UserError.
+        read: function from config.json to the keys of the model that no `Key` converts; may raise UserError.
         write: function from a model to the keys of config.json that no `Key` converts.
         ignored: suffixes of tensor names. Import skips such tensors of a folder.
         places: function that returns the tensors of a model, for a family without `tables`.
@@ -142,14 +142,14 @@ class Family:
         return [list(places(table, model)) for table in self.tables] if self.places is None else [self.tensors(model)]
 
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
-        """Return (key, allowed values) for each key of ``[model]`` whose value the family does not support."""
+        """Return (key, allowed values) for each key of the model whose value the family does not support."""
         allowed: dict[str, str] = {}
         mentioned = {demand.ours for demand in self.demands} | {key.ours for key in self.keys}
         free = (mentioned | ONLY_TRAINING).union(self.varies) - self.fixed.keys()
-        for key, default in dataclasses.asdict(ModelConfig()).items():
+        for key, default in ModelConfig().values().items():
             value = self.fixed.get(key, default)
-            if key not in free and getattr(model, key) != value:
-                allowed[key] = f"model.{key}={toml(value)}"
+            if key not in free and model.value(key) != value:
+                allowed[key] = f"{full_name(key)}={toml(value)}"
         for demand in self.demands:
             if not demand.holds(model):
                 allowed.setdefault(demand.ours, demand.why)
@@ -201,8 +201,8 @@ PLAIN_HEADS = Demand(
 
 
 def _dense_only(key: str) -> Demand:
-    default = getattr(ModelConfig(), key)
-    return Demand(key, lambda m: not m.moe.num_experts or getattr(m, key) == default, f"model.{key}={toml(default)}")
+    default = ModelConfig().value(key)
+    return Demand(key, lambda m: not m.moe.num_experts or m.value(key) == default, f"{full_name(key)}={toml(default)}")
 
 
 # These keys have no effect in a model without experts, so families of such models allow any value.

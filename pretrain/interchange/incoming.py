@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def write_run(
 
 def weights_only(recipe: Recipe) -> dict[str, Any]:
     """Return the state of a checkpoint that ``train.init_from`` can load, but from which no run can resume."""
-    return {"step": 0, "recipe": asdict(recipe), "weights_only": True}
+    return {"step": 0, "recipe": recipe.values(), "weights_only": True}
 
 
 def _tokenizer(folder: HuggingFaceFolder, model: ModelConfig, file: str | None) -> Tokenizer | None:

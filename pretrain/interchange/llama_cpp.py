@@ -18,6 +18,7 @@ import torch
 
 from fmoe.errors import UserError, printable
 from pretrain.config import ModelConfig
+from pretrain.config.model import full_name
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
 from pretrain.interchange.families.deepseek import DENSE_FIRST, num_dense
@@ -131,9 +132,10 @@ def check_convertible(
         raise UserError(f"--llama-cpp supports {', '.join(FAMILIES)}, but the model is exported as {family.name}")
     for demand in (*FAMILIES[family.name], _UNSCALED):
         if not demand.holds(model):
-            value = toml(getattr(model, demand.ours))
+            value = toml(model.value(demand.ours))
             raise UserError(
-                f"model.{demand.ours}={value} is not supported with --llama-cpp for {family.name}: use {demand.why}"
+                f"{full_name(demand.ours)}={value} is not supported with --llama-cpp for {family.name}: use "
+                f"{demand.why}"
             )
     if tokenizer is None:
         raise UserError("--llama-cpp needs the tokenizer: pass its file with --tokenizer")

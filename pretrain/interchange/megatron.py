@@ -23,7 +23,7 @@ from megatron_patch.moe_layer import LIMITS, sharded_names
 from pretrain.checkpoint import Piece
 from pretrain.checkpoint.geometry import Shape
 from pretrain.config import ModelConfig
-from pretrain.config.model import GPT_SCALES
+from pretrain.config.model import GPT_SCALES, full_name
 from pretrain.interchange.dcp import METADATA, DcpFolder, chunks_of, pickle_in, reading
 from pretrain.interchange.family import toml
 from pretrain.interchange.pickled import Made
@@ -160,15 +160,16 @@ def check_arguments(folder: DcpFolder, model: ModelConfig) -> bool:
             of the checkpoint that would hold the arguments is missing, unreadable or damaged.
     """
     where, arguments = _arguments_in(folder)
-    for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
+    for ours in ("position.rope_scaling", "attention.scale", *GPT_SCALES) if arguments else ():
         # Megatron-LM lacks these settings or, as for its own YaRN, has arguments for them that are not compared here.
-        value = getattr(model, ours)
-        default = getattr(ModelConfig, ours)
+        value = model.value(ours)
+        default = ModelConfig().value(ours)
         if value != default:
+            key = full_name(ours)
             raise UserError(
-                f"model.{ours}={toml(value)} is not supported for a checkpoint of Megatron-LM ({where}): "
-                f"if the model was trained with {toml(default)}, import with model.{ours}={toml(default)}, then set "
-                f"model.{ours}={toml(value)} in the recipe of the run that starts from the imported checkpoint"
+                f"{key}={toml(value)} is not supported for a checkpoint of Megatron-LM ({where}): if the model was "
+                f"trained with {toml(default)}, import with {key}={toml(default)}, then set {key}={toml(value)} in the "
+                "recipe of the run that starts from the imported checkpoint"
             )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
@@ -217,7 +218,7 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     """Yield each argument of Megatron-LM, the value that the recipe implies, and the recipe's keys in words."""
 
     def key(name: str) -> str:
-        return f"model.{name}={toml(getattr(model, name))}"
+        return f"{full_name(name)}={toml(model.value(name))}"
 
     yield "num_layers", model.num_layers, key("num_layers")
     yield "hidden_size", model.hidden_size, key("hidden_size")

@@ -10,7 +10,6 @@ heads of keys and values, d width of a head, r rotated elements of a head, V voc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from fmoe.kernels import glu
 from fmoe.kernels.attention import causal_attention, relative_shift, sinusoids, visible
 from fmoe.random import key
 from fmoe.runtime.versions import warn_untested
-from pretrain.config import ModelConfig, build_recipe
+from pretrain.config import ModelConfig, Recipe, build_recipe
 from pretrain.config.layer import build_layer
 from pretrain.config.yarn import rotary_factor, rotary_frequencies, score_factor
 
@@ -76,7 +75,7 @@ class FMoEConfig(PretrainedConfig):
         self.model = dict(model or {})
         if vocab_size is not None:
             self.model["vocab_size"] = vocab_size
-        self.recipe_model.check()
+        Recipe(model=self.recipe_model).check()
         derived = self.derived()
         self.refuse_contradictions(options)
         for name, value in options.items():
@@ -87,7 +86,7 @@ class FMoEConfig(PretrainedConfig):
 
     @property
     def recipe_model(self) -> ModelConfig:
-        """The recipe's section ``[model]``, as a `ModelConfig`."""
+        """The model's sections of the recipe."""
         model = self.model
         if "vocab_size" in vars(self):  # resize_token_embeddings changes it
             model = {**model, "vocab_size": self.vocab_size}
@@ -100,7 +99,7 @@ class FMoEConfig(PretrainedConfig):
             "vocab_size": recipe.vocab_size,
             "hidden_size": recipe.hidden_size,
             "num_hidden_layers": recipe.num_layers,
-            "num_attention_heads": recipe.num_heads,
+            "num_attention_heads": recipe.attention.num_heads,
             "num_key_value_heads": recipe.query_groups,
             "head_dim": recipe.head_width,
             "max_position_embeddings": recipe.sequence_length,
@@ -120,7 +119,8 @@ def _base_options() -> set[str]:
     """Return the names of attributes that transformers defines for every configuration, or reads from config.json."""
     names = {"attn_implementation", "auto_map", "experts_implementation", "quantization_config", "tokenizer_class"}
     names |= {*dir(PretrainedConfig()), *dir(GenerationConfig())}
-    return names - {field.name for field in fields(ModelConfig)}  # such as top_k, also a setting of generation
+    keys = {name.rpartition(".")[2] for name in ModelConfig().values()}
+    return names - keys  # such as top_k, also a setting of generation
 
 
 def _norm(model: ModelConfig, width: int) -> nn.Module:

@@ -11,18 +11,23 @@ from pretrain.config.yarn import rotary_factor
 from pretrain.interchange.family import read_bool, read_int, toml
 
 _PLAIN = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Numbers of YaRN: the name in config.json, our key of [model], and transformers' value of a missing one.
+# Numbers of YaRN: the name in config.json, our key, and transformers' value of a missing one.
 _NUMBERS = (
-    ("factor", "rope_factor", None),
-    ("beta_fast", "rope_beta_fast", 32.0),
-    ("beta_slow", "rope_beta_slow", 1.0),
-    ("mscale", "rope_mscale", 1.0),
-    ("mscale_all_dim", "rope_mscale_all_dim", 0.0),
+    ("factor", "position.rope_factor", None),
+    ("beta_fast", "position.rope_beta_fast", 32.0),
+    ("beta_slow", "position.rope_beta_slow", 1.0),
+    ("mscale", "position.rope_mscale", 1.0),
+    ("mscale_all_dim", "position.rope_mscale_all_dim", 0.0),
 )
 _LENGTH = "original_max_position_embeddings"
 _YARN = (*_PLAIN, *(theirs for theirs, _, _ in _NUMBERS), _LENGTH, "truncate", "attention_factor")
-YARN = ("rope_scaling", "rope_original_length", "rope_truncate", *(ours for _, ours, _ in _NUMBERS))
-"""Keys of ``[model]`` that `write_rope` and `read_yarn` convert."""
+YARN = (
+    "position.rope_scaling",
+    "position.rope_original_length",
+    "position.rope_truncate",
+    *(ours for _, ours, _ in _NUMBERS),
+)
+"""Keys of ``[position]`` that `write_rope` and `read_yarn` convert."""
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -33,7 +38,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.position.rope_theta}
     if model.position.rope_scaling is None:
         return {"rope_scaling": None, "rope_parameters": rope}
-    rope |= {theirs: getattr(model, ours) for theirs, ours, _ in _NUMBERS}
+    rope |= {theirs: model.value(ours) for theirs, ours, _ in _NUMBERS}
     rope |= {"rope_type": "yarn", _LENGTH: model.position.rope_original_length}
     if not model.position.rope_mscale_all_dim:
         del rope["mscale"], rope["mscale_all_dim"]
@@ -64,7 +69,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``[model]`` for YaRN; {} if positions are not scaled.
+    """Return the keys of the model for YaRN; {} if positions are not scaled.
 
     Raises:
         UserError: a value is missing, invalid, or not supported.
@@ -74,16 +79,16 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     # transformers takes null for false, unlike a missing key.
     truncate = "truncate" not in _rope(config) if rope.get("truncate") is None else read_bool(rope, "truncate", True)
-    values: dict[str, Any] = {"rope_scaling": "yarn", "rope_truncate": truncate}
+    values: dict[str, Any] = {"position.rope_scaling": "yarn", "position.rope_truncate": truncate}
     for theirs, ours, default in _NUMBERS:
         values[ours] = _number(theirs, rope.get(theirs, default), 1 if theirs == "factor" else 0)
     # transformers uses mscale and mscale_all_dim only if both are set; others assume a default for a missing one.
-    if values["rope_mscale_all_dim"] and "mscale" not in rope:
-        raise UserError(f"mscale_all_dim={values['rope_mscale_all_dim']} is not supported without mscale")
+    if values["position.rope_mscale_all_dim"] and "mscale" not in rope:
+        raise UserError(f"mscale_all_dim={values['position.rope_mscale_all_dim']} is not supported without mscale")
     length = config.get(_LENGTH)
     if length is None:
         length = rope.get(_LENGTH, config.get("max_position_embeddings"))
-    values["rope_original_length"] = read_int({_LENGTH: length}, _LENGTH)
+    values["position.rope_original_length"] = read_int({_LENGTH: length}, _LENGTH)
     if "attention_factor" in rope:
         usual = rotary_factor(ModelConfig().with_values(values))
         if not math.isclose(_number("attention_factor", rope["attention_factor"], 0), usual, rel_tol=1e-9):

@@ -7,7 +7,7 @@ checkpoints of Megatron-core, and renames their tensors. Values are not converte
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +21,7 @@ from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import ModelConfig, Recipe, build_recipe, load_recipe, write_recipe
 from pretrain.config.imports import import_plugins, import_stored
+from pretrain.config.model import full_name
 from pretrain.data.opening import naming
 from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
 from pretrain.interchange.family import toml
@@ -306,10 +307,10 @@ def _states(source: Path, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str
         raise UserError(f"{path} is damaged: it has no recipe")
     with naming(f"the recipe of {path}"):
         stored = build_recipe(state["recipe"])
-    for key, value in asdict(stored.model).items():
-        required = getattr(recipe.model, key)
+    for key, value in stored.model.values().items():
+        required = recipe.model.value(key)
         if value != required:
-            raise UserError(f"{path} has model.{key}={toml(value)}, but the recipe has {toml(required)}")
+            raise UserError(f"{path} has {full_name(key)}={toml(value)}, but the recipe has {toml(required)}")
     for section, keys in _RESUMING_READS.items():
         table = state.get(section)
         for key, kind in keys.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fmoe.errors import UserError
+from pretrain.config.renamed import with_new_names
 from pretrain.report.record import Record
 from pretrain.tracking.events import EVENTS, read_events
 from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
@@ -204,7 +205,7 @@ def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        sections = with_new_names(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -19,14 +19,14 @@ from pretrain.config.imports import import_plugins
 from pretrain.config.load import (
     build_recipe,
     find_recipe,
-    instead_of_key,
     is_recipe,
     read_recipe,
-    recipe_keys,
     recipe_text,
     shipped_recipes,
     split_overrides,
 )
+from pretrain.config.sections import keys
+from pretrain.config.validation import instead_of_key
 
 GPUS_OF_A_NODE = 8
 """GPUs per node that a dry run assumes if none of --nodes, --processes-per-node and parallel.node_size is set."""
@@ -218,10 +218,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
 def _unknown(option: str, program: str, parser: argparse.ArgumentParser) -> UserError:
     if instead := instead_of_key(option):
         return UserError(f"unknown option {option}; {instead}")
-    keys = [f"--{name.replace('_', '-')}" for name in recipe_keys()]
-    same = [name for name in keys if name.rpartition(".")[2] == option.lstrip("-").replace("_", "-")]
+    options = [f"--{name.replace('_', '-')}" for name in keys()]
+    same = [name for name in options if name.rpartition(".")[2] == option.lstrip("-").replace("_", "-")]
     flags = set(re.findall(r"--[a-z-]+", parser.format_help()))
-    return UserError(unknown_option(option, [*flags, *keys], f"{program} RECIPE", same))
+    return UserError(unknown_option(option, [*flags, *options], f"{program} RECIPE", same))
 
 
 def _spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:

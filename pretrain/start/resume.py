@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,13 @@ from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_of
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
-from pretrain.config.checks import check_path
 from pretrain.config.imports import digests
+from pretrain.config.keys import check_path
+from pretrain.config.renamed import with_new_names
+from pretrain.config.sections import keys
 from pretrain.data.inputs import Inputs
 from pretrain.start.job import Job
 from pretrain.tracking.folder import CHECKPOINTS, METRICS
-
-# Keys that may change when a run resumes, and the effect of a change. Any other key would change the model, the data or
-# their order. docs/checkpoints.md has the same table.
-MAY_CHANGE = {
-    "run.*": "where the run writes; plugins and callbacks, from here on",
-    "parallel.*": "the split; losses agree within rounding",
-    "optimizer.*": "from here on; the schedule continues at its step. `optimizer.name` may not change",
-    "checkpoint.*": "from here on",
-    "guard.*": "from here on; the spike guard keeps its window of steps",
-    "tracking.*": "from here on",
-    "moe.eval_capacity_factor": "validation only",
-    "model.mtp_loss": "from here on",
-    "data.validation": "validation only",
-    "data.prefetch": "the time at which batches are built, not their content",
-    "train.steps": (
-        "the run ends later or earlier; without `optimizer.decay_steps`, the decay also ends at the new last step"
-    ),
-    "train.micro_batch": "losses agree within rounding",
-    "train.validation_every": "validation only",
-    "train.validation_sequences": "validation only",
-    "train.init_from": "none: only the start of a new run uses it",
-}
-# Exceptions to `MAY_CHANGE`: another optimizer has another state.
-MAY_NOT_CHANGE = ("optimizer.name",)
-# Keys of files, which `check_data` compares by content: their paths may change.
-_BY_CONTENT = ("data.train", "data.tokenizer")
 
 # Key of a checkpoint's state with the settings of an imported model that only an export uses.
 PUBLISHED = "published"
@@ -139,13 +115,12 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
     Raises:
         UserError: the checkpoint has only weights; it is beyond ``train.steps``; or the recipe changes a key that must
-            stay the same (docs/checkpoints.md lists the keys that may change).
+            stay the same (docs/recipe-reference.md lists the keys that may change).
     """
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
     for key, (value, was) in differences(recipe, checkpoint).items():
-        may_change = key in MAY_CHANGE or f"{key.partition('.')[0]}.*" in MAY_CHANGE or key in _BY_CONTENT
-        if key in MAY_NOT_CHANGE or not may_change:
+        if not keys()[key].on_resume:
             raise UserError(
                 f"{key}={value} differs from {was}, the value in {checkpoint.path}: use the old value to resume"
             )
@@ -161,14 +136,13 @@ def differences(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, tuple[Any, 
 
     A key that did not exist when the checkpoint was written had, in effect, today's default.
     """
-    saved = checkpoint.state["recipe"]
-    defaults = asdict(Recipe())
+    saved = with_new_names(checkpoint.state["recipe"])
     differing = {}
-    for section, values in asdict(recipe).items():
-        for name, value in values.items():
-            was = saved.get(section, {}).get(name, defaults[section][name])
-            if was != value:
-                differing[f"{section}.{name}"] = (value, was)
+    for name, key in keys().items():
+        was = saved.get(name.partition(".")[0], {}).get(key.name, key.default)
+        value = recipe.value(name)
+        if was != value:
+            differing[name] = (value, was)
     return differing
 
 
@@ -232,7 +206,7 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
             f"recipe (train.global_batch={recipe.train.global_batch}) continues with sample {now['next_sample']}: "
             "restore the checkpoint's batch sizes"
         )
-    old = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
+    old = Recipe().values()["data"] | checkpoint.state["recipe"].get("data", {})
     number = len(recipe.data.train)
     if number != len(old["train"]):
         raise UserError(

@@ -173,10 +173,12 @@ TINY = """
 [model]
 num_layers = 2
 hidden_size = 32
-num_heads = 2
 ffn_hidden_size = 16
 sequence_length = 32
 vocab_size = 64
+[attention]
+num_heads = 2
+[moe]
 num_experts = 4
 top_k = 2
 gate = "naive"

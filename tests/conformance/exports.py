@@ -9,7 +9,7 @@ greedy tokens must be those of transformers.
 import os
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

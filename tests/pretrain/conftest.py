@@ -2,11 +2,12 @@
 
 import json
 import sysconfig
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
+from runs import with_sections
 
 from pretrain.config import (
     AttentionConfig,
@@ -75,8 +76,7 @@ def write_tiny_recipe(tiny_corpus):
     )
 
     def write(path: Path, **sections) -> Path:
-        changed = {section: replace(getattr(base, section), **values) for section, values in sections.items()}
-        write_recipe(replace(base, **changed), path)
+        write_recipe(with_sections(base, **sections), path)
         return path
 
     return write

@@ -1,7 +1,7 @@
 """Engines of tiny models on made-up tokens, their splits over processes, and what they train. Not a test."""
 
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np

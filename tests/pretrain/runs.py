@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from pretrain.checkpoint import open_checkpoint
@@ -18,6 +19,15 @@ def train(forks, *argv, size=1, **options):
     for end in ends:
         assert end.code == 0, end.err
     return ends[0].out
+
+
+def with_sections(recipe, **sections):
+    """A recipe with other values of some sections; those of ``model`` are named as in `ModelConfig.values`."""
+    for name, values in sections.items():
+        section = getattr(recipe, name)
+        changed = section.with_values(values) if name == "model" else replace(section, **values)
+        recipe = replace(recipe, **{name: changed})
+    return recipe
 
 
 def steps(folder):

@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,7 +190,11 @@ ERRORS = {
     "a module that exits": (["--run.imports", "antigravity_quits"], "antigravity_quits", "SystemExit"),
     "a name that is too long": (["--run.imports", "a" * 300], "run.imports=aaa", "too long"),
     "an endless number": (["--moe.gate-options.bias", "1" * 5000], "moe.gate_options.bias=111", "cannot be read"),
-    "a number as an activation": (["--moe.expert-options.activation", "3"], "expert_options.activation=3", "model."),
+    "a number as an activation": (
+        ["--moe.expert-options.activation", "3"],
+        "moe.expert_options.activation=3",
+        "function",
+    ),
     "groups that are kept of none": (
         ["--moe.gate", "naive", "--moe.gate-options.kept-groups", "2"],
         "moe.gate_options.kept_groups=2",
@@ -312,7 +316,7 @@ def test_a_table_of_options_comes_back_from_the_file(tmp_path):
         (["--moe.gate-options.expert-groups", "4"], [("moe.gate_options.expert_groups", 4)]),
         (["--moe.gate_options.score=sigmoid"], [("moe.gate_options.score", "sigmoid")]),
         (["--moe.gate-options.no-bias", "true"], [("moe.gate_options.no_bias", True)]),
-        (["--moe.gate-options.x", "none"], [("moe.gate_options.x", None)]),
+        (["--moe.gate-options.x", "none"], [("moe.gate_options.x", "none")]),
         (["--moe.gate-options.x", "[1, 2]"], [("moe.gate_options.x", [1, 2])]),
         (["--moe.gate-options", "{a = 1}"], [("moe.gate_options", {"a": 1})]),
     ],
@@ -323,7 +327,7 @@ def test_options_of_a_table_on_the_command_line(words, expected):
 
 def test_an_option_on_the_command_line_keeps_the_others_of_the_file(tmp_path):
     path = tmp_path / "recipe.toml"
-    path.write_text('[model]\ngate = "naive"\ngate_options = { expert_groups = 4, kept_groups = 2 }\n')
+    path.write_text('[moe]\ngate = "naive"\ngate_options = { expert_groups = 4, kept_groups = 2 }\n')
     recipe = load_recipe(str(path), ["--moe.gate-options.kept-groups", "3"])
     assert recipe.model.moe.gate_options == {"expert_groups": 4, "kept_groups": 3}
 
@@ -331,7 +335,7 @@ def test_an_option_on_the_command_line_keeps_the_others_of_the_file(tmp_path):
 @pytest.mark.parametrize("value", ["2026-11-23", "{a = 07:32:00}"])
 def test_a_date_is_no_option(value):
     with pytest.raises(UserError, match=r"moe\.gate_options"):
-        split_overrides(["--moe.gate-options.x", value])
+        load_recipe("quickstart", ["--moe.gate-options.x", value])
 
 
 def with_imports(*entries):
@@ -522,7 +526,7 @@ def test_callbacks_end_also_after_one_that_fails(monkeypatch):
 
 
 def test_each_home_of_an_option_is_a_key():
-    from pretrain.config.load import recipe_keys
+    from pretrain.config.sections import keys as recipe_keys
 
     named = [home[1:-1] for homes in HOMES.values() for home in homes.values() if home.startswith("`")]
     assert named and set(named) <= set(recipe_keys())

@@ -2,6 +2,7 @@
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
+from pretrain.config.model import full_name
 from pretrain.interchange.families.bert import MEGATRON_BERT
 from pretrain.interchange.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pretrain.interchange.families.deepseek_moe import DEEPSEEK_MOE
@@ -46,7 +47,7 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
             is none, `FMOE`.
 
     Raises:
-        UserError: ``name`` is unknown, or the family does not support the model. The message names a key of ``[model]``
+        UserError: ``name`` is unknown, or the family does not support the model. The message names a key of the model
             and its allowed values.
     """
     if name == "auto":
@@ -84,4 +85,4 @@ def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
         return ""
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""
-    return f"model.{key}={toml(getattr(model, key))} is not supported by {family.name}{nearest}: use {allowed}"
+    return f"{full_name(key)}={toml(model.value(key))} is not supported by {family.name}{nearest}: use {allowed}"

@@ -105,7 +105,7 @@ def is_dense_first(model: ModelConfig) -> bool:
 
 
 def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
-    """Return the recipe keys ``moe_layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
+    """Return the recipe keys ``moe.layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
 
     Args:
         default: default of ``first_k_dense_replace``.
@@ -266,7 +266,7 @@ SIGMOID = (
 
 
 def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the keys of ``[model]`` for the sigmoid gate and multi-token prediction.
+    """Return the keys of the model for the sigmoid gate and multi-token prediction.
 
     Args:
         groups, kept: defaults of ``n_group`` and ``topk_group``.

@@ -3,7 +3,7 @@ fmoe."""
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fmoe.files import write_atomically
 from fmoe.gates import GATES
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer, is_shipped
+from pretrain.config.model import full_name
 from pretrain.interchange.family import Demand, Family, Only, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Place, Same
@@ -126,13 +127,13 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.sequence_length,
         "tie_word_embeddings": model.tie_embeddings,
     }
-    return {**common, "auto_map": _AUTO_MAP, "model": {**asdict(model), "moe_layers": list(model.moe.layers)}}
+    return {**common, "auto_map": _AUTO_MAP, "model": model.values()}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get("model")
     if not isinstance(section, Mapping):
-        raise UserError(f"model={toml(section)} must be an object, the section [model] of a recipe")
+        raise UserError(f"model={toml(section)} must be an object")
     if "vocab_size" in config:
         section = {**section, "vocab_size": config["vocab_size"]}
     recipe = build_recipe({"model": section})
@@ -141,13 +142,13 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for demand in FMOE.demands:
         if not demand.holds(model):
             raise UserError(
-                f"model.{demand.ours}={toml(getattr(model, demand.ours))} is not supported: use {demand.why}"
+                f"{full_name(demand.ours)}={toml(model.value(demand.ours))} is not supported: use {demand.why}"
             )
     try:
         list(_shapes(model))
     except (TypeError, ValueError) as error:  # from a constructor, for an option of a wrong type
         raise UserError(f"moe.gate_options or moe.expert_options is invalid: {error}") from error
-    return {key.name: getattr(model, key.name) for key in fields(model)}
+    return model.values()
 
 
 def _code() -> dict[str, bytes]:
@@ -197,7 +198,7 @@ FMOE = Family(
         ),
         Demand("moe.expert", lambda m: m.moe.expert in EXPERTS and is_shipped(EXPERTS[m.moe.expert]), _PLUGIN),
     ),
-    varies=tuple(key.name for key in fields(ModelConfig)),
+    varies=tuple(ModelConfig().values()),
     only=(Only("quantization_config", (None,)),),
     read=_read,
     write=_write,

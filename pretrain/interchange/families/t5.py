@@ -1,9 +1,9 @@
 """Encoder-decoders: T5 (arXiv 1910.10683) and the Switch Transformer (arXiv 2101.03961).
 
-T5 does not scale attention scores. fmoe scales them by d^-0.5 for heads of width d, unless ``attention_scale`` is 1.
+T5 does not scale attention scores. fmoe scales them by d^-0.5 for heads of width d, unless ``attention.scale`` is 1.
 
 * If d is a power of 4, import multiplies the query matrices by d^0.5, and export divides them by d^0.5. This is exact.
-* For any other d, such as T5-3B's, import sets ``attention_scale`` to 1 and leaves the query matrices as they are.
+* For any other d, such as T5-3B's, import sets ``attention.scale`` to 1 and leaves the query matrices as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class ScaledQueryKeyValue(QueryKeyValue):
 def _queries(entry: Entry) -> tuple[Entry, Entry]:
     """Return two versions of a table entry for query matrices.
 
-    The first is unchanged, for models with ``attention_scale``. The second scales the queries as `Query` does, for all
+    The first is unchanged, for models with ``attention.scale``. The second scales the queries as `Query` does, for all
     other models.
     """
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from runs import with_sections
 
 from fmoe.cli import run
 from fmoe.errors import UserError
@@ -38,8 +39,7 @@ def make(tmp_path):
     def write(name, losses, seed=1, recipe=RECIPE, data=DATA, **sections):
         folder = tmp_path / name
         folder.mkdir()
-        for section, changes in sections.items():
-            recipe = replace(recipe, **{section: replace(getattr(recipe, section), **changes)})
+        recipe = with_sections(recipe, **sections)
         recipe = replace(recipe, run=replace(recipe.run, folder=str(folder)), train=replace(recipe.train, seed=seed))
         write_recipe(recipe, folder / "config.toml")
         log(folder, losses)

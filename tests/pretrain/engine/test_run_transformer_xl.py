@@ -8,7 +8,7 @@ import pytest
 from compare import assert_close
 from engines import STEADY, Samples, assert_split_equals_one, engine_of
 from forks import values
-from runs import steps, train
+from runs import steps, train, with_sections
 
 from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe
@@ -284,9 +284,7 @@ RAMP = {"ramp_batch": 4, "ramp_increment": 4, "ramp_samples": 16}
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )
 def test_what_does_not_go_with_memory_is_refused_by_its_key(sections, parts):
-    recipe = replace(STEADY, model=STEADY.model.with_values(XL))
-    for section, keys in sections.items():
-        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **keys)})
+    recipe = with_sections(replace(STEADY, model=STEADY.model.with_values(XL)), **sections)
     with pytest.raises(UserError) as refused:
         recipe.check()
     message = str(refused.value)

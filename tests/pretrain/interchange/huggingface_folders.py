@@ -1,6 +1,6 @@
 """Tiny models of Hugging Face with random weights, in folders, and what our model makes of a checkpoint. No test."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch

@@ -85,15 +85,15 @@ def test_recipes_of_a_family(case):
     assert again is family
     assert found.layers_with_experts == model.layers_with_experts and found.num_layers == model.num_layers
     for key in (
-        "kv_lora_rank",
-        "q_lora_rank",
-        "v_head_dim",
-        "routed_scale",
+        "attention.kv_lora_rank",
+        "attention.q_lora_rank",
+        "attention.v_head_dim",
+        "moe.routed_scale",
         "mtp_layers",
-        "num_shared_experts",
-        "qkv_bias",
+        "moe.num_shared_experts",
+        "attention.qkv_bias",
     ):
-        assert getattr(found, key) == getattr(model, key), key
+        assert found.value(key) == model.value(key), key
     assert found.moe.gate_options == (
         {} if not model.moe.gate_options else {"kept_groups": 1} | dict(model.moe.gate_options)
     )

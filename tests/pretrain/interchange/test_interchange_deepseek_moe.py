@@ -1,7 +1,6 @@
 """A recipe of DeepSeekMoE's shape in transformers' Qwen2-MoE: the same logits there, the same bits on return."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch

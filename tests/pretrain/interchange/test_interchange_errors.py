@@ -177,7 +177,7 @@ CONFIGS = {
     "another format": ("mixtral", {"fmoe_format": "other"}, "fmoe_format=other is not supported"),
     "no sliding window": (
         "mixtral",
-        {"attention.sliding_window": 0},
+        {"sliding_window": 0},
         "sliding_window=0 must be an integer of at least 1",
     ),
     "sliding window that is used": ("qwen", {"use_sliding_window": True}, "use_sliding_window=true .* must be false"),
@@ -199,7 +199,7 @@ CONFIGS = {
     ),
     "biases that are not expected": (
         "qwen2",
-        {"attention.qkv_bias": False},
+        {"qkv_bias": False},
         "has the tensor .*proj.bias, which is not part of this qwen2",
     ),
     "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: it must be false"),

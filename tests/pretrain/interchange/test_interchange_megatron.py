@@ -9,7 +9,6 @@ import queue
 import shutil
 import warnings
 import zlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -128,7 +127,6 @@ CASES = {
 
 
 def recipe_of(keys):
-    from dataclasses import replace
 
     return Recipe(model=OURS.with_values(keys))
 
@@ -473,7 +471,7 @@ NOT_MEGATRONS = {
         "position.rope_factor": 2.0,
         "position.rope_original_length": 8,
     },
-    r"attention_scale=0\.5 .*attention\.scale=none": {"attention.scale": 0.5},
+    r"attention\.scale=0\.5 .*attention\.scale=none": {"attention.scale": 0.5},
     r"residual_scale=0\.5 .*model\.residual_scale=1\.0": {"residual_scale": 0.5},
 }
 

@@ -1,7 +1,5 @@
 """Multi-token prediction in a folder of DeepSeek-V3: the same tensors on return, the same losses in transformers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,7 +41,9 @@ MODEL = ModelConfig(
 )
 
 
-LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT = [
+    f"attention.{name}" for name in ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
+]
 GLM = MODEL.with_values(
     {
         **dict.fromkeys(LATENT),

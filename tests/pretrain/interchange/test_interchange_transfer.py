@@ -3,7 +3,7 @@
 import pickle
 import random
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -433,7 +433,7 @@ def test_a_folder_that_is_not_the_recipes_model(forks, exported, tmp_path):
 STATES = {
     "it has no recipe": {"recipe": None},
     "model.depth": {"recipe": {"model": {"depth": 3}}},
-    "model.num_layers=3": {"recipe": asdict(replace(RECIPE, model=replace(MODEL, num_layers=3)))},
+    "model.num_layers=3": {"recipe": replace(RECIPE, model=replace(MODEL, num_layers=3)).values()},
     "weights_only=true": {"weights_only": True},
     "optimizer.step": {"optimizer": {}},
     "schedule.num_steps": {"schedule": None},

@@ -27,8 +27,8 @@ def yarn_of(config):
     Recipe(model=model).check()
     return {
         name: value
-        for name, value in vars(model).items()
-        if name.startswith("rope_") and name != "rope_theta" and value != getattr(PLAIN, name)
+        for name, value in model.values().items()
+        if name.startswith("position.rope_") and name != "position.rope_theta" and value != PLAIN.value(name)
     }
 
 
@@ -135,7 +135,9 @@ def test_quantized_weights_are_refused_with_yarn():
 
 def test_families_without_yarn_refuse_it(monkeypatch):
     """As a new family would, that does not write it."""
-    without: Family = replace(FAMILIES["qwen3_moe"], varies=("head_dim", "normalize", "moe_layers", "moe_every"))
+    without: Family = replace(
+        FAMILIES["qwen3_moe"], varies=("attention.head_dim", "moe.normalize", "moe.layers", "moe.every")
+    )
     monkeypatch.setitem(FAMILIES, "qwen3_moe", without)
     with pytest.raises(UserError, match="rope_type=yarn is not supported by qwen3_moe"):
         model_of(QWEN3_30B_A3B | {"rope_scaling": QWEN})

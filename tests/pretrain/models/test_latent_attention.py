@@ -27,7 +27,7 @@ REFUSED = {
         ["attention.qk_head_dim=6", "attention.kv_lora_rank"],
     ),
     "no width": ({"attention.v_head_dim": None}, {}, ["attention.kv_lora_rank=10", "attention.v_head_dim"]),
-    "odd rotary width": ({"attention.qk_rope_head_dim": 3}, {}, ["attention.qk_rope_head_dim=3", "even"]),
+    "odd rotary width": ({"attention.qk_rope_head_dim": 3}, {}, ["attention.qk_rope_head_dim=3", "multiple of 2"]),
     "no rank": ({"attention.kv_lora_rank": 0}, {}, ["attention.kv_lora_rank=0"]),
     "negative rank of queries": ({"attention.q_lora_rank": -1}, {}, ["attention.q_lora_rank=-1"]),
     "t5": ({"kind": "t5"}, {}, ["attention.kv_lora_rank=10", "model.kind=gpt", "t5"]),

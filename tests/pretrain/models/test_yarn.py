@@ -49,9 +49,9 @@ def factor(model, scale):
 
 
 def published(width, **values):
-    return ModelConfig().with_values(
-        {"hidden_size": width, "attention.num_heads": 1, **({"position.rope_scaling": "yarn"} | values)}
-    )
+    values = {f"position.{name.removeprefix('position.')}": value for name, value in values.items()}
+    values["position.rope_scaling"] = "yarn"
+    return ModelConfig().with_values({"hidden_size": width, "attention.num_heads": 1, **values})
 
 
 # Of models that are published with YaRN.
@@ -72,7 +72,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_frequencies_and_factor_are_those_of_the_paper_and_of_transformers(name):
     model = MODELS[name]
-    model.check()
+    Recipe(model=model).check()
     found = rotary_frequencies(model)
     expected = torch.tensor([frequency(model, pair) for pair in range(rotary_width(model) // 2)], dtype=torch.float64)
     assert_close(found.double(), expected, 1e-6, "frequencies")
@@ -196,11 +196,11 @@ REFUSED = {
     "not a number": ({"position.rope_factor": math.nan}, ["position.rope_factor=nan"]),
     "infinite": ({"position.rope_factor": math.inf}, ["position.rope_factor=inf"]),
     "turns": ({"position.rope_beta_slow": 3.0}, ["position.rope_beta_slow=3.0", "position.rope_beta_fast=2.0"]),
-    "no turns": ({"position.rope_beta_slow": 0.0}, ["position.rope_beta_slow=0.0", "positive"]),
-    "no scale": ({"position.rope_mscale": 0.0}, ["position.rope_mscale=0.0", "positive"]),
+    "no turns": ({"position.rope_beta_slow": 0.0}, ["position.rope_beta_slow=0.0", "more than 0"]),
+    "no scale": ({"position.rope_mscale": 0.0}, ["position.rope_mscale=0.0", "more than 0"]),
     "one scale": ({"position.rope_mscale_all_dim": 0.0}, ["position.rope_mscale=2.0", "position.rope_mscale_all_dim"]),
     "negative": ({"position.rope_mscale_all_dim": -1.0}, ["position.rope_mscale_all_dim=-1.0"]),
-    "base": ({"position.rope_theta": 1.0}, ["position.rope_theta=1.0", "more than 1"]),
+    "base": ({"position.rope_theta": 1.0}, ["position.rope_theta > 1", "not 1.0"]),
     "other positions": ({"position.encoding": "learned_absolute"}, ["position.rope_scaling=yarn", "learned_absolute"]),
     "t5": ({"kind": "t5"}, ["position.rope_scaling=yarn", "model.kind=gpt", "t5"]),
     "bert": ({"kind": "bert"}, ["position.rope_scaling=yarn", "model.kind=gpt", "bert"]),

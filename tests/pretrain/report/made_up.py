@@ -15,6 +15,8 @@ folder = "runs/made-up"
 [model]
 kind = "{kind}"
 num_layers = {layers}
+
+[moe]
 num_experts = {experts}
 gate = "{gate}"
 

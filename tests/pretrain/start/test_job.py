@@ -1,6 +1,6 @@
 """Command lines: which job they mean, which are refused, and the job's file."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 

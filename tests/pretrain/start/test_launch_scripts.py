@@ -64,13 +64,14 @@ def bash(environment, tmp_path):
 def tiny(corpus, **sections):
     """Options that make a recipe train in seconds, on the tests' corpus."""
     keys = {
-        "model": {"hidden-size": 32, "num-heads": 2, "ffn-hidden-size": 32, "sequence-length": 16, "vocab-size": 384},
+        "model": {"num-layers": 2, "hidden-size": 32, "ffn-hidden-size": 32, "sequence-length": 16, "vocab-size": 384},
+        "attention": {"num-heads": 2},
+        "moe": {"num-experts": 4},
         "data": {"tokenizer": corpus.tokenizer, "train": corpus.train, "validation": corpus.validation},
         "train": {"steps": 3, "global-batch": 4, "micro-batch": 2, "validation-every": 3, "validation-sequences": 4},
         "optimizer": {"warmup-steps": 1},
         "checkpoint": {"every": 2},
     }
-    keys["model"] |= {"num-layers": 2, "num-experts": 4}
     options = ["--tracking.no-wandb"]
     for section in keys | sections:
         for key, value in (keys.get(section, {}) | sections.get(section, {})).items():
@@ -154,7 +155,7 @@ def test_scripts_are_shipped():
 RUNS = {
     "pretrain_gpt_moe.sh": {},
     "pretrain_switch_t5.sh": {"model": {"num-decoder-layers": 2}},
-    "pretrain_bert_moe.sh": {"model": {"moe-every": 2}},
+    "pretrain_bert_moe.sh": {"moe": {"every": 2}},
 }
 
 
