@@ -79,7 +79,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _ls(arguments: argparse.Namespace) -> int:
     run = arguments.path
-    folders = step_folders(run) or step_folders(run / "checkpoints")
+    folders = step_folders(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: neither it nor its checkpoints folder has a step-* folder")
     exit_code = 0

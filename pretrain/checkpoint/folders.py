@@ -54,11 +54,15 @@ def steps(folder: Path) -> list[int]:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return the step folders in ``folder``, newest first.
+    """Return the step folders in a checkpoints folder or in a run's folder, newest first.
 
     Folders without a manifest, which are damaged checkpoints, are included. So are links, even broken ones.
     """
-    return [path for _, path in reversed(_paths_of_steps(folder)) if path.is_symlink() or path.is_dir()]
+    for parent in (Path(folder), Path(folder) / "checkpoints"):
+        paths = [path for _, path in reversed(_paths_of_steps(parent)) if path.is_symlink() or path.is_dir()]
+        if paths:
+            return paths
+    return []
 
 
 def _paths_of_steps(folder: Path) -> list[tuple[int, Path]]:

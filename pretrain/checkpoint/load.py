@@ -37,7 +37,7 @@ def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
         raise UserError(f"{path} is not a complete checkpoint: its writing or removal has not finished")
     if (path / MANIFEST).is_file() or (step_of(path.name) is not None and path.is_dir()):
         return Checkpoint(path, verify=verify)
-    folders = step_folders(path) or step_folders(path / "checkpoints")
+    folders = step_folders(path)
     if not folders:
         raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}, step-* folder or checkpoints/step-* folder")
     return Checkpoint(folders[0], verify=verify)

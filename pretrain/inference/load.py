@@ -85,8 +85,8 @@ def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> 
 def _open(path: Path, step: int | None) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist: pass the folder of a run or of a checkpoint")
-    folder = next((folder for folder in (path, path / CHECKPOINTS) if step_folders(folder)), None)
-    if folder is None:
+    folders = step_folders(path)
+    if not folders:
         try:
             checkpoint = open_checkpoint(path)
         except UserError as error:
@@ -96,14 +96,14 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         if step not in (None, checkpoint.step):
             raise UserError(f"--step {step}: {path} is the checkpoint of step {checkpoint.step}")
         return checkpoint
+    folder = folders[0].parent
     complete = steps(folder)
-    if step is None:
-        # If no checkpoint is complete, report the damage of the newest.
-        return open_checkpoint(folder / step_name(complete[-1]) if complete else folder)
-    if step not in complete:
+    if step is None and not complete:
+        return open_checkpoint(folders[0])  # raises the damage of the newest
+    if step not in (None, *complete):
         names = ", ".join(map(str, complete)) or "none"
         raise UserError(f"--step {step} has no complete checkpoint in {folder}: the complete steps are {names}")
-    return open_checkpoint(folder / step_name(step))
+    return open_checkpoint(folder / step_name(complete[-1] if step is None else step))
 
 
 def _run_data(checkpoint: Path) -> dict[str, Any]:

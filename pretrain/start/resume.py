@@ -356,7 +356,7 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
     elif (path / MANIFEST).is_file():
         candidates = [path]
     else:
-        candidates = step_folders(path) or step_folders(path / CHECKPOINTS)
+        candidates = step_folders(path)
     if not candidates:
         open_checkpoint(path)  # raises the error
     return candidates if fallback else candidates[:1]
