@@ -4,13 +4,15 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from fmoe.errors import UserError
 from pretrain.compare.runs import Run, ValidationLoss
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     Raises:
         UserError: the runs of a group have no validated step in common.
     """
-    indices = group_by_seed([(run.keys(), run.recipe.train.seed) for run in runs])
-    members = [[runs[index] for index in group] for group in indices]
-    names = group_names([[run.folder.resolve().name for run in group] for group in members])
     groups = []
-    for name, group in zip(names, members, strict=True):
-        by_seed = sorted(group, key=lambda run: run.recipe.train.seed)
-        groups.append(Group(name or str(group[0].folder), tuple(by_seed)))
+    for name, members in grouped(
+        runs, lambda run: (run.keys(), run.recipe.train.seed), lambda run: run.folder.resolve().name
+    ):
+        by_seed = sorted(members, key=lambda run: run.recipe.train.seed)
+        groups.append(Group(name or str(members[0].folder), tuple(by_seed)))
     for joined in groups:
         if not joined.curve:
             folders = ", ".join(str(run.folder) for run in joined.runs)
@@ -121,31 +122,37 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups
 
 
-def group_by_seed(experiments: Sequence[tuple[Any, int | None]]) -> list[list[int]]:
-    """Return the indices of the experiments, given as keys and seed, with equal keys and different seeds.
+def grouped(
+    runs: Iterable[T], experiment_of: Callable[[T], tuple[Any, int | None]], name_of: Callable[[T], str]
+) -> list[tuple[str, list[T]]]:
+    """Group runs that have equal keys and different seeds.
 
-    An experiment with the keys and the seed of an earlier one begins another group: in one group, they would understate
-    the spread over seeds. So does an experiment without a seed.
+    A run with the keys and the seed of an earlier one begins another group: in one group, they would understate the
+    spread over seeds. So does a run without a seed.
+
+    Args:
+        experiment_of: returns the keys and the seed of a run.
+        name_of: returns the name of a run.
+
+    Returns:
+        Name and runs of each group, in the order of their first runs. The name of a group of one is that of its run.
+        Else it is the beginning that all names share, without a ``seed`` or separator at its end. A name that is not
+        unique is empty.
     """
-    groups: list[list[int]] = []
-    for index, (keys, seed) in enumerate(experiments):
-        for group in groups:
-            seeds = [experiments[member][1] for member in group]
-            if seed is not None and seed not in seeds and keys == experiments[group[0]][0]:
-                group.append(index)
+    groups: list[tuple[Any, list[int | None], list[T]]] = []
+    for run in runs:
+        keys, seed = experiment_of(run)
+        for other_keys, seeds, members in groups:
+            if seed is not None and seed not in seeds and keys == other_keys:
+                seeds.append(seed)
+                members.append(run)
                 break
         else:
-            groups.append([index])
-    return groups
-
-
-def group_names(members: Sequence[Sequence[str]]) -> list[str]:
-    """Return the beginning that all names of each group share, without a ``seed`` or separator at its end.
-
-    The name of a group of one is unchanged. A name that is not unique becomes empty.
-    """
-    names = [_common_name(names) for names in members]
-    return [name if names.count(name) == 1 else "" for name in names]
+            groups.append((keys, [seed], [run]))
+    names = [_common_name(list(map(name_of, members))) for _, _, members in groups]
+    return [
+        (name if names.count(name) == 1 else "", members) for name, (_, _, members) in zip(names, groups, strict=True)
+    ]
 
 
 def _common_name(names: Sequence[str]) -> str:

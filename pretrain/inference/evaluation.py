@@ -91,7 +91,8 @@ def evaluate(
             if memory is not None:
                 is_start = "starts" in batch and bool(batch.pop("starts").any())
                 memory.enter(result.sequences, is_start, len(batch["tokens"]))
-            labels, mask = batch.pop("labels"), batch.pop("loss_mask", None)
+            labels = batch.pop("labels")
+            mask = batch.pop("loss_mask", None)
             logits_BSV = forward(model, to_device(batch, device))
             masks = [None] * len(labels) if mask is None else mask
             for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):

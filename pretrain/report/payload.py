@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 import fmoe
-from pretrain.compare.groups import group_by_seed, group_names
+from pretrain.compare.groups import grouped
 from pretrain.compare.runs import OF_NO_EFFECT
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads
 from pretrain.report.runs import RunFolder
 from pretrain.tracking.metrics import DECLARED, Metric
 
 # Bits of mantissa, out of 23: a relative error of at most 2^-(bits + 1). Means are drawn but never shown as text.
-_CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16
+_CURVE_BITS = 23
+_LAYER_BITS = 16
+_MEAN_BITS = 16
 # A load is one byte: 0 dead, 255 not logged, else 1 to _CODES, linear in log2(load x experts) from _LOWEST up.
 _LOWEST = -8.0
 _CODES = 254
@@ -82,14 +84,15 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
 
 def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return name and indices of runs that have different seeds, but else differ only in keys in `OF_NO_EFFECT`."""
-    experiments = []
-    for run in runs:
-        keys = {key: value for key, value in run.recipe.items() if not key.startswith(OF_NO_EFFECT)}
-        seed = run.recipe.get("train.seed")
-        experiments.append((keys, seed if type(seed) is int else None))
-    groups = group_by_seed(experiments)
-    names = group_names([[runs[index].name for index in group] for group in groups])
-    return [{"name": name or runs[group[0]].name, "runs": group} for name, group in zip(names, groups, strict=True)]
+
+    def experiment_of(index: int) -> tuple[dict[str, Any], int | None]:
+        recipe = runs[index].recipe
+        seed = recipe.get("train.seed")
+        keys = {key: value for key, value in recipe.items() if not key.startswith(OF_NO_EFFECT)}
+        return keys, seed if type(seed) is int else None
+
+    groups = grouped(range(len(runs)), experiment_of, lambda index: runs[index].name)
+    return [{"name": name or runs[indices[0]].name, "runs": indices} for name, indices in groups]
 
 
 def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
