@@ -10,13 +10,13 @@ digest of every file and the location of every piece of a tensor.
 from pretrain.checkpoint.files import SaveError
 from pretrain.checkpoint.folders import keep_last, latest, remove_leftovers, steps
 from pretrain.checkpoint.load import Checkpoint, open_checkpoint
-from pretrain.checkpoint.save import Piece, Snapshot, collect, save, save_parts, write
+from pretrain.checkpoint.save import Snapshot, TensorPiece, collect, save, save_parts, write
 
 __all__ = [
     "Checkpoint",
-    "Piece",
     "SaveError",
     "Snapshot",
+    "TensorPiece",
     "collect",
     "keep_last",
     "latest",

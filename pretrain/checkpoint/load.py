@@ -16,7 +16,7 @@ from pretrain.checkpoint.files import content_problem, size_problem
 from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, TRASH, rank_name, step_folders, step_of
 from pretrain.checkpoint.geometry import Box, Region, Shape
 from pretrain.checkpoint.manifest import StoredPiece, StoredTensor, check_coverage, read_manifest
-from pretrain.checkpoint.save import Piece
+from pretrain.checkpoint.save import TensorPiece
 from pretrain.checkpoint.shard import CODES, name_of, open_shard
 
 _NUM_OPEN_SHARDS = 64
@@ -144,7 +144,7 @@ class Checkpoint:
                         view[common.slices_in(box.offset)].copy_(self._load(tensor, piece, source, common))
         return out
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, piece: TensorPiece) -> None:
         """Read a piece of a tensor into ``piece.data``.
 
         Raises:

@@ -45,7 +45,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorPiece:
     """This rank's share of a global tensor: a block, or the flat range [start, stop) of the flattened block.
 
     Attributes:
@@ -102,7 +102,7 @@ class Snapshot:
     ``state`` and ``rank_state`` are encoded by `codec.dumps`. ``rank_state`` is None if the share has no rank's state.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     state: bytes
     rank_state: bytes | None
 
@@ -116,7 +116,7 @@ class Snapshot:
 
 
 def collect(
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     *,
@@ -131,7 +131,7 @@ def collect(
             already.
 
     Raises:
-        UserError: a piece is invalid (see ``Piece.check``).
+        UserError: a piece is invalid (see ``TensorPiece.check``).
         TypeError: a value in a state is not supported in JSON (see `codec.dumps`).
     """
     host = []
@@ -148,7 +148,7 @@ def collect(
 def save(
     folder: Path,
     step: int,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     *,
@@ -182,7 +182,7 @@ def save(
 def save_parts(
     folder: Path,
     step: int,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     state: Mapping[str, Any],
     *,
     nbytes: int,
@@ -205,7 +205,7 @@ def save_parts(
     encoded = codec.dumps(dict(state), "state")
     encoded_ranks = None if rank_states is None else [codec.dumps(dict(each), "rank_state") for each in rank_states]
 
-    def write_part(number: int, part: Sequence[Piece]) -> None:
+    def write_part(number: int, part: Sequence[TensorPiece]) -> None:
         rank_state: bytes | None = None
         if encoded_ranks is None:
             rank_state = codec.dumps({}, "rank_state")
@@ -227,9 +227,9 @@ def save_parts(
     return draft.final
 
 
-def _parts(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
+def _parts(pieces: Iterable[TensorPiece], part_bytes: int) -> Iterator[list[TensorPiece]]:
     """Copy pieces to the host, and yield them in parts of at most ``part_bytes`` or of one piece; at least one part."""
-    part: list[Piece] = []
+    part: list[TensorPiece] = []
     size = 0
     for piece in pieces:
         piece.check()

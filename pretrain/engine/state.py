@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmoe.errors import UserError
 from megatron_patch.optimizer import Shard, optimizers, renew, shards
-from pretrain.checkpoint import Checkpoint, Piece
+from pretrain.checkpoint import Checkpoint, TensorPiece
 from pretrain.engine import rng
 from pretrain.engine.engine import Engine
 from pretrain.engine.locations import ShardLocation, ShardLocations, named_tensors
@@ -31,7 +31,7 @@ _OPTIMIZER = "optimizer/"
 # Saving
 
 
-def pieces(engine: Engine) -> Iterator[Piece]:
+def pieces(engine: Engine) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a checkpoint: parameters, buffers, master weights, optimizer state and memories."""
     engine.sync_parameters()
     locations = ShardLocations(engine.chunks)
@@ -46,9 +46,9 @@ def pieces(engine: Engine) -> Iterator[Piece]:
         yield from memory.pieces()
 
 
-def _piece(prefix: str, location: ShardLocation, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
-    """Return the `Piece` with the elements ``data``: a location's block, or a range of the flattened block."""
-    return Piece(f"{prefix}{location.name}", location.shape, location.offset, location.block, data, start, stop)
+def _piece(prefix: str, location: ShardLocation, data: Tensor, start: int = 0, stop: int | None = None) -> TensorPiece:
+    """Return the `TensorPiece` with the elements ``data``: a location's block, or a range of the flattened block."""
+    return TensorPiece(f"{prefix}{location.name}", location.shape, location.offset, location.block, data, start, stop)
 
 
 def _shards_with_elements(engine: Engine) -> Iterator[Shard]:
@@ -56,7 +56,7 @@ def _shards_with_elements(engine: Engine) -> Iterator[Shard]:
     yield from (shard for shard in shards(engine.optimizer) if shard.start < shard.stop)
 
 
-def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[Piece]:
+def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[TensorPiece]:
     tensors = list(saved_state(shard))
     if shard.has_master:
         tensors.append((StateTensor("master"), shard.main.detach()))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, save_parts
+from pretrain.checkpoint import TensorPiece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
 from pretrain.data.files import read_object
@@ -101,7 +101,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 def write_run(
     out: Path,
     recipe: Recipe,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     nbytes: int,
     state: dict[str, Any],
     *,
@@ -216,7 +216,7 @@ def _dtype(folder: HuggingFaceFolder, places: Sequence[Place]) -> torch.dtype:
 
 def _pieces(
     folder: HuggingFaceFolder, family: Family, model: ModelConfig, places: Sequence[Place], dtype: torch.dtype
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     sizes = sizes_of(model)
     num_slices = Counter(place.ours for place in places)
     for place in places:
@@ -236,7 +236,7 @@ def _pieces(
         shape = tuple(ours.shape)
         begin = (0,) * len(shape)
         if place.expert is None:
-            yield Piece(place.ours, shape, begin, shape, ours)
+            yield TensorPiece(place.ours, shape, begin, shape, ours)
         else:
             whole = (num_slices[place.ours], *shape)
-            yield Piece(place.ours, whole, (place.expert, *begin), (1, *shape), ours.unsqueeze(0))
+            yield TensorPiece(place.ours, whole, (place.expert, *begin), (1, *shape), ours.unsqueeze(0))

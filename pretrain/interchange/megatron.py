@@ -20,7 +20,7 @@ import torch
 
 from fmoe.errors import UserError
 from megatron_patch.moe_layer import LIMITS, sharded_names
-from pretrain.checkpoint import Piece
+from pretrain.checkpoint import TensorPiece
 from pretrain.checkpoint.geometry import Shape
 from pretrain.config import ModelConfig
 from pretrain.config.model import GPT_SCALES, full_name
@@ -129,7 +129,7 @@ def _with_norms_of(required: Collection[str], layer: str, name: str) -> str:
     return f"{layer}{name}"
 
 
-def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
+def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[TensorPiece]:
     """Read renamed tensors from a folder chunk by chunk, and yield the data under fmoe's names."""
     rows_of: dict[str, dict[int | None, Renamed]] = {}
     for tensor in tensors:
@@ -145,7 +145,7 @@ def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
             if ours.is_stacked:
                 offset = (0, *offset)
                 part = part.unsqueeze(0)
-            yield Piece(ours.name, ours.shape, offset, tuple(part.shape), part)
+            yield TensorPiece(ours.name, ours.shape, offset, tuple(part.shape), part)
 
 
 def check_arguments(folder: DcpFolder, model: ModelConfig) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, codec, open_checkpoint
+from pretrain.checkpoint import TensorPiece, codec, open_checkpoint
 from pretrain.checkpoint.folders import STATE, rank_name
 from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import name_of
@@ -136,7 +136,7 @@ class StoredTensors:
     """
 
     layouts: Mapping[str, Layout]
-    pieces: Callable[[], Iterable[Piece]]
+    pieces: Callable[[], Iterable[TensorPiece]]
 
     @property
     def nbytes(self) -> int:
@@ -236,16 +236,16 @@ def stored_tensors(folder: DcpFolder | SafetensorsFolder) -> StoredTensors:
     return StoredTensors(layouts, lambda: _safetensors_pieces(folder))
 
 
-def _dcp_pieces(folder: DcpFolder) -> Iterator[Piece]:
+def _dcp_pieces(folder: DcpFolder) -> Iterator[TensorPiece]:
     for name, chunk in chunks_of(folder, folder.tensors):
-        yield Piece(name, folder.tensors[name].shape, chunk.offset, chunk.shape, folder.read(name, chunk))
+        yield TensorPiece(name, folder.tensors[name].shape, chunk.offset, chunk.shape, folder.read(name, chunk))
 
 
-def _safetensors_pieces(folder: SafetensorsFolder) -> Iterator[Piece]:
+def _safetensors_pieces(folder: SafetensorsFolder) -> Iterator[TensorPiece]:
     for name, stored in folder.tensors.items():
         for offset, shape in blocks(stored.shape, stored.dtype.itemsize, SLICE_BYTES):
             rows = slice(offset[0], offset[0] + shape[0]) if shape else None
-            yield Piece(name, stored.shape, offset, shape, folder.read(name, rows))
+            yield TensorPiece(name, stored.shape, offset, shape, folder.read(name, rows))
 
 
 def _of_megatron(

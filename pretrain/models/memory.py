@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_patch.transformer_xl import StreamMemory
-from pretrain.checkpoint import Checkpoint, Piece
+from pretrain.checkpoint import Checkpoint, TensorPiece
 from pretrain.models.batch import Batch
 
 _PREFIX = "memory/layers."  # of tensor names in a checkpoint
@@ -19,7 +19,7 @@ class Memory(StreamMemory):
         """Give the layers the memory of a micro batch that begins with sample ``first``, until the next or `leave`."""
         self.enter(first, "starts" in batch and bool(batch["starts"].any()))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Yield the hidden states of each layer [streams, tokens, hidden_size], which tensor parallel ranks share."""
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             return
@@ -27,7 +27,7 @@ class Memory(StreamMemory):
             for layer, state in zip(self.layers, states, strict=True):
                 block = state.transpose(0, 1)
                 shape = (self.streams, *block.shape[1:])
-                yield Piece(f"{_PREFIX}{layer.layer_number}", shape, (stream, 0, 0), tuple(block.shape), block)
+                yield TensorPiece(f"{_PREFIX}{layer.layer_number}", shape, (stream, 0, 0), tuple(block.shape), block)
 
     def load(self, checkpoint: Checkpoint, streams: Iterable[int], size: int, device: torch.device) -> None:
         """Load the memory of micro batches of ``size`` sequences; clear it if the checkpoint has none.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pieces import whole
 from rank_pool import Raised
 
-from pretrain.checkpoint import Piece, SaveError, collect, latest, save, write
+from pretrain.checkpoint import SaveError, TensorPiece, collect, latest, save, write
 from pretrain.checkpoint.background import BackgroundWriter
 from pretrain.checkpoint.host import HostBuffers
 
@@ -111,7 +111,7 @@ def save_beside_training(folder, steps):
     full, mine = torch.arange(64.0).view(8, 8), slice(4 * rank, 4 * rank + 4)
     for step in range(1, steps + 1):
         writer.wait()
-        piece = Piece("w", (8, 8), (4 * rank, 0), (4, 8), full[mine] * step)
+        piece = TensorPiece("w", (8, 8), (4 * rank, 0), (4, 8), full[mine] * step)
         snapshot = collect([piece], {"step": step}, {"rank": rank}, buffers=buffers)
         writer.start(lambda group, step=step, snapshot=snapshot: write(folder, step, snapshot, group=group))
         for _ in range(20):

@@ -5,7 +5,7 @@ import torch
 from pieces import whole
 
 from fmoe.cli import run
-from pretrain.checkpoint import Piece, save
+from pretrain.checkpoint import TensorPiece, save
 from pretrain.checkpoint.cli import main
 
 
@@ -13,9 +13,9 @@ from pretrain.checkpoint.cli import main
 def run_folder(tmp_path):
     w, shape = torch.randn(6, 4), (6, 4)
     pieces = [
-        Piece("layers.0.weight", shape, (0, 0), (3, 4), w[:3]),
-        Piece("layers.0.weight", shape, (3, 0), (3, 4), w[3:].reshape(-1)[:5], 0, 5),
-        Piece("layers.0.weight", shape, (3, 0), (3, 4), w[3:].reshape(-1)[5:], 5, 12),
+        TensorPiece("layers.0.weight", shape, (0, 0), (3, 4), w[:3]),
+        TensorPiece("layers.0.weight", shape, (3, 0), (3, 4), w[3:].reshape(-1)[:5], 0, 5),
+        TensorPiece("layers.0.weight", shape, (3, 0), (3, 4), w[3:].reshape(-1)[5:], 5, 12),
         whole("scale", torch.tensor(2.0, dtype=torch.bfloat16)),
     ]
     for step in (10, 20):

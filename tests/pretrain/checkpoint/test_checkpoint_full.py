@@ -11,7 +11,7 @@ import torch
 from pieces import whole
 from rank_pool import Raised
 
-from pretrain.checkpoint import Piece, SaveError, open_checkpoint, save, steps
+from pretrain.checkpoint import SaveError, TensorPiece, open_checkpoint, save, steps
 from pretrain.checkpoint.files import write_file
 
 save_module = sys.modules["pretrain.checkpoint.save"]  # the package has a function of that name
@@ -79,7 +79,7 @@ def save_half(folder, step, free):
     save_module.free_bytes, real = (lambda _: free), save_module.free_bytes
     try:
         rank = dist.get_rank()
-        piece = Piece("w", (2, MIB // 4), (rank, 0), (1, MIB // 4), torch.ones(1, MIB // 4))
+        piece = TensorPiece("w", (2, MIB // 4), (rank, 0), (1, MIB // 4), torch.ones(1, MIB // 4))
         return save(folder, step, [piece], {}, {})
     finally:
         save_module.free_bytes = real

@@ -13,7 +13,7 @@ from pieces import whole
 from rank_pool import DIED, Raised, RankPool
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, SaveError, open_checkpoint, save, steps
+from pretrain.checkpoint import SaveError, TensorPiece, open_checkpoint, save, steps
 from pretrain.start.resume import check_seen_by_all
 
 ROWS, COLUMNS = 6, 10
@@ -29,9 +29,9 @@ def pieces_of(rank):
     full, shape = tensors(), (ROWS, COLUMNS)
     rows, columns = slice(3 * rank, 3 * rank + 3), slice(5 * rank, 5 * rank + 5)
     start, stop = ((0, 23), (23, 60))[rank]
-    yield Piece("rows", shape, (3 * rank, 0), (3, COLUMNS), full["rows"][rows])
-    yield Piece("columns", shape, (0, 5 * rank), (ROWS, 5), full["columns"][:, columns])
-    yield Piece("flat", shape, (0, 0), shape, full["flat"].reshape(-1)[start:stop], start, stop)
+    yield TensorPiece("rows", shape, (3 * rank, 0), (3, COLUMNS), full["rows"][rows])
+    yield TensorPiece("columns", shape, (0, 5 * rank), (ROWS, 5), full["columns"][:, columns])
+    yield TensorPiece("flat", shape, (0, 0), shape, full["flat"].reshape(-1)[start:stop], start, stop)
     if rank == 0:
         yield whole("zero", full["zero"])
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from pieces import whole
 from safetensors.torch import load_file
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, collect, open_checkpoint, save, write
+from pretrain.checkpoint import TensorPiece, collect, open_checkpoint, save, write
 from pretrain.checkpoint.shard import CODES
 
 
@@ -81,7 +82,7 @@ def test_strided_shared_and_parameter_data(tmp_path):
 
 def test_names_that_look_like_keys_do_not_collide(tmp_path):
     tensor = torch.arange(6.0)
-    halves = [Piece("w", (6,), (0,), (3,), tensor[:3]), Piece("w", (6,), (3,), (3,), tensor[3:])]
+    halves = [TensorPiece("w", (6,), (0,), (3,), tensor[:3]), TensorPiece("w", (6,), (3,), (3,), tensor[3:])]
     checkpoint = open_checkpoint(save(tmp_path, 0, [whole("w#1", -tensor), *halves, whole("w#1#", tensor + 9)], {}, {}))
     assert torch.equal(checkpoint.read("w"), tensor)
     assert torch.equal(checkpoint.read("w#1"), -tensor)
@@ -104,12 +105,12 @@ def cut(name, tensor, counts, num_ranges):
         data = tensor[tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))]
         size = data.numel()
         if num_ranges == 1:
-            pieces.append(Piece(name, tuple(tensor.shape), offset, block, data))
+            pieces.append(TensorPiece(name, tuple(tensor.shape), offset, block, data))
             continue
         marks = sorted([0, size, *random.Random(size).choices(range(size + 1), k=num_ranges - 1)])
         for start, stop in itertools.pairwise(marks):
             flat = data.reshape(-1)[start:stop]
-            pieces.append(Piece(name, tuple(tensor.shape), offset, block, flat, start, stop))
+            pieces.append(TensorPiece(name, tuple(tensor.shape), offset, block, flat, start, stop))
     return pieces
 
 
@@ -131,7 +132,7 @@ def test_a_split_reads_as_any_other_split(tmp_path, written):
     for wanted in SPLITS:
         for piece in cut("w", tensor, *wanted):
             place = torch.full(piece.data.shape, math.nan)
-            checkpoint.fill(Piece(piece.name, piece.shape, piece.offset, piece.block, place, piece.start, piece.stop))
+            checkpoint.fill(replace(piece, data=place))
             assert torch.equal(place, piece.data)
 
 
@@ -145,7 +146,7 @@ def test_a_range_comes_back_flat(tmp_path):
 
 def piece(offset, block, start=0, stop=None, shape=(4, 4)):
     size = math.prod(block) if stop is None else stop - start
-    return Piece("w", shape, offset, block, torch.zeros(block if stop is None else size), start, stop)
+    return TensorPiece("w", shape, offset, block, torch.zeros(block if stop is None else size), start, stop)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +158,10 @@ def piece(offset, block, start=0, stop=None, shape=(4, 4)):
         ([piece((0, 0), (4, 4), 0, 7), piece((0, 0), (4, 4), 6, 16)], "both hold the element at (1, 2)"),
         ([piece((2, 0), (4, 4))], "tensor w: block (4, 4) at (2, 0)"),
         ([piece((0, 0), (2, 4)), piece((2, 0), (2, 4), shape=(4, 5))], "and float32 (4, 5)"),
-        ([Piece("w", (4,), (0,), (4,), torch.zeros(3))], "has 3 elements, but its region has 4"),
-        ([Piece("w", (4, 2), (0, 0), (4, 2), torch.zeros(2, 4))], "has shape (2, 4), but its block has (4, 2)"),
-        ([Piece("w", (4,), (0,), (4,), torch.zeros(4, dtype=torch.complex64))], "complex64 is not supported"),
-        ([Piece("__metadata__", (), (), (), torch.zeros(()))], "reserved"),
+        ([TensorPiece("w", (4,), (0,), (4,), torch.zeros(3))], "has 3 elements, but its region has 4"),
+        ([TensorPiece("w", (4, 2), (0, 0), (4, 2), torch.zeros(2, 4))], "has shape (2, 4), but its block has (4, 2)"),
+        ([TensorPiece("w", (4,), (0,), (4,), torch.zeros(4, dtype=torch.complex64))], "complex64 is not supported"),
+        ([TensorPiece("__metadata__", (), (), (), torch.zeros(()))], "reserved"),
     ],
 )
 def test_pieces_that_do_not_make_the_tensor_are_refused_and_leave_nothing(tmp_path, pieces, message):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, open_checkpoint, save_parts
+from pretrain.checkpoint import TensorPiece, open_checkpoint, save_parts
 from pretrain.config import ModelConfig
 from pretrain.data.tokenizers import train_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
@@ -330,7 +330,7 @@ def changed(run, folder, change):
     checkpoint = open_checkpoint(run)
     tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
     change(tensors)
-    pieces = [Piece(name, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t) for name, t in tensors.items()]
+    pieces = [TensorPiece(name, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t) for name, t in tensors.items()]
     save_parts(folder, 0, pieces, checkpoint.state, nbytes=1 << 20)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fmoe.cli import run
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, codec, open_checkpoint, save, save_parts
+from pretrain.checkpoint import TensorPiece, codec, open_checkpoint, save, save_parts
 from pretrain.checkpoint.cli import main
 from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder, transfer
@@ -83,7 +83,7 @@ def trained(forks, tmp_path_factory):
             value = torch.randn(shape, generator=draw).to(dtype)
             for row, part in enumerate(value.split(3)):
                 offset = (3 * row, *(0 for _ in shape[1:]))
-                pieces.append(Piece(f"{prefix}{name}", shape, offset, tuple(part.shape), part))
+                pieces.append(TensorPiece(f"{prefix}{name}", shape, offset, tuple(part.shape), part))
     state = {"recipe": RECIPE.values(), "step": 7, "schedule": {"num_steps": 7, "tuple": (1, 2.5)}}
     state |= {"optimizer": {"step": 7.0}, "data": {"next_sample": 56, "samples_per_epoch": 64, "corpora": [None]}}
     folder = tmp_path_factory.mktemp("trained")
@@ -225,7 +225,7 @@ def test_every_dtype_and_shape(tmp_path, value):
     """A checkpoint of one tensor; and a tensor with other strides that begins later in its storage."""
     shape = tuple(value.shape)
     state = {"recipe": RECIPE.values()}
-    save(tmp_path, 1, [Piece("model/w", shape, (0,) * len(shape), shape, value)], state, {})
+    save(tmp_path, 1, [TensorPiece("model/w", shape, (0,) * len(shape), shape, value)], state, {})
     for form in FORMS:
         export_tensors(tmp_path, tmp_path / form, form, slice_bytes=8)
         found = torch.empty_like(value)
