@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fmoe.convert.blocks import Block, LinearMap, is_plain, is_rowwise, linear_map, probe_values
 from fmoe.convert.injection import Call, Injection, Rates, Trial, difference, limit, required, restored, wide_rows
+from fmoe.errors import one_line
 from fmoe.experts.ffn import ACTIVATIONS, Activation
 
 
@@ -152,8 +153,8 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
             try:
                 calls, _ = trial()
             except Exception as error:  # the function takes other arguments
-                text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-                refusal = Refusal(f"its forward does not run on rows alone ({text})")
+                reason = one_line(error, 120, with_type=True)
+                refusal = Refusal(f"its forward does not run on rows alone ({reason})")
                 continue
             for index, call in enumerate(calls):
                 before = [i for i in range(index) if calls[i].module in maps]

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, one_line
 from fmoe.kernels.cuda.tuning import TuningCache, fastest
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def why() -> str | None:
     try:
         _kernels()
     except Exception as error:  # an incompatible installation may raise any class
-        return f"import triton failed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        return f"import triton failed ({one_line(error, 120, with_type=True)})"
     return None
 
 

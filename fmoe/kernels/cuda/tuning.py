@@ -72,7 +72,7 @@ def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tu
 
 def one_line(error: Exception) -> str:
     """Return class and message of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return one_line(error, 200, with_type=True)
 
 
 def milliseconds(step: Callable[[], object]) -> float:

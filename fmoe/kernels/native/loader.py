@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fmoe.errors import BuildError, UserError
+from fmoe.errors import BuildError, UserError, one_line
 from fmoe.kernels.native.ops import register
 
 logger = logging.getLogger("fmoe")
@@ -161,7 +161,7 @@ def _dlopen(path: Path) -> Path:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise BuildError(f"{path} does not load: {' '.join(str(error.__cause__ or error).split())}") from error
+        raise BuildError(f"{path} does not load: {one_line(error.__cause__ or error)}") from error
     return path
 
 
