@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from fmoe.errors import BuildError, UserError
+from fmoe.errors import BuildError, UserError, one_line
 from fmoe.kernels.cuda import launch, selfcheck, tuning
 from fmoe.kernels.cuda.launch import architecture
 from fmoe.kernels.native.loader import switch
@@ -111,7 +111,7 @@ def _architecture(device: torch.device | int | str | None) -> str:
         return architecture(device)
     except Exception as error:
         if "unusable" not in _reasons:
-            _reasons["unusable"] = _give_up("this GPU", tuning.one_line(error))
+            _reasons["unusable"] = _give_up("this GPU", one_line(error, 200, with_type=True))
         return "unusable"
 
 
@@ -126,7 +126,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
     except (BuildError, UserError) as error:
         return _give_up(arch, str(error))
     except Exception as error:  # of packages and drivers in versions that nobody has tried: layers run without them
-        return _give_up(arch, tuning.one_line(error))
+        return _give_up(arch, one_line(error, 200, with_type=True))
     wrong = tuning.failure(torch.device("cuda" if device is None else device))
     if wrong is None:
         return None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fmoe.errors import BuildError
+from fmoe.errors import BuildError, one_line
 from fmoe.files import write_atomically
 
 logger = logging.getLogger("fmoe")
@@ -42,7 +42,7 @@ def failure(device: torch.device, **options) -> str | None:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(check).result()
     except Exception as error:  # from the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
-        return one_line(error)
+        return one_line(error, 200, with_type=True)
 
 
 def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tuple[T, bool]:
@@ -63,16 +63,11 @@ def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tu
             times[candidate] = milliseconds(functools.partial(run, candidate))
         except Exception as error:  # Triton has its own classes for lack of shared memory and of registers
             lasts = lasts and not isinstance(error, torch.OutOfMemoryError)
-            logger.info("%s: %s does not run (%s)", key, candidate, one_line(error))
+            logger.info("%s: %s does not run (%s)", key, candidate, one_line(error, 200, with_type=True))
     best = min(times, key=times.__getitem__) if times else candidates[0]
     listed = ", ".join(f"{name} {time:.3f} ms" for name, time in sorted(times.items(), key=lambda item: item[1])[:4])
     logger.info("%s: %s (%s)", key, best, listed or "none of the candidates runs")
     return best, lasts
-
-
-def one_line(error: Exception) -> str:
-    """Return class and message of an error in one line."""
-    return one_line(error, 200, with_type=True)
 
 
 def milliseconds(step: Callable[[], object]) -> float:
