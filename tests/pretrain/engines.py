@@ -57,6 +57,17 @@ def with_optimizer(name, base=RECIPE):
     return replace(base, optimizer=replace(base.optimizer, name=name, **options))
 
 
+AXES = {
+    "EP": "expert",
+    "DP": "data",
+    "TP": "tensor",
+    "CP": "context",
+    "PP": "pipeline",
+    "VPP": "virtual",
+    "ETP": "expert_tensor",
+}
+
+
 @dataclass(frozen=True)
 class Split:
     """One split of a run over processes."""
@@ -71,6 +82,20 @@ class Split:
     virtual: int | None = None
     expert_tensor: int = 1
     overlap: bool = False
+
+    @classmethod
+    def of(cls, text):
+        """``Split.of("EP2 DP2 distributed bf16")``; "one" is one process."""
+        values = {}
+        for word in text.split():
+            name = word.rstrip("0123456789")
+            if name in AXES and name != word:
+                values[AXES[name]] = int(word[len(name) :])
+            elif word in ("bf16", "fp16"):
+                values["precision"] = word
+            elif word != "one":
+                values[word] = True
+        return cls(**values)
 
     @property
     def parallel(self):
@@ -96,7 +121,6 @@ class Split:
 
 
 ONE = Split()
-ONE_D = Split(distributed=True)
 
 
 class Samples:
@@ -199,15 +223,16 @@ def stage(folder, split, base, step):
 def chained(forks, folder, chain, base, tolerance):
     """The samples taken by all ranks of a run that goes on at another split after each `stage`.
 
-    The next loss is the same at the next split. ``tolerance(split)`` is relative.
+    The next loss is the same at the next split. ``chain`` is a text of splits, separated by commas; ``tolerance`` is
+    relative, by precision.
     """
     expected = None
     taken = []
-    for number, split in enumerate(chain):
+    for number, split in enumerate(map(Split.of, chain.split(","))):
         ranks = values(forks.run(split.parallel.world_size, stage, folder, split, base, number * STAGE))
         losses = ranks[0][0]
         if expected is not None:
-            assert losses[0] == pytest.approx(expected, rel=tolerance(split)), f"{split}"
+            assert losses[0] == pytest.approx(expected, rel=tolerance[split.precision]), f"{split}"
         expected = losses[-1]
         # Ranks that hold parts of the model take the same ones; a virtual stage has no reader of its own.
         copies = split.parallel.world_size // split.parallel.dense_data

@@ -72,7 +72,8 @@ def test_every_sample_once_at_every_split(forks, tmp_path):
     alone_samples, alone = only(forks.run(1, taken, tmp_path / "alone", Split(), 0, 7))
     assert alone_samples == list(range(4 + 4 + 8 + 12 + 16 * 3))
     samples, losses = [], []
-    for first, last, split in ((0, 2, Split(data=2)), (2, 4, Split(expert=2)), (4, 7, Split(data=2, distributed=True))):
+    for first, last, text in ((0, 2, "DP2"), (2, 4, "EP2"), (4, 7, "DP2 distributed")):
+        split = Split.of(text)
         ranks = values(forks.run(split.parallel.world_size, taken, tmp_path / "split", split, first, last))
         samples += [n for numbers, _ in ranks for n in numbers]
         losses += ranks[0][1]

@@ -10,8 +10,6 @@ import pytest
 import torch
 from compare import assert_close, relative_error
 from engines import (
-    ONE,
-    ONE_D,
     OPTIMIZERS,
     RECIPE,
     SHARDED,
@@ -36,35 +34,10 @@ without_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None
 NAMES = [pytest.param(n, marks=without_torchao) if n == "adamw8bit" else n for n in OPTIMIZERS]
 
 
-SPLITS = {
-    "EP2": Split(expert=2),
-    "DP2": Split(data=2),
-    "TP2": Split(tensor=2),
-    "EP2 distributed": Split(expert=2, distributed=True),
-    "DP2 distributed": Split(data=2, distributed=True),
-    "TP2 with cut experts": Split(tensor=2, expert_tensor=2),
-    "TP2 DP2 distributed": Split(tensor=2, data=2, distributed=True),
-    "PP2": Split(pipeline=2),
-}
-WHOLE = ("EP2", "DP2", "PP2")  # what steps whole matrices runs at these alone
-IN_CI = {
-    "lamb": ("TP2 with cut experts",),
-    "lars": ("EP2 distributed",),
-    "muon": ("TP2 DP2 distributed",),
-    "adafactor": (),
-    "sgd": (),
-}
-CASES = [
-    pytest.param(name, split, marks=[] if split in IN_CI[name] else [pytest.mark.slow])
-    for name, splits in (
-        ("lamb", SPLITS),
-        ("lars", SPLITS),
-        ("muon", SPLITS),
-        ("adafactor", WHOLE),
-        ("sgd", ("EP2 distributed",)),
-    )
-    for split in splits
-]
+SPLITS = ["EP2", "DP2", "TP2", "EP2 distributed", "DP2 distributed", "TP2 ETP2", "TP2 DP2 distributed", "PP2"]
+WHOLE = ["EP2", "DP2", "PP2"]  # what steps whole matrices runs at these alone
+CASES = [(name, split) for name in ("lamb", "lars", "muon") for split in SPLITS]
+CASES += [("adafactor", split) for split in WHOLE] + [("sgd", "EP2 distributed")]
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +53,11 @@ def alone(forks):
     return run
 
 
+@pytest.mark.by_default("lamb-TP2 ETP2", "lars-EP2 distributed", "muon-TP2 DP2 distributed")
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_processes_equal_one(forks, alone, name, split):
     """Losses, norms, weights, every moment and the trust ratios."""
-    expected, split = alone(name), SPLITS[split]
+    expected, split = alone(name), Split.of(split)
     recipe = split.recipe(with_optimizer(name))
     recipe = replace(recipe, train=replace(recipe.train, steps=RECIPE.train.steps))
     ranks = values(forks.run(split.parallel.world_size, trained, recipe))
@@ -95,32 +69,26 @@ def test_processes_equal_one(forks, alone, name, split):
     assert any(key.startswith("optimizer/") for key in tensors)
 
 
-CHAINS = {
-    "EP 2-1-4": [Split(expert=2), ONE, Split(expert=4)],
-    "DP distributed 2-1, EP2 distributed": [
-        Split(data=2, distributed=True),
-        ONE_D,
-        Split(expert=2, distributed=True),
-    ],
-    "TP, EP, one": [Split(tensor=2, data=2, distributed=True), Split(expert=2), ONE_D],
-    "on and off, EP and DP": [Split(data=2, distributed=True), Split(expert=2), Split(expert=2, data=2), ONE_D],
-}
-CHAINED = [
-    (name, chain)
-    for name in OPTIMIZERS
-    if name != "adamw8bit"
-    for chain, splits in CHAINS.items()
-    if name in SHARDED or not any(split.distributed for split in splits)
+CHAINS = [
+    "EP2, one, EP4",
+    "DP2 distributed, one distributed, EP2 distributed",
+    "TP2 DP2 distributed, EP2, one distributed",
+    "DP2 distributed, EP2, EP2 DP2, one distributed",
 ]
-CHAINED_IN_CI = [("muon", "TP, EP, one")]
 
 
+@pytest.mark.by_default("muon-TP2 DP2 distributed, EP2, one distributed")
 @pytest.mark.parametrize(
     ("name", "chain"),
-    [c if c in CHAINED_IN_CI else pytest.param(*c, marks=pytest.mark.slow) for c in CHAINED],
+    [
+        (name, chain)
+        for name in OPTIMIZERS
+        for chain in CHAINS
+        if name in SHARDED or (name == "adafactor" and "distributed" not in chain)
+    ],
 )
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, name, chain):
-    chained(forks, tmp_path, CHAINS[chain], with_optimizer(name), lambda split: 1e-5)
+    chained(forks, tmp_path, chain, with_optimizer(name), {"fp32": 1e-5})
 
 
 def resumed(folder, recipe):
@@ -155,8 +123,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision)
 @pytest.mark.parametrize("split", ["DP2 distributed", "TP2 DP2 distributed", "EP2", "PP2"])
 def test_muon_resumes_bit_for_bit_at_a_split(forks, tmp_path, split):
     """Matrices that shards cut and ranks gather included."""
-    recipe = SPLITS[split].recipe(with_optimizer("muon"))
-    for (first, second), _ in values(forks.run(SPLITS[split].parallel.world_size, resumed, tmp_path, recipe)):
+    recipe = Split.of(split).recipe(with_optimizer("muon"))
+    for (first, second), _ in values(forks.run(recipe.parallel.world_size, resumed, tmp_path, recipe)):
         assert not [key for key in first if not torch.equal(first[key], second[key])]
 
 
