@@ -12,19 +12,22 @@ from torch import Tensor
 class SwiGLUOAI:
     """Activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)``.
 
-    The gate g is clamped to at most 7, and the value v to [-7, 7]. Calling the instance returns the first factor, ``g
-    sigmoid(1.702 g)``, for given gates. `second` returns the second factor, ``v + 1``, for given values.
+    The gate g is clamped to at most 7, and the value v to [-7, 7]. At these bounds, derivatives are those inside.
+    Calling the instance returns the first factor, ``g sigmoid(1.702 g)``, for given gates. `second` returns the second
+    factor, ``v + 1``, for given values.
     """
 
     alpha, limit = 1.702, 7.0
 
     def __call__(self, gates: Tensor) -> Tensor:
-        gates = gates.clamp(max=self.limit)
+        # Not torch.clamp, whose derivative at the bound is 1 before torch 2.14, and 0 since.
+        gates = torch.where(gates > self.limit, self.limit, gates)
         return gates * (self.alpha * gates).sigmoid()
 
     def second(self, values: Tensor) -> Tensor:
         """Return the factor ``v + 1``, with values v clamped to [-7, 7]."""
-        return values.clamp(-self.limit, self.limit) + 1
+        values = torch.where(values > self.limit, self.limit, values)
+        return torch.where(values < -self.limit, -self.limit, values) + 1
 
     def slopes(self, gates: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the derivatives of the factors ``g sigmoid(1.702 g)`` and ``v + 1``, zero where g or v is clamped."""

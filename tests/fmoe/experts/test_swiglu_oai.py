@@ -120,3 +120,13 @@ def test_experts_by_name():
         outputs.append(experts(torch.ones(5, 4), torch.tensor([2, 3])))
     assert_close(outputs[0], outputs[1], 1e-6, "out")
     assert experts.kind == "FFNExperts(swiglu_oai, gated=True, bias=True)"
+
+
+def test_derivatives_at_the_bounds_are_those_of_the_inside():
+    """Bfloat16 rounds many values to a bound. There, torch.clamp has derivatives that depend on torch's version."""
+    gates = torch.tensor([-8.0, 7.0, 7.5], dtype=torch.float64, requires_grad=True)
+    values = torch.tensor([-7.0, 7.0, 7.5], dtype=torch.float64, requires_grad=True)
+    slopes = SwiGLUOAI().slopes(gates.detach(), values.detach())
+    torch.testing.assert_close(torch.autograd.grad(SwiGLUOAI()(gates).sum(), gates)[0], slopes[0])
+    torch.testing.assert_close(torch.autograd.grad(SwiGLUOAI().second(values).sum(), values)[0], slopes[1])
+    assert slopes[1].tolist() == [1, 1, 0]
