@@ -115,14 +115,18 @@ class LayerMetrics:
     def _buffer(self, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
             if self._sums is None:
-                size = self.num_experts + len(_SCALARS) + len(self.loss_names)
-                self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
+                self._sums = self._zeros(device)
             elif self._sums.device != device:  # the layer has moved
                 self._sums = self._sums.to(device, sum_dtype(device))
         return self._sums
 
+    def _zeros(self, device: torch.device) -> Tensor:
+        size = self.num_experts + len(_SCALARS) + len(self.loss_names)
+        return torch.zeros(size, dtype=sum_dtype(device), device=device)
+
     def _add_pending(self) -> None:
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         if not pending:
             return
         total = pending[0] if len(pending) == 1 else torch.stack(pending).sum(0, dtype=sum_dtype(pending[0].device))
@@ -130,10 +134,7 @@ class LayerMetrics:
 
     def _total(self, device: torch.device | str = "cpu") -> Tensor:
         self._add_pending()
-        if self._sums is not None:
-            return self._sums.clone()
-        size = self.num_experts + len(_SCALARS) + len(self.loss_names)
-        return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
+        return self._zeros(torch.device(device)) if self._sums is None else self._sums.clone()
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the sums so far, [E + 3 + number of losses], in the dtype `fmoe.routing.sum_dtype`.
@@ -153,8 +154,8 @@ class LayerMetrics:
         Synchronizes with the device.
         """
         values = (self.sums() if sums is None else sums).tolist()
-        load, rest = values[: self.num_experts], values[self.num_experts :]
-        dropped, entropy, tokens = rest[: len(_SCALARS)]
+        load = values[: self.num_experts]
+        dropped, entropy, tokens, *losses = values[self.num_experts :]
         kept = sum(load)
         return LayerReport(
             load=[x / kept if kept else 0.0 for x in load],
@@ -162,7 +163,7 @@ class LayerMetrics:
             entropy=entropy / tokens if tokens else 0.0,
             losses={
                 name: total / tokens if tokens else 0.0
-                for name, total in zip(self.loss_names, rest[len(_SCALARS) :], strict=True)
+                for name, total in zip(self.loss_names, losses, strict=True)
                 if name in self.seen
             },
             tokens=int(tokens),
@@ -219,8 +220,9 @@ def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
     """
     reports = {}
     for name, module in model.named_modules():
-        if isinstance(found := getattr(module, "metrics", None), LayerMetrics):
-            reports[name] = found.take() if reset else found.report()
+        layer_metrics = getattr(module, "metrics", None)
+        if isinstance(layer_metrics, LayerMetrics):
+            reports[name] = layer_metrics.take() if reset else layer_metrics.report()
     return reports
 
 

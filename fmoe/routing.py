@@ -42,15 +42,14 @@ class RoutingStats:
     def of_sums(cls, sums: Tensor, loss_names: tuple[str, ...] = ()) -> "RoutingStats":
         """Return statistics whose fields are views of the vector ``sums``."""
         num_experts = sums.shape[0] - 3 - len(loss_names)
-        load_E, scalars = sums[:num_experts], sums[num_experts:]
-        return cls(load_E, scalars[0], scalars[1], scalars[2], sums, loss_names)
+        dropped, entropy, tokens, *_ = sums[num_experts:].unbind()
+        return cls(sums[:num_experts], dropped, entropy, tokens, sums, loss_names)
 
     def to(self, device: torch.device) -> "RoutingStats":
         """Return a copy on another device, with separate fields; ``self`` if it is on ``device`` already."""
         if self.load_E.device == device:
             return self
-        load_E, dropped = self.load_E.to(device), self.dropped.to(device)
-        return RoutingStats(load_E, dropped, self.entropy.to(device), self.tokens.to(device))
+        return RoutingStats(*(x.to(device) for x in (self.load_E, self.dropped, self.entropy, self.tokens)))
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -139,19 +138,19 @@ class RoutingGroups:
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
         """Map [T, ...] in memory order to [G, S, ...] in group order; the last group is padded with ``pad``."""
-        rest = x_TX.shape[1:]
+        shape = x_TX.shape[1:]
         if self.sequence_first:
-            x_TX = x_TX.reshape(self.sequence_length, self.num_sequences, *rest).transpose(0, 1).flatten(0, 1)
+            x_TX = x_TX.reshape(self.sequence_length, self.num_sequences, *shape).transpose(0, 1).flatten(0, 1)
         if self.padding:
-            x_TX = torch.cat([x_TX, x_TX.new_full((self.padding, *rest), pad)])
-        return x_TX.reshape(self.count, self.size, *rest)
+            x_TX = torch.cat([x_TX, x_TX.new_full((self.padding, *shape), pad)])
+        return x_TX.reshape(self.count, self.size, *shape)
 
     def join(self, x_GSX: Tensor) -> Tensor:
         """Map [G, S, ...] in group order to [T, ...] in memory order; the inverse of `split`."""
-        rest = x_GSX.shape[2:]
-        x_TX = x_GSX.reshape(self.count * self.size, *rest)[: self.num_tokens]
+        shape = x_GSX.shape[2:]
+        x_TX = x_GSX.reshape(self.count * self.size, *shape)[: self.num_tokens]
         if self.sequence_first:
-            x_TX = x_TX.reshape(self.num_sequences, self.sequence_length, *rest).transpose(0, 1).flatten(0, 1)
+            x_TX = x_TX.reshape(self.num_sequences, self.sequence_length, *shape).transpose(0, 1).flatten(0, 1)
         return x_TX
 
     def valid(self, device: torch.device) -> Tensor:

@@ -30,7 +30,8 @@ class _DenseExperts(nn.Module):
         for name, value in (("d_model", d_model), ("num_experts", num_experts)):
             if value < 1:
                 raise UserError(f"{name}={value} must be at least 1")
-        self.d_model, self.num_experts = d_model, num_experts
+        self.d_model = d_model
+        self.num_experts = num_experts
         self.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
         self.experts = build_experts(
             expert,
@@ -115,8 +116,10 @@ class SoftMoE(_DenseExperts):
         self._check(x)
         if mask is not None:
             if mask.dtype != torch.bool or mask.shape != x.shape[:-1]:
-                given, wanted = f"{mask.dtype} {tuple(mask.shape)}", f"torch.bool {tuple(x.shape[:-1])}"
-                raise UserError(f"mask is {given}; it must be {wanted}, False for padding")
+                raise UserError(
+                    f"mask is {mask.dtype} {tuple(mask.shape)}; it must be torch.bool {tuple(x.shape[:-1])}, "
+                    "False for padding"
+                )
             x = zero_padding(x, mask)
         x_BSD = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         dtype = torch.promote_types(x.dtype, torch.float32)

@@ -92,7 +92,7 @@ class HierarchicalExchange(AllToAllExchange):
             if ranks != expected:
                 raise UserError(f"exchange_options.groups must have the ranks {expected} for {name}, not {ranks}")
         # A rank sends rows sorted by (i, m, l): to rank i of its node, for expert l of rank i of node m.
-        ids_NIL = torch.arange(num_experts, device="cpu").view(self.num_nodes, node_size, -1)
+        ids_NIL = torch.arange(num_experts, device="cpu", dtype=torch.int64).view(self.num_nodes, node_size, -1)
         self.order_E = ids_NIL.transpose(0, 1).flatten().tolist()
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> list[Tensor]:

@@ -87,10 +87,10 @@ def build_gate(
             f"gate_options={options!r} need a gate class or the name of one, but the gate has type "
             f"{type(gate).__name__}: set its options where you make it"
         )
-    if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
-        raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")
-    if top_k is not None and (own := getattr(gate, "top_k", top_k)) != top_k:
-        raise UserError(f"gate.top_k={own} differs from top_k={top_k}")
+    for name, value in (("num_experts", num_experts), ("top_k", top_k)):
+        value_of_gate = getattr(gate, name, value)
+        if value is not None and value_of_gate != value:
+            raise UserError(f"gate.{name}={value_of_gate} differs from {name}={value}")
     return gate
 
 

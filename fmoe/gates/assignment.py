@@ -86,7 +86,8 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
     # `expert_GS`, and -1 in the result.
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
-    floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)
+    floor_G1 = tokens_G1 // num_experts
+    ceil_G1 = -(-tokens_G1 // num_experts)
     group_G = torch.arange(num_groups, device=expert_GS.device, dtype=torch.int64)
     ones_GS = torch.ones_like(expert_GS)
     loss_GES = torch.empty_like(value_GES)
@@ -118,7 +119,9 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
         if not bool(active_G.any()):
             return torch.where(expert_GS < num_experts, expert_GS, -1)
         # Several tokens move along the chain at once: as many as every link of it has at the same loss.
-        node_G, moves, many_G = end_G, [], torch.full_like(end_G, _NO_MOVE)
+        node_G = end_G
+        moves = []
+        many_G = torch.full_like(end_G, _NO_MOVE)
         for better_GB, from_GB in reversed(steps):
             link_G = active_G & better_GB[group_G, node_G]
             source_G = torch.where(link_G, from_GB[group_G, node_G], node_G)
@@ -128,9 +131,8 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
             many_G = torch.where(link_G, many_G.minimum(equal_GS.sum(1)), many_G)
             moves.append((equal_GS, node_G))
             node_G = source_G
-        start_count_G, end_count_G = count_GE[group_G, node_G], count_GE[group_G, end_G]
-        many_G = many_G.minimum((start_count_G - ceil_G1.squeeze(1)).clamp(min=1))
-        many_G = many_G.minimum((floor_G1.squeeze(1) - end_count_G).clamp(min=1))
+        many_G = many_G.minimum((count_GE[group_G, node_G] - ceil_G1.squeeze(1)).clamp(min=1))
+        many_G = many_G.minimum((floor_G1.squeeze(1) - count_GE[group_G, end_G]).clamp(min=1))
         for equal_GS, node_G in moves:
             chosen_GS = equal_GS & (equal_GS.cumsum(1) <= many_G.unsqueeze(1))
             expert_GS = torch.where(chosen_GS, node_G.unsqueeze(1), expert_GS)

@@ -30,7 +30,8 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
     routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)
     if groups.mask_T is not None and not isinstance(result, Routing):
         routing = Routing(torch.where(groups.mask_T.unsqueeze(-1), routing.expert_TK, -1), routing.weight_TK)
-    expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
+    expert_TK = routing.expert_TK
+    weight_TK = routing.weight_TK
     if expert_TK.shape != weight_TK.shape or expert_TK.dim() != 2 or expert_TK.shape[0] != num_tokens:
         raise UserError(
             f"the gate of {name} returned experts of shape {tuple(expert_TK.shape)} and weights of "
@@ -38,7 +39,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
         )
     # Reading values stalls a GPU, so values on a GPU are read only with `check`.
     if expert_TK.numel() and (check or expert_TK.device.type == "cpu"):
-        low, high = int(expert_TK.min()), int(expert_TK.max())
+        low, high = map(int, expert_TK.aminmax())
         if low < -1 or high >= num_experts:
             raise UserError(
                 f"the gate of {name} returned expert {high if high >= num_experts else low}, "

@@ -87,11 +87,6 @@ class SigmoidRouter(TopKRouter):
         device = self.expert_bias_E.device
         return torch.zeros(self.num_experts, dtype=sum_dtype(device), device=device)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._load_E is None:  # pickled by fmoe before loads kept their memory
-            self._load_E = self._no_loads()
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if "expert_bias_E" in self._buffers:

@@ -47,7 +47,8 @@ class SinkhornRouter(TopKRouter):
         super().__init__(d_model, num_experts, top_k, **options)
         if iterations < 1 or not tolerance >= 0:
             raise UserError(f"iterations={iterations} must be at least 1, and tolerance={tolerance} at least 0")
-        self.iterations, self.tolerance = iterations, tolerance
+        self.iterations = iterations
+        self.tolerance = tolerance
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         logits_TE = scores.logits_TE.detach()
@@ -63,7 +64,8 @@ class SinkhornRouter(TopKRouter):
 
         Only columns (experts) are scaled: scaling a row would not change the order of a token's experts.
         """
-        logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
+        logits_GSE = groups.split(logits_TE)
+        valid_GS = groups.valid(logits_TE.device)
         prices = _prices_op if torch.compiler.is_compiling() else _prices
         return groups.join(logits_GSE - prices(logits_GSE, valid_GS, self.iterations, self.tolerance).unsqueeze(1))
 

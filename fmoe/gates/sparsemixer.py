@@ -46,7 +46,8 @@ class SparseMixerRouter(TopKRouter):
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         logits_TE = scores.logits_TE
         left_TE = logits_TE  # -inf for the experts already chosen
-        experts, weights = [], []
+        experts = []
+        weights = []
         if self.training:
             width = self.num_experts + 1  # for each choice, a number per expert, and one for the quadrature
             noise_TN = groups.uniform(self.top_k * width, "sparsemixer", logits_TE.device).to(logits_TE.dtype)

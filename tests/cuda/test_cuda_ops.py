@@ -269,7 +269,7 @@ def cases():
     yield rows._combine, (moved, plan.inverse_TK, None)
     yield rows.gather, (moved.detach(), torch.arange(num_rows).flip(0), torch.bfloat16)
     yield rows.place, (torch.randint(-1, E, (T, K), generator=torch.Generator().manual_seed(0)), E)
-    yield routing._route, (draw(T, 40), draw(40, requires_grad=False), None, K, True, False, True, 2.5, 4, 2, 2, True)
+    yield routing._route, (draw(T, 40), draw(40, requires_grad=False), None, K, True, False, True, 2.5, 4, 2, 2)
     yield rows.drop_over_capacity, (torch.randint(-1, E, (T, K)), None, E, 8, 1, T, 0.5)
 
 

@@ -82,7 +82,7 @@ def test_evaluation(on):
     x = torch.randn(48, D, generator=torch.Generator().manual_seed(0))
     routing, _ = by_kernel(gate, x, GROUPS["ragged"]())
     assert on.names() == {"route", "queue", "drop_over_capacity"}
-    expected = copy.deepcopy(gate).double()(x.double(), GROUPS["ragged"]())
+    expected = gate.double()(x.double(), GROUPS["ragged"]())
     assert not routing.losses and not routing.stats.loss_names
     assert torch.equal(routing.expert_TK, expected.expert_TK)
     assert torch.equal(routing.stats.load_E, expected.stats.load_E)
@@ -211,13 +211,6 @@ def test_factors_of_losses_that_change_are_not_kept_without_end(on):
     for scale in range(3, 22):
         step(one, x, float(scale))
     assert len(one.aux._factors) == 16 and next(iter(one.aux._factors.values())) is kept
-
-
-def test_a_loss_of_a_wrapper_without_a_weight(on):
-    one, _ = layers()
-    one.gate.register_forward_hook(lambda gate, given, found: dataclasses.replace(found, losses={"mine": found.stats}))
-    with pytest.raises(fmoe.UserError, match=r"loss_weights .*'mine'"):
-        one(torch.randn(2, 4, D))
 
 
 def test_frozen_parts(on):

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -57,19 +58,15 @@ def test_every_tensor_names_its_dtype_and_device(package):
     assert not found
 
 
-def test_the_rule_finds_what_it_is_for():
-    assert list(unnamed("torch.zeros(3)")) == [(1, ["device", "dtype"])]
-    assert list(unnamed("torch.ones(3, device=d)\nself.register_buffer('a', torch.ones(2))")) == [
-        (1, ["dtype"]),
-        (2, ["dtype"]),
-    ]
-    assert not list(unnamed("nn.Parameter(torch.empty(3))\ntorch.ones(3, dtype=d, device=d)\nx.new_zeros(3)"))
-
-
 @contextlib.contextmanager
-def default(dtype):
+def default(dtype_or_device):
+    """Set torch's default dtype, or device."""
+    if isinstance(dtype_or_device, str):
+        with torch.device(dtype_or_device):
+            yield
+        return
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype_or_device)
     try:
         yield
     finally:
@@ -88,17 +85,6 @@ def inputs(dtype):
     return x.requires_grad_(), torch.arange(24).view(2, 12), torch.arange(24).view(2, 12) % 12 < 11
 
 
-def one_pass(layer, x, ids, mask):
-    """All that a pass of training gives, and one of evaluation."""
-    fmoe.random.set_position(0, 3)
-    y = layer(x, mask, token_ids=ids)
-    y.square().sum().backward()
-    seen = {"y": y, "x.grad": x.grad, "sums": layer.metrics.sums()}
-    seen |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    fmoe.end_step(layer)
-    return seen | {f"state {k}": v for k, v in layer.state_dict().items()} | {"eval": layer.eval()(x, token_ids=ids)}
-
-
 class Block(nn.Linear):
     """A user's expert."""
 
@@ -106,7 +92,7 @@ class Block(nn.Linear):
         super().__init__(d_model, d_model)
 
 
-CASES = [
+LAYERS = [
     *[(gate, "ffn", {}) for gate in GATES],
     ("sigmoid", "swiglu", {"shared_expert": 8, "shared_gate": True, "granularity": 2}),
     ("gshard", Block, {"gate_options": {"capacity_factor": 0.5}}),
@@ -116,38 +102,133 @@ CASES = [
 ]
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {getattr(case[1], '__name__', case[1])}")
-def test_a_float32_layer_computes_the_same_under_every_default(case, dtype):
-    gate, expert, options = case
+FASTMOE = [NaiveGate, NoisyGate, GShardGate, SwitchGate, SwipeGate, ZeroGate, gen_faster_gate(0)]
+DENSE = {"soft": fmoe.SoftMoE, "mmoe": lambda d, e: fmoe.MMoE(d, e, 2)}
+
+
+def with_gradients(layer, x, **results):
+    return results | {"x": x.grad} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def layer_pass(gate, expert, options):
+    """All that a pass of training gives, and one of evaluation."""
     layer = build(gate, expert, **options)
-    other = copy.deepcopy(layer)
-    expected = one_pass(layer, *inputs(torch.float32))
-    with default(dtype):
-        found = one_pass(other, *inputs(torch.float32))
+    x, ids, mask = inputs(torch.float32)
+
+    def run():
+        fmoe.random.set_position(0, 3)
+        y = layer(x, mask, token_ids=ids)
+        y.square().sum().backward()
+        results = with_gradients(layer, x, y=y, sums=layer.metrics.sums())
+        fmoe.end_step(layer)
+        state = {f"state {key}": value for key, value in layer.state_dict().items()}
+        return results | state | {"eval": layer.eval()(x, token_ids=ids)}
+
+    return run
+
+
+def fastmoe_layer(gate):
+    return fmoe.FMoE(num_expert=4, d_model=WIDTH, world_size=1, gate=gate, top_k=2, expert=[Block] * 4)
+
+
+def fastmoe_pass(gate):
+    torch.manual_seed(0)
+    layer = fastmoe_layer(gate)
+    x = inputs(torch.float32)[0]
+
+    def run():
+        torch.manual_seed(1)
+        y = layer(x)
+        loss = layer.gate.get_loss()
+        (y.square().sum() + (0 if loss is None else loss.sum())).backward()
+        return with_gradients(layer, x, y=y)
+
+    return run
+
+
+def dense_pass(make):
+    torch.manual_seed(0)
+    layer = make(WIDTH, EXPERTS)
+    return lambda: {"y": torch.cat([*layer(inputs(torch.float32)[0])])}
+
+
+def optimizer_steps(make):
+    layer = build("naive")
+    x, ids, _ = inputs(torch.float32)
+
+    def run():
+        optimizer = make(layer.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(x, token_ids=ids).square().sum().backward()
+            optimizer.step()
+            again = make(layer.parameters(), lr=1e-2)
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        return dict(layer.named_parameters())
+
+    return run
+
+
+def steps_of_8_bits():
+    pytest.importorskip("torchao")
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float32)) for size in (8192, 5)]
+
+    def run():
+        optimizer = AdamW8bit(weights, lr=1e-2)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+            optimizer.step()
+        moment = optimizer.state[weights[0]]["exp_avg"].dequantize()
+        again = optimizer.moment_of(weights[0], "exp_avg", moment).dequantize()
+        return {"large": weights[0], "small": weights[1], "moment": moment, "again": again}
+
+    return run
+
+
+# Functions that make what is then computed under a default.
+COMPUTATIONS = {
+    f"layer {layer[0]} {getattr(layer[1], '__name__', layer[1])} {number}": functools.partial(layer_pass, *layer)
+    for number, layer in enumerate(LAYERS)
+}
+COMPUTATIONS |= {f"fastmoe {gate.__name__}": functools.partial(fastmoe_pass, gate) for gate in FASTMOE}
+COMPUTATIONS |= {name: functools.partial(dense_pass, make) for name, make in DENSE.items()}
+COMPUTATIONS |= {make.__name__: functools.partial(optimizer_steps, make) for make in (Lamb, Lars, Muon, Adafactor)}
+COMPUTATIONS["AdamW8bit"] = steps_of_8_bits
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("under", [*DTYPES, "meta"], ids=str)
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_a_float32_module_computes_the_same_under_every_default(name, under):
+    if under == "meta" and not name.startswith("layer"):
+        under = torch.float64
+    results = []
+    for chosen in (torch.float32, under):
+        run = COMPUTATIONS[name]()
+        with default(chosen):
+            results.append(run())
+    expected, found = results
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {getattr(case[1], '__name__', case[1])}")
-def test_a_layer_computes_the_same_under_every_default_device(case):
-    gate, expert, options = case
-    layer = build(gate, expert, **options)
-    other = copy.deepcopy(layer)
-    expected, given = one_pass(layer, *inputs(torch.float32)), inputs(torch.float32)
-    with torch.device("meta"):
-        found = one_pass(other, *given)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [*DENSE.values(), *FASTMOE], ids=[*DENSE, *(gate.__name__ for gate in FASTMOE)])
+def test_other_layers_are_built_under_a_default(make, dtype):
+    with default(dtype):
+        layer = fastmoe_layer(make) if make in FASTMOE else make(WIDTH, EXPERTS)
+        assert {p.dtype for p in layer.parameters()} == {dtype}
+        torch.cat([*layer(inputs(dtype)[0])]).sum().backward()
 
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {getattr(case[1], '__name__', case[1])}")
-def test_a_layer_built_under_a_default_trains_and_saves(case, dtype):
-    gate, expert, options = case
+@pytest.mark.parametrize(("gate", "expert", "options"), LAYERS)
+def test_a_layer_built_under_a_default_trains_and_saves(gate, expert, options, dtype):
     with default(dtype):
         layer = build(gate, expert, **options)
         assert {p.dtype for p in layer.parameters()} == {nn.Linear(1, 1).weight.dtype} == {dtype}
@@ -173,43 +254,6 @@ def test_a_layer_built_under_a_default_trains_and_saves(case, dtype):
         assert layer.eval()(x, token_ids=ids).dtype == dtype
 
 
-FASTMOE = [NaiveGate, NoisyGate, GShardGate, SwitchGate, SwipeGate, ZeroGate, gen_faster_gate(0)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gate", FASTMOE, ids=lambda gate: gate.__name__)
-def test_fastmoe_gates_compute_the_same_under_every_default(gate, dtype):
-    torch.manual_seed(0)
-    layer = fmoe.FMoE(num_expert=4, d_model=WIDTH, world_size=1, gate=gate, top_k=2, expert=[Block] * 4)
-    results = []
-    for under in (torch.float32, dtype):
-        x = inputs(torch.float32)[0]
-        layer.zero_grad()
-        with default(under):
-            torch.manual_seed(1)
-            y = layer(x)
-            loss = layer.gate.get_loss()
-            (y.square().sum() + (0 if loss is None else loss.sum())).backward()
-        results.append([y, x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*results, strict=True))
-    with default(dtype):
-        made = fmoe.FMoE(num_expert=4, d_model=WIDTH, world_size=1, gate=gate, top_k=2, expert=[Block] * 4)
-        made(inputs(dtype)[0]).sum().backward()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [fmoe.SoftMoE, lambda d, e: fmoe.MMoE(d, e, 2)], ids=["soft", "mmoe"])
-def test_other_layers_compute_the_same_under_every_default(make, dtype):
-    torch.manual_seed(0)
-    layer, x = make(WIDTH, EXPERTS), inputs(torch.float32)[0]
-    expected = torch.cat([*layer(x)])
-    with default(dtype):
-        assert torch.equal(torch.cat([*layer(x)]), expected)
-        made = make(WIDTH, EXPERTS)
-        assert {p.dtype for p in made.parameters()} == {dtype}
-        torch.cat([*made(x.to(dtype))]).sum().backward()
-
-
 def moved(layer):
     """Steps of the bias by 1e-3 that add up to."""
     for _ in range(1000):
@@ -220,94 +264,37 @@ def moved(layer):
     return layer.gate.expert_bias_E.tolist()
 
 
-def built_under(dtype):
-    with default(dtype):
-        return build("sigmoid")
+def built(dtype, device="cpu", change=lambda layer: layer):
+    """A layer that was made under defaults of dtype and device, and changed."""
+    with default(dtype), torch.device(device):
+        layer = change(build("sigmoid"))
+    return layer.to_empty(device="cpu").reset_parameters() or layer if device == "meta" else layer
 
 
-def through_meta(change):
-    def made(dtype):
-        with torch.device("meta"):
-            layer = change(build("sigmoid"), dtype)
-        layer.to_empty(device="cpu").reset_parameters()
-        return layer
-
-    return made
-
-
-def built_on_meta(dtype):
-    with default(dtype), torch.device("meta"):
-        layer = build("sigmoid")
-    layer.to_empty(device="cpu").reset_parameters()
-    return layer
-
-
-def assigned(dtype):
-    layer = build("sigmoid")
+def assigned(layer, dtype):
     layer.load_state_dict({name: value.to(dtype) for name, value in layer.state_dict().items()}, assign=True)
     return layer
 
 
+WAYS = {
+    "default": built,
+    "default, meta": lambda dtype: built(dtype, "meta"),
+    "to": lambda dtype: build("sigmoid").to(dtype),
+    "type": lambda dtype: build("sigmoid").type(dtype),
+    "to, outside": lambda dtype: nn.Sequential(build("sigmoid")).to(dtype)[0],
+    "copy": lambda dtype: copy.deepcopy(build("sigmoid").to(dtype)),
+    "half": lambda dtype: build("sigmoid").half().bfloat16().to(dtype),
+    "meta": lambda dtype: built(torch.float32, "meta", lambda layer: layer.to(dtype)),
+    "assign": lambda dtype: assigned(build("sigmoid"), dtype),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "make",
-    [
-        built_under,
-        built_on_meta,
-        lambda dtype: build("sigmoid").to(dtype),
-        lambda dtype: build("sigmoid").type(dtype),
-        lambda dtype: nn.Sequential(build("sigmoid")).to(dtype)[0],
-        lambda dtype: copy.deepcopy(build("sigmoid").to(dtype)),
-        lambda dtype: build("sigmoid").half().bfloat16().to(dtype),
-        through_meta(lambda layer, dtype: layer.to(dtype)),
-        assigned,
-    ],
-    ids=["default", "default, meta", "to", "type", "to, outside", "copy", "half", "meta", "assign"],
-)
-def test_the_bias_keeps_its_precision(make, dtype):
-    layer = make(dtype)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bias_keeps_its_precision(way, dtype):
+    layer = WAYS[way](dtype)
     assert layer.gate.weight.dtype == dtype and layer.gate.expert_bias_E.dtype == torch.float32
     assert moved(layer) == pytest.approx([-1.0, 1.0, 1.0, 1.0], abs=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [Lamb, Lars, Muon, Adafactor], ids=lambda make: make.__name__)
-def test_optimizers_step_the_same_under_every_default(make, dtype):
-    results = []
-    for under in (torch.float32, dtype):
-        layer, (x, ids, _) = build("naive"), inputs(torch.float32)
-        with default(under):
-            optimizer = make(layer.parameters(), lr=1e-2)
-            for _ in range(3):
-                optimizer.zero_grad()
-                layer(x, token_ids=ids).square().sum().backward()
-                optimizer.step()
-                again = make(layer.parameters(), lr=1e-2)
-                again.load_state_dict(optimizer.state_dict())
-                optimizer = again
-        results.append([p.detach() for p in layer.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_8_bit_moments_are_the_same_under_every_default(dtype):
-    pytest.importorskip("torchao")
-    results = []
-    for under in (torch.float32, dtype):
-        generator = torch.Generator().manual_seed(0)
-        weights = [nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float32)) for size in (8192, 5)]
-        with default(under):
-            optimizer = AdamW8bit(weights, lr=1e-2)
-            for _ in range(3):
-                for weight in weights:
-                    weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-                optimizer.step()
-            moment = optimizer.state[weights[0]]["exp_avg"].dequantize()
-            again = optimizer.moment_of(weights[0], "exp_avg", moment).dequantize()
-        results.append([*weights, moment, again])
-    for found, expected in zip(*results, strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
 
 
 def test_the_faster_gate_knows_its_node_after_meta(monkeypatch):

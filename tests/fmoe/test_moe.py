@@ -9,6 +9,7 @@ from torch import nn
 import fmoe
 from fmoe import random
 from fmoe.gates import GATES
+from fmoe.parallel import is_expert
 
 OPTIONS = {"d_model": 16, "num_experts": 4, "d_hidden": 24, "top_k": 2, "seed": 3}
 
@@ -145,14 +146,19 @@ def test_values_of_padding_change_nothing(cls, gate):
     "expert", ["ffn", lambda width: nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, width))]
 )
 def test_reset_parameters_draws_what_the_constructor_drew(expert):
-    layer = fmoe.MoE.build(d_model=8, num_experts=4, d_hidden=8, expert=expert, shared_expert=8, gate="switch", seed=3)
-    drawn = copy.deepcopy(layer.state_dict())
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(7)
-    layer.reset_parameters()
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, drawn[name]), name
+    """Also of a layer from the meta device, whose experts keep their mark."""
+    options = {**OPTIONS, "expert": expert, "shared_expert": 8, "shared_gate": True, "gate": "switch"}
+    drawn = fmoe.MoE.build(**options).state_dict()
+    with torch.device("meta"):
+        empty = fmoe.MoE.build(**options).to_empty(device="cpu")
+    for layer in (fmoe.MoE.build(**options), empty):
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.fill_(torch.nan)
+        layer.reset_parameters()
+        assert layer.state_dict().keys() == drawn.keys()
+        assert all(torch.equal(value, drawn[name]) for name, value in layer.state_dict().items())
+        assert all(is_expert(parameter) for parameter in layer.experts.parameters())
 
 
 class HasBaseLayer(fmoe.gates.NaiveRouter):

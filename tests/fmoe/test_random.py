@@ -233,24 +233,6 @@ def test_noise_belongs_to_the_group_not_to_the_batch():
     assert not torch.equal(other, whole)
 
 
-def test_split_and_join_are_inverse_in_every_layout():
-    for sequence_first in (False, True):
-        for size in (None, 4, 5, 24, 7, 100):
-            groups = RoutingGroups(3, 8, size=size, sequence_first=sequence_first)
-            x = torch.arange(48.0).view(24, 2)
-            split = groups.split(x, pad=-1)
-            assert split.shape == (groups.count, groups.size, 2)
-            assert torch.equal(groups.join(split), x)
-            assert sum(groups.sizes()) == 24
-            assert int(groups.valid(x.device).sum()) == 24
-
-
-def test_sequence_first_groups_are_sequences():
-    groups = RoutingGroups(2, 3, sequence_first=True)
-    tokens = torch.arange(6)  # memory order [s, b]: 0 and 1 are the first tokens of the two sequences
-    assert groups.split(tokens).tolist() == [[0, 2, 4], [1, 3, 5]]
-
-
 def test_keyed_leaves_the_generator_alone_and_repeats():
     torch.manual_seed(0)
     state = torch.get_rng_state()

@@ -84,10 +84,10 @@ def route(
     """
     assert not rule.is_sigmoid
     mask_T = None if mask_T is None else mask_T.contiguous()
-    flags = (rule.by_logits, rule.normalize, rule.scale, rule.groups, rule.kept_groups, rule.best_of)
-    shape = (tiles.group_size, tiles.sequences, tiles.sequence_length)
+    rule_options = (rule.by_logits, rule.normalize, rule.scale, rule.groups, rule.kept_groups, rule.best_of)
+    tile_options = (tiles.group_size, tiles.sequences, tiles.sequence_length)
     noise = (0.0, 0, 0) if jitter is None else (jitter.half_width, jitter.key, jitter.first_group)
-    options = (top_k, *flags, *shape, float(factor or 0.0), *noise)
+    options = (top_k, *rule_options, *tile_options, float(factor or 0.0), *noise)
     return Result(*_Route.apply(x_TD.contiguous(), weight_ED.contiguous(), mask_T, options))
 
 
@@ -113,13 +113,17 @@ def _router(
 ) -> List[Tensor]:  # noqa: UP006
     """Return the routing, and tensors for the backward pass; absent tensors are empty."""
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
-    jittered, logits = x.new_empty(0), _product32(x, weight.t())
+    jittered = x.new_empty(0)
+    logits = _product32(x, weight.t())
     if half_width:
         jittered, change = calls.jitter_and_change(x, key, first_group, half_width, tiles)
         # Rounding the change ``x * (noise - 1)`` loses 2^-9 of it; rounding ``x * noise`` would lose 2^-9 of x.
         logits = _product32(change, weight.t(), logits)
     expert, weights, logsumexp, counted = calls.route_counted(
-        *(logits, mask, top_k, tiles),
+        logits,
+        mask,
+        top_k,
+        tiles,
         by_choice=factor > 0,
         by_logits=by_logits,
         normalize=normalize,
@@ -128,30 +132,41 @@ def _router(
         kept_groups=kept_groups,
         best_of=best_of,
     )
-    kept, tile_count = expert.new_empty(0), expert.new_empty(0, dtype=torch.int32)
     queued = calls.queue(counted, top_k, factor)
+    kept = expert.new_empty(0)
+    tile_count = expert.new_empty(0, dtype=torch.int32)
     if factor:
         kept, tile_count = calls.drop_over_capacity(expert, counted, queued)
     sums = queued.sums
     assert sums is not None
-    losses = (sums.balance, sums.z, sums.stats)
-    return [expert, kept, weights, *losses, tile_count, logits, logsumexp, sums.fraction_GE, jittered]
+    inner = (logits, logsumexp, sums.fraction_GE, jittered)
+    return [expert, kept, weights, sums.balance, sums.z, sums.stats, tile_count, *inner]
 
 
 @_router.register_fake
 def _(x, weight, mask, top_k, *flags_and_sizes):
     *_, group_size, _, _, factor, half_width, _, _ = flags_and_sizes
-    tokens, experts, new = x.shape[0], weight.shape[0], x.new_empty
-    floats, integers = {"dtype": torch.float32}, {"dtype": torch.int32}
-    expert = new(tokens, top_k, dtype=torch.int64)
-    kept, counts = new(0, dtype=torch.int64), new(0, **integers)
-    if factor:
-        kept, counts = torch.empty_like(expert), new(*calls.tile_count_shape(tokens * top_k, experts), **integers)
-    losses = (new((), **floats), new((), **floats), new(experts + 5, **floats))
+    tokens = x.shape[0]
+    experts = weight.shape[0]
     groups = max(1, -(-tokens // group_size))
-    inner = (new(tokens, experts, **floats), new(tokens, **floats), new(groups, experts, **floats))
-    jittered = torch.empty_like(x) if half_width else new(0)
-    return [expert, kept, new(tokens, top_k, **floats), *losses, counts, *inner, jittered]
+    counts_shape = calls.tile_count_shape(tokens * top_k, experts) if factor else (0,)
+
+    def floats(*shape: int) -> Tensor:
+        return x.new_empty(shape, dtype=torch.float32)
+
+    return [
+        x.new_empty(tokens, top_k, dtype=torch.int64),
+        x.new_empty((tokens, top_k) if factor else 0, dtype=torch.int64),
+        floats(tokens, top_k),
+        floats(),
+        floats(),
+        floats(experts + 5),
+        x.new_empty(counts_shape, dtype=torch.int32),
+        floats(tokens, experts),
+        floats(tokens),
+        floats(groups, experts),
+        torch.empty_like(x) if half_width else x.new_empty(0),
+    ]
 
 
 @torch.library.custom_op("fmoe_cuda::router_backward", mutates_args=())
@@ -185,13 +200,20 @@ def _router_backward(
     # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.
     is_rounded = x.dtype == weight.dtype == torch.bfloat16
     d_logits = calls.route_backward(
-        *(logits, expert, logsumexp, d_weights, None, None, losses),
+        logits,
+        expert,
+        logsumexp,
+        d_weights,
+        None,
+        None,
+        losses,
         is_sigmoid=False,
         normalize=normalize,
         scale=scale,
         dtype=torch.bfloat16 if is_rounded else None,
     )
-    d_x, d_weight = x.new_empty(0), weight.new_empty(0)
+    d_x = x.new_empty(0)
+    d_weight = weight.new_empty(0)
     if needs[0]:
         factors = (d_logits, weight) if is_rounded else (d_logits, weight.float())
         if half_width:
@@ -207,8 +229,8 @@ def _router_backward(
 
 
 @_router_backward.register_fake
-def _(d_weights, d_balance, d_z, d_tokens, x, weight, *rest):
-    needs = rest[-1]
+def _(d_weights, d_balance, d_z, d_tokens, x, weight, *others):
+    needs = others[-1]
     return tuple(
         torch.empty_like(t) if needed else t.new_empty(0) for t, needed in zip((x, weight), needs, strict=True)
     )
@@ -235,15 +257,16 @@ class _Route(torch.autograd.Function):
         if d_weights is None and d_balance is None and d_z is None:
             return d_tokens, None, None, None
         needs = list(ctx.needs_input_grad[:2])
-        given = (d_weights, d_balance, d_z, d_tokens, *ctx.saved_tensors)
-        found = _router_backward(*given, *ctx.options, needs)
-        return *(d if needed else None for d, needed in zip(found, needs, strict=True)), None, None
+        gradients = (d_weights, d_balance, d_z, d_tokens)
+        d_x, d_weight = _router_backward(*gradients, *ctx.saved_tensors, *ctx.options, needs)
+        return d_x if needs[0] else None, d_weight if needs[1] else None, None, None
 
 
 def _product32(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
     """Return ``a @ b + addend`` in float32; products of 16-bit factors are exact."""
     if not a.is_cuda or a.dtype != b.dtype or a.dtype == torch.float32:
-        a, b = a.float(), b.float()
+        a = a.float()
+        b = b.float()
         return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
     if addend is None:
         return torch.mm(a, b, out_dtype=torch.float32)

@@ -70,11 +70,8 @@ def route(
     bias_E = None if bias_E is None else bias_E.float().contiguous()
     mask_T = None if mask_T is None else mask_T.contiguous()
     flags = (rule.is_sigmoid, rule.by_logits, rule.normalize, rule.scale)
-    expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T = _route(
-        *(logits_TE.contiguous(), bias_E, mask_T, top_k, *flags, rule.groups, rule.kept_groups, rule.best_of),
-        True,
-    )
-    return Routed(expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T)
+    groups = (rule.groups, rule.kept_groups, rule.best_of)
+    return Routed(*_route(logits_TE.contiguous(), bias_E, mask_T, top_k, *flags, *groups))
 
 
 @torch.library.custom_op("fmoe_cuda::route", mutates_args=())
@@ -90,10 +87,12 @@ def _route(
     groups: int,
     kept_groups: int,
     best_of: int,
-    with_scores: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
     expert, weight, score, logsumexp, entropy = calls.route(
-        *(logits, bias, mask, top_k),
+        logits,
+        bias,
+        mask,
+        top_k,
         is_sigmoid=is_sigmoid,
         by_logits=by_logits,
         normalize=normalize,
@@ -101,15 +100,16 @@ def _route(
         groups=groups,
         kept_groups=kept_groups,
         best_of=best_of,
-        with_scores=with_scores,
     )
-    return expert, weight, logits.new_empty(0) if score is None else score, logsumexp, entropy
+    assert score is not None
+    return expert, weight, score, logsumexp, entropy
 
 
 @_route.register_fake
-def _(logits, bias, mask, top_k, is_sigmoid, by_logits, normalize, scale, groups, kept_groups, best_of, with_scores):
-    tokens, new = logits.shape[0], logits.new_empty
-    score = torch.empty_like(logits, dtype=torch.float32) if with_scores else new(0)
+def _(logits, bias, mask, top_k, *rule):
+    tokens = logits.shape[0]
+    new = logits.new_empty
+    score = torch.empty_like(logits, dtype=torch.float32)
     return new(tokens, top_k, dtype=torch.int64), new(tokens, top_k), score, new(tokens), new(tokens)
 
 
@@ -125,8 +125,17 @@ def _route_backward(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    given = (logits, expert, logsumexp, d_weight, d_score, d_logsumexp)
-    return calls.route_backward(*given, is_sigmoid=is_sigmoid, normalize=normalize, scale=scale)
+    return calls.route_backward(
+        logits,
+        expert,
+        logsumexp,
+        d_weight,
+        d_score,
+        d_logsumexp,
+        is_sigmoid=is_sigmoid,
+        normalize=normalize,
+        scale=scale,
+    )
 
 
 @_route_backward.register_fake
@@ -135,21 +144,20 @@ def _(logits, expert, logsumexp, d_weight, d_score, d_logsumexp, is_sigmoid, nor
 
 
 def _keep(ctx, inputs, output):
-    logits, _, _, _, is_sigmoid, _, normalize, scale, *_, with_scores = inputs
+    logits, _, _, _, is_sigmoid, _, normalize, scale, *_ = inputs
     expert, _, _, logsumexp, entropy = output
     ctx.save_for_backward(logits, expert, logsumexp)
-    ctx.rule, ctx.with_scores = (is_sigmoid, normalize, scale), with_scores
+    ctx.rule = (is_sigmoid, normalize, scale)
     ctx.mark_non_differentiable(expert, entropy)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, _expert, d_weight, d_score, d_logsumexp, _entropy):
-    nothing = (None,) * 11
-    if d_weight is None and d_score is None and d_logsumexp is None:
-        return None, *nothing
-    d_score = d_score if ctx.with_scores else None
     gradients = [None if d is None else d.contiguous() for d in (d_weight, d_score, d_logsumexp)]
-    return _route_backward(*ctx.saved_tensors, *gradients, *ctx.rule), *nothing
+    d_logits = None
+    if any(d is not None for d in gradients):
+        d_logits = _route_backward(*ctx.saved_tensors, *gradients, *ctx.rule)
+    return d_logits, *(None,) * 10
 
 
 _route.register_autograd(_backward, setup_context=_keep)

@@ -158,10 +158,9 @@ def test_replays_of_a_graph_count(way):
     assert layer.gate.expert_bias_E.abs().max() > 0
 
 
-def test_gates_pickled_by_earlier_versions():
-    for gate, old, new in ((build("sigmoid").gate, {"_load_E": None}, "_load_E"), (GShardGate(8, 4, 1), {}, "_losses")):
-        state = gate.__getstate__() if new == "_losses" else dict(gate.__dict__)
-        del state[new]
-        loaded = type(gate).__new__(type(gate))
-        loaded.__setstate__(state | (old or {"loss": None}))
-        assert len(getattr(loaded, new)) == (0 if new == "_losses" else EXPERTS)
+def test_a_gate_of_fastmoe_pickled_by_an_earlier_version():
+    state = GShardGate(8, 4, 1).__getstate__()
+    del state["_losses"]
+    loaded = GShardGate.__new__(GShardGate)
+    loaded.__setstate__(state | {"loss": None})
+    assert not loaded._losses
