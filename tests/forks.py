@@ -82,7 +82,9 @@ class ForkServer:
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        self._folder, self._calls, self._sent = folder, 0, 0
+        self._folder = folder
+        self._calls = 0
+        self._sent = 0
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` in ``size`` processes with a gloo group between them; one result a rank.
@@ -111,7 +113,8 @@ class ForkServer:
         """
         path = self._next_path()
         path.mkdir()
-        variables, store = dict(environment or {}), None
+        variables = dict(environment or {})
+        store = None
         if size > 1:
             from torch.distributed import TCPStore
 
@@ -134,7 +137,8 @@ class ForkServer:
     def _call(self, size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | None]]:
         self._sent += 1
         self._pipe.send((self._sent, size, target, args))
-        number, end = 0, time.monotonic() + 2 * TIMEOUT
+        number = 0
+        end = time.monotonic() + 2 * TIMEOUT
         while number != self._sent:  # others are of calls that a timeout of their test interrupted
             if not self._pipe.poll(max(0.0, end - time.monotonic())):
                 raise TimeoutError("the fork server did not answer")
@@ -184,7 +188,8 @@ def _serve(pipe) -> None:
 
 def _fork(size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | None]] | None:
     """(exit code, what it returned) of every rank; None after a timeout, with all of them killed."""
-    pids, pipes = [], []
+    pids = []
+    pipes = []
     ended, end = os.pipe()  # `end` stays open until all ranks have ended
     for rank in range(size):
         read, write = os.pipe()

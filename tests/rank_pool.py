@@ -47,7 +47,9 @@ class RankPool:
 
     def __init__(self, size: int, folder: Path):
         context = warm_context()
-        self._pipes, self._processes, self._sent = [], [], 0
+        self._pipes = []
+        self._processes = []
+        self._sent = 0
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, size, folder / "rendezvous", theirs), daemon=True)
@@ -123,13 +125,15 @@ def share_gloo_device() -> None:
     """Give all gloo groups of this process one device: each has a thread that polls a hundred times a second."""
     from torch.distributed import ProcessGroupGloo as Gloo
 
-    init, devices = Gloo.__init__, []
+    init = Gloo.__init__
+    devices = []
 
     def with_device(self, store, rank, size, timeout, **later):
         if not devices:
             devices.append(Gloo.create_default_device())
         options = Gloo._Options()
-        options._devices, options._timeout = devices, timeout
+        options._devices = devices
+        options._timeout = timeout
         for name, value in later.items():  # enable_reconfigure, since torch 2.14
             setattr(options, name, value)
         init(self, store, rank, size, options)
@@ -141,7 +145,8 @@ def _counted_meshes() -> list[None]:
     """Return a list that grows with every DeviceMesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    made, init = [], DeviceMesh.__init__
+    made = []
+    init = DeviceMesh.__init__
 
     def counted(self, *args, **options):
         made.append(None)

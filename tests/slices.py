@@ -40,7 +40,9 @@ def cover(cases: Sequence[tuple], strength: int) -> list[int]:
     least, then the first one.
     """
     parts = [set(itertools.combinations(case, min(strength, len(case)))) for case in cases]
-    missing, used, chosen = set().union(*parts), collections.Counter(), []
+    missing = set().union(*parts)
+    used = collections.Counter()
+    chosen = []
     while missing:
         best = max(range(len(cases)), key=lambda i: (len(parts[i] & missing), -sum(used[v] for v in cases[i]), -i))
         missing -= parts[best]

@@ -12,7 +12,8 @@ class Item:
     """Stand-in for a test, with the attributes that `thin` reads."""
 
     def __init__(self, nodeid, params, **marks):
-        self.nodeid, self.is_slow = nodeid, False
+        self.nodeid = nodeid
+        self.is_slow = False
         self.callspec = SimpleNamespace(id=nodeid.partition("[")[2][:-1], params=params)
         self.marks = {name: getattr(pytest.mark, name)(*args).mark for name, args in marks.items()}
 

@@ -41,10 +41,13 @@ def causal_attention(
             causal. With None, each query sees all keys up to its own position. ``window`` applies in both cases.
         dropout: dropout rate of the attention probabilities.
     """
-    queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
+    queries = query_BHSd.shape[2]
+    keys = key_BGKd.shape[2]
     if window is not None and queries < keys:  # with a key cache: drop keys before the first query's window
         first = max(0, keys - queries - window + 1)
-        key_BGKd, value_BGKv, keys = key_BGKd[:, :, first:], value_BGKv[:, :, first:], keys - first
+        key_BGKd = key_BGKd[:, :, first:]
+        value_BGKv = value_BGKv[:, :, first:]
+        keys = keys - first
         seen = None if seen is None else seen[..., first:]
     options: dict[str, Any] = {"scale": scale, "sinks_H": sinks_H, "dropout": dropout}
     if window is None or keys <= window or queries == 1:
@@ -73,17 +76,20 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
     """Compute sliding-window attention in blocks of ``window`` queries. Needs as many keys as queries."""
     # A block of queries sees keys of its own block and of the previous one.
-    keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would have gradients of full size
+    keys = key.split(window, dim=2)  # slices would have gradients of full size
+    values = value.split(window, dim=2)
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []
     for index, block in enumerate(query.split(window, dim=2)):
-        begin, count = index * window, block.shape[2]
+        begin = index * window
+        count = block.shape[2]
         first = max(0, begin - window)
         mask = None if index == 0 else near[:count, : window + count]
         if seen is not None:
             part = seen[..., begin : begin + count, first : begin + count]
             mask = part if mask is None else mask & part
-        own, before = slice(index, index + 1), slice(max(0, index - 1), index)
+        own = slice(index, index + 1)
+        before = slice(max(0, index - 1), index)
         block_keys, block_values = (torch.cat([*x[before], *x[own]], dim=2) for x in (keys, values))
         outputs.append(_attend(block, block_keys, block_values, mask, **options))
     return torch.cat(outputs, dim=2)

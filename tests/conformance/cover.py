@@ -77,7 +77,8 @@ def generate(factors: Factors = FACTORS, possible: Callable[[Case], bool] = is_p
     """
     names = list(factors)
     missing = possible_pairs(factors, possible)
-    cases, uses = [], collections.Counter()
+    cases = []
+    uses = collections.Counter()
     while missing:
         first = min(missing, key=lambda pair: (names.index(pair[0][0]), names.index(pair[1][0]), str(pair)))
         case: Case = dict(first)

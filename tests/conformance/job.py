@@ -17,7 +17,8 @@ class Expert(torch.nn.Module):
     def __init__(self, d_model, fault):
         super().__init__()
         self.map = torch.nn.Linear(d_model, d_model)
-        self.fault, self.calls = fault, 0
+        self.fault = fault
+        self.calls = 0
 
     def forward(self, x):
         self.calls += 1

@@ -18,7 +18,9 @@ from pretrain.config import (
     TrainConfig,
 )
 
-STEPS, LENGTH, VOCAB = 20, 16, 64
+STEPS = 20
+LENGTH = 16
+VOCAB = 64
 GPT = Recipe(
     model=ModelConfig(
         num_layers=4,
@@ -239,7 +241,8 @@ def whole(seen: Seen) -> dict[str, torch.Tensor]:
 
 def errors(alone: Seen, ranks: list[Seen]) -> dict[str, float]:
     """Relative errors of every figure and tensor, the worst of all ranks: norm-wise, of the whole tensor."""
-    expected, found = whole(alone), {}
+    expected = whole(alone)
+    found = {}
 
     def note(name, error):
         found[name] = max(found.get(name, 0.0), error)
@@ -251,7 +254,8 @@ def errors(alone: Seen, ranks: list[Seen]) -> dict[str, float]:
     for seen in ranks:
         assert seen.figures.keys() == alone.figures.keys()
         for name, value in alone.figures.items():
-            actual, value = torch.as_tensor(seen.figures[name]).double(), torch.as_tensor(value).double()
+            actual = torch.as_tensor(seen.figures[name]).double()
+            value = torch.as_tensor(value).double()
             note(name, ((actual - value).norm() / value.norm().clamp(min=1e-12)).item())
         own = {}
         for key, value in seen.held.items():

@@ -11,7 +11,13 @@ import fmoe
 from fmoe import parallel
 from fmoe.exchange import Cost
 
-BATCH, LENGTH, WIDTH, HIDDEN, OUT, EXPERTS, STEPS = 8, 6, 16, 12, 5, 8, 3
+BATCH = 8
+LENGTH = 6
+WIDTH = 16
+HIDDEN = 12
+OUT = 5
+EXPERTS = 8
+STEPS = 3
 SPLITS = {"ep1 x dp2": (1, 2), "ep2": (2, 1), "ep4": (4, 1), "ep2 x dp2": (2, 2)}
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=1.0),
@@ -34,7 +40,8 @@ class Block(nn.Module):
 
     def __init__(self, d_model):
         super().__init__()
-        self.up, self.down = nn.Linear(d_model, HIDDEN), nn.Linear(HIDDEN, d_model)
+        self.up = nn.Linear(d_model, HIDDEN)
+        self.down = nn.Linear(HIDDEN, d_model)
 
     def forward(self, x):
         return self.down(nn.functional.gelu(self.up(x)))
@@ -45,7 +52,8 @@ class Model(nn.Module):
 
     def __init__(self, case, groups):
         super().__init__()
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.after = nn.Linear(WIDTH, OUT)
         self.moe = fmoe.FMoE(
             d_model=WIDTH,
             num_experts=EXPERTS,

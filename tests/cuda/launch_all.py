@@ -23,7 +23,8 @@ from fmoe.kernels.cuda.routing import Rule
 from fmoe.kernels.cuda.variants import Batch, backward, forward
 from fmoe.optim import Lamb
 
-FLOAT, BF16 = torch.float32, torch.bfloat16
+FLOAT = torch.float32
+BF16 = torch.bfloat16
 new = torch.empty  # kernels do not run, so what is in tensors does not matter
 
 
@@ -47,7 +48,9 @@ class Sender:
     """
 
     def __init__(self, launcher: launch.Launcher, gpus: Gpus, symbols: dict[str, str]):
-        self._launcher, self._gpus, self._symbols = launcher, gpus, symbols
+        self._launcher = launcher
+        self._gpus = gpus
+        self._symbols = symbols
         self._signatures = signatures(list(symbols.values()))
         self.device = torch.device("cuda", 0)
         self.sent: list[dict] = []
@@ -78,11 +81,17 @@ def _bits(argument: launch.Argument) -> int:
 
 def experts(dtype, code, gated, tokens=5, top_k=2, count=3, width=24, hidden=16):
     """Forward and backward pass of experts with biases, of tokens and of rows; no row reaches a GEMM."""
-    assignments, height, is_large = tokens * top_k, 2 * hidden if gated else hidden, width > 1000
-    w_in, b_in = new(count, height, width, dtype=dtype), new(count, height, dtype=dtype)
-    w_out, b_out = new(count, width, hidden, dtype=dtype), new(count, width, dtype=dtype)
-    perm, inverse = new(assignments, dtype=torch.int64), new(tokens, top_k, dtype=torch.int64)
-    end, limit = new(count, dtype=torch.int32), new(1, dtype=torch.int64)
+    assignments = tokens * top_k
+    height = 2 * hidden if gated else hidden
+    is_large = width > 1000
+    w_in = new(count, height, width, dtype=dtype)
+    b_in = new(count, height, dtype=dtype)
+    w_out = new(count, width, hidden, dtype=dtype)
+    b_out = new(count, width, dtype=dtype)
+    perm = new(assignments, dtype=torch.int64)
+    inverse = new(tokens, top_k, dtype=torch.int64)
+    end = new(count, dtype=torch.int32)
+    limit = new(1, dtype=torch.int64)
     x = new(tokens, width, dtype=dtype)
     rows_MD = new(assignments, width, dtype=dtype)
     parameters = (w_in, b_in, w_out, b_out)
@@ -103,7 +112,8 @@ def experts(dtype, code, gated, tokens=5, top_k=2, count=3, width=24, hidden=16)
 
 def route(dtype, tokens, count, top_k, capacity, half_width=0.01, groups=0, sequences=1):
     """A router in one operation, and its backward pass; then sigmoid scores, with a plain backward pass."""
-    x, weight = torch.zeros(tokens, 8, dtype=dtype), torch.zeros(count, 8, dtype=dtype)
+    x = torch.zeros(tokens, 8, dtype=dtype)
+    weight = torch.zeros(count, 8, dtype=dtype)
     length = max(1, tokens // sequences)
     rule = Rule(groups=groups, kept_groups=max(1, groups // 2), best_of=1 + (groups > 0))
     if router.fits(count, top_k, rule, capacity is not None):
@@ -114,7 +124,9 @@ def route(dtype, tokens, count, top_k, capacity, half_width=0.01, groups=0, sequ
         given = (weights, balance, z, torch.zeros_like(x), jittered if half_width else x, weight, None, expert, stats)
         sizes = (True, 1.0, *shape, half_width, 2**63 - 1, 7, [True, True])
         router._router_backward(*given, logits, logsumexp, fraction, *sizes)
-    logits, mask, bias = new(tokens, count), new(tokens, dtype=torch.bool), new(count)
+    logits = new(tokens, count)
+    mask = new(tokens, dtype=torch.bool)
+    bias = new(count)
     out = routing.route(logits, top_k, Rule(is_sigmoid=True, groups=groups), bias_E=bias, mask_T=mask)
     # Not by autograd: its threads ask the CUDA runtime, which needs more of a driver.
     given = (out.expert_TK, out.logsumexp_T, out.weight_TK, out.score_TE, out.logsumexp_T)
@@ -181,7 +193,8 @@ def in_cold_thread(function, *arguments):
 def faults(launcher, sender, gpus):
     """Return the error of each planted fault, by name."""
     arguments = (new(4, dtype=torch.int64), 4, 4, 512, new(1, 5, dtype=torch.int32))
-    kernel, device = "fmoe::count_tiles", torch.device("cuda", 0)
+    kernel = "fmoe::count_tiles"
+    device = torch.device("cuda", 0)
     cubin, symbols = next(code for code in build.read(build.library(launch.architecture(device))) if kernel in code[1])
     code = ObjectCode.from_cubin(cubin, symbol_mapping={kernel: symbols[kernel].encode()}).get_kernel(kernel)
     config = LaunchConfig(grid=1, block=32)

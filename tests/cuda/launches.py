@@ -27,7 +27,8 @@ class LaunchCounter(TorchDispatchMode):
 
     def __init__(self, launcher):
         super().__init__()
-        self._launcher, self._before = launcher, len(launcher.launched)
+        self._launcher = launcher
+        self._before = len(launcher.launched)
         self._operations: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -60,7 +61,8 @@ class LaunchCounter(TorchDispatchMode):
     def take(self) -> Counts:
         """Return the counts, and start again at zero."""
         found = self.counts
-        self._operations, self._before = [], len(self._launcher.launched)
+        self._operations = []
+        self._before = len(self._launcher.launched)
         return found
 
 
@@ -69,7 +71,8 @@ def products_of_a_gpu(monkeypatch) -> None:
 
     def product(a, b, addend=None):
         with torch._C._DisableTorchDispatch():
-            a, b = a.float(), b.float()
+            a = a.float()
+            b = b.float()
         return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
 
     monkeypatch.setattr(router, "_product32", product)

@@ -103,7 +103,8 @@ class Gpus:
         return self.current() if index is None else index
 
     def _device(self, device):
-        gpus, index = self, self._index(device)
+        gpus = self
+        index = self._index(device)
 
         class Chosen:
             def __enter__(self):

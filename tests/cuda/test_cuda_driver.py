@@ -20,7 +20,8 @@ def tools():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_every_kernel_loads_and_launches(arch, kept, tmp_path, capsys):
     result, log = stand_in.run("launch_all.py", arch=arch, folder=tmp_path, FMOE_CACHE=str(kept / "kernels"))
-    sent, launched = result["sent"], [entry for entry in log if "refused" not in entry]
+    sent = result["sent"]
+    launched = [entry for entry in log if "refused" not in entry]
     assert len(launched) == len(sent)
     for given, arrived in zip(sent, launched, strict=True):
         assert {name: arrived[name] for name in given} == given

@@ -12,7 +12,9 @@ from emulator import on_cpu
 from fmoe.optim import Lamb, fused_lamb
 from fmoe.optim.layout import Blocks, Layout
 
-FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
+FLOAT = torch.float32
+HALF = torch.float16
+BFLOAT = torch.bfloat16
 LIMITS = {FLOAT: 1e-5, HALF: 1e-3, BFLOAT: 8e-3}
 GUARD = 8  # elements before and after each parameter, which no step may write
 
@@ -40,7 +42,8 @@ def optimizers(seed):
     tensors = [t.to(dtype) for t, dtype in zip(stacked + others, dtypes, strict=True)]
     start = draw.randint(0, 12)
     max_trust = draw.choice([None, 0.5])
-    pair, memories = [], []
+    pair = []
+    memories = []
     for _ in range(2):
         weights = []
         for tensor in tensors:
@@ -116,8 +119,10 @@ def test_squares_do_not_overflow(kernels):
 def test_the_same_bits_wherever_tensors_lie(kernels):
     """At 16 bytes or not: an expert of a stack is stepped as one that lies alone."""
     g = torch.Generator().manual_seed(0)
-    stack, gradient = torch.randn(3, 12, 30, generator=g), torch.randn(3, 12, 30, generator=g)
-    aligned, shifted = step(kernels, stack, gradient), step(kernels, stack, gradient, offset=1)
+    stack = torch.randn(3, 12, 30, generator=g)
+    gradient = torch.randn(3, 12, 30, generator=g)
+    aligned = step(kernels, stack, gradient)
+    shifted = step(kernels, stack, gradient, offset=1)
     assert all(torch.equal(a, b) for a, b in zip(aligned, shifted, strict=True))
 
 

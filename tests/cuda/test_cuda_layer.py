@@ -44,7 +44,8 @@ def assert_same(options, x=X, dtype=torch.float32, run=None):
     layer = layer_of("cuda", **options).to(dtype)
     plain = layer_of("torch", **options).double()
     plain.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
-    found, expected = results(layer, x.to(dtype), run), results(plain, x.to(dtype).double(), run)
+    found = results(layer, x.to(dtype), run)
+    expected = results(plain, x.to(dtype).double(), run)
     for name, value in expected.items():
         assert_close(found[name], value, LIMITS[dtype], name)
     return found
@@ -102,8 +103,10 @@ def test_autocast(on):
         with torch.autocast("cpu", torch.bfloat16):
             return layer(x)
 
-    layer, plain = layer_of("cuda"), layer_of("torch")
-    found, expected = results(layer, X, run), results(plain, X)
+    layer = layer_of("cuda")
+    plain = layer_of("torch")
+    found = results(layer, X, run)
+    expected = results(plain, X)
     for name, value in expected.items():
         assert_close(found[name], value, 2e-2, name)
     assert "fmoe::gather<fmoe::bf16, fmoe::bf16>" in on.launched
@@ -186,14 +189,16 @@ def test_without_a_gpu(monkeypatch):
 
 def test_the_device_of_the_tokens_is_the_current_one(on, monkeypatch):
     """In each pass: Triton launches on the current device, and measurements are of its stream."""
-    entered, device_of = [], torch.cuda.device_of
+    entered = []
+    device_of = torch.cuda.device_of
 
     def noted(tensor):
         entered.append(tensor)
         return device_of(tensor)
 
     monkeypatch.setattr(torch.cuda, "device_of", noted)
-    layer, x = layer_of("cuda"), torch.randn(5, 24).requires_grad_()
+    layer = layer_of("cuda")
+    x = torch.randn(5, 24).requires_grad_()
     y = layer(x)
     assert len(entered) == 1 and entered[0].shape == x.shape
     y.sum().backward()
@@ -231,7 +236,10 @@ def test_triton_multiplies_in_the_precision_of_torch(setting, precision, dtype, 
 
 def test_what_is_kept_for_the_backward_pass(on):
     """SwiGLU in 16 bits: 2 T D bytes of tokens and 4 T K H of pre-activations, and the integers of the plan."""
-    tokens, width, hidden, top_k = 256, 64, 96, 2
+    tokens = 256
+    width = 64
+    hidden = 96
+    top_k = 2
     layer = layer_of("cuda", d_model=width, d_hidden=hidden, num_experts=4, expert="swiglu").bfloat16()
     router = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept = {}
@@ -273,7 +281,8 @@ def copies_to_devices(monkeypatch):
     """Devices of the tensors that are made of numbers of the host. On the meta device no value can be read."""
     made = []
     with torch.device("cpu"):  # whose table of functions that make tensors is filled once, and must not hold the next
-        tensor, as_tensor = torch.tensor, torch.as_tensor
+        tensor = torch.tensor
+        as_tensor = torch.as_tensor
         tensor(0)
     monkeypatch.setattr(torch, "tensor", lambda *a, **k: made.append(k.get("device")) or tensor(*a, **k))
     monkeypatch.setattr(torch, "as_tensor", lambda *a, **k: made.append(k.get("device")) or as_tensor(*a, **k))

@@ -23,7 +23,11 @@ from fmoe.routing import Routing
 
 pytestmark = pytest.mark.usefixtures("on")
 
-T, D, H, E, K = 29, 16, 24, 5, 3
+T = 29
+D = 16
+H = 24
+E = 5
+K = 3
 COUNTS = [7, 0, 11, 1, 0]
 SILU = (ACTIVATIONS["silu"], True)  # activation, gated
 
@@ -69,7 +73,8 @@ def doubled(*tensors):
 def test_rows(dropped, chunks, on):
     plan = plan_of(dropped).arranged(chunks)
     num_rows = int(plan.count_E.sum())
-    x, weight = draw(T, D), draw(T, K, seed=1)
+    x = draw(T, D)
+    weight = draw(T, K, seed=1)
     x64, weight64 = doubled(x, weight)
     assert_like(plan.permute(x, num_rows), reference.permute(x64, plan.perm_N, plan.inverse_TK, num_rows), [x], [x64])
     moved = draw(num_rows, D, seed=2)
@@ -162,7 +167,8 @@ def test_a_plan_of_kept_rows_alone(dropped, variant):
     num_rows = sum(plan.counts)
     inputs = [draw(T, D), *stacks()]
     weight = draw(T, K, seed=5)
-    results, saved = [], []
+    results = []
+    saved = []
     for one in (plan, plan.kept_only(plan.counts)):
         y = ffn.expert_ffn(*inputs, plan.count_E, *SILU, **one.fused_arguments(weight), gemm=variant)
         saved.append(y.grad_fn.saved_tensors[-1].shape)
@@ -194,7 +200,9 @@ def test_second_derivatives_of_the_experts(planned):
 
 def test_second_derivatives_of_rows():
     """`permute` has them; `combine` has none, and raises."""
-    plan, x, weight = plan_of(), draw(T, D), draw(T, K)
+    plan = plan_of()
+    x = draw(T, D)
+    weight = draw(T, K)
     num_rows = sum(plan.counts)
     moved = draw(num_rows, D)
     for leaf in (moved, weight):
@@ -224,8 +232,10 @@ def test_flops_are_counted_as_those_of_the_torch_path(frozen):
 def test_only_what_is_needed():
     """Frozen weights, or tokens that need no gradient."""
     plan = plan_of()
-    x, weight = draw(T, D, requires_grad=False), draw(T, K, seed=1, requires_grad=False)
-    w_in, w_out = draw(E, H, D, seed=2, requires_grad=False), draw(E, D, H, seed=3)
+    x = draw(T, D, requires_grad=False)
+    weight = draw(T, K, seed=1, requires_grad=False)
+    w_in = draw(E, H, D, seed=2, requires_grad=False)
+    w_out = draw(E, D, H, seed=3)
     out = ffn.expert_ffn(x, w_in, None, w_out, None, None, ACTIVATIONS["relu"], **plan.fused_arguments(weight))
     out.sum().backward()
     assert w_out.grad is not None and x.grad is None and w_in.grad is None
@@ -256,13 +266,16 @@ def test_route_has_all_its_gradients(rule):
 def cases():
     """Each operation with arguments."""
     plan = plan_of(0.0)  # of dropped rows the pre-activations are whatever was in memory
-    end, kept = plan.end_E, plan.num_kept
-    x, weight = draw(T, D), draw(T, K, seed=1)
+    end = plan.end_E
+    kept = plan.num_kept
+    x = draw(T, D)
+    weight = draw(T, K, seed=1)
     num_rows = int(plan.count_E.sum())
     moved = draw(num_rows, D, seed=6)
     tokens = (plan.perm_N, plan.inverse_TK, end, kept, None)
     yield ffn._expert_ffn, (x, weight, *stacks(), *tokens, 3, True, "grouped", False)
-    ends, counts = torch.tensor([4, 4, 9, 9, 9]).int(), [4, 0, 5, 0, 0]
+    ends = torch.tensor([4, 4, 9, 9, 9]).int()
+    counts = [4, 0, 5, 0, 0]
     yield ffn._expert_ffn, (draw(9, D), None, *stacks(), None, None, ends, None, counts, 3, True, "loop", False)
     yield rows._permute, (x, plan.perm_N, plan.inverse_TK, num_rows)
     yield rows._combine, (moved, plan.inverse_TK, weight)
@@ -349,7 +362,8 @@ def choosing(monkeypatch, tmp_path):
         stacks = torch.zeros(2, 32, width), torch.zeros(2, width, 16)
         return gemm.choose(asked, step, x, num_rows, *stacks, measured.append)
 
-    choose.measured, choose.file = measured, tmp_path / "gemms.json"
+    choose.measured = measured
+    choose.file = tmp_path / "gemms.json"
     return choose
 
 
@@ -392,7 +406,8 @@ def test_gemm_under_capture_does_not_wait_if_triton_is_right(choosing, monkeypat
 def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
     (tmp_path / "gemms.json").write_text('{"a": "loop", "b": "no variant", "c": 3}')
-    one, other = fresh(), fresh()
+    one = fresh()
+    other = fresh()
     assert (one.get("a"), one.get("b"), one.get("c")) == ("loop", None, None) and other.get("d") is None
     one.put("d", "grouped")
     other.put("e", "triton")
@@ -531,20 +546,23 @@ def test_the_self_check_does_not_depend_on_settings_of_the_caller(setting):
 @pytest.mark.parametrize("variant", ["grouped", "loop"])
 def test_gradients_are_added_to_main_grad(variant, dtype):
     """As Megatron wants them; what has no main_grad gets its gradient as ever."""
-    plan, limit = plan_of(), 1e-5 if dtype is torch.float32 else 1e-2
+    plan = plan_of()
+    limit = 1e-5 if dtype is torch.float32 else 1e-2
 
     def run(**options):
         shapes = {"x": (T, D), "w_in": (E, 2 * H, D), "w_out": (E, D, H)}
         t = {n: draw(*s, seed=i).detach().to(dtype).requires_grad_() for i, (n, s) in enumerate(shapes.items())}
         weight = draw(T, K, seed=9)
         if options:
-            t["w_in"].main_grad, t["w_in"].grad_added_to_main_grad = torch.ones(E, 2 * H, D), False
+            t["w_in"].main_grad = torch.ones(E, 2 * H, D)
+            t["w_in"].grad_added_to_main_grad = False
         call = (None, t["w_out"], None, None, ACTIVATIONS["silu"], True)
         y = ffn.expert_ffn(t["x"], t["w_in"], *call, **plan.fused_arguments(weight), gemm=variant, **options)
         y.backward(draw(T, D, seed=5, requires_grad=False).to(dtype))
         return t
 
-    plain, found = run(), run(into_main_grad=True)
+    plain = run()
+    found = run(into_main_grad=True)
     assert found["w_in"].grad_added_to_main_grad and found["w_in"].grad is not None
     assert_close(found["w_in"].main_grad - 1, plain["w_in"].grad, limit, "w_in")
     assert all(torch.equal(found[name].grad, plain[name].grad) for name in ("x", "w_out"))
@@ -565,13 +583,17 @@ def test_accumulation_is_measured_without_being_done(monkeypatch):
         totals.append(None if total is None else total.data_ptr())
         return made(self, left, right, total)
 
-    totals, made = [], gemm.Gemms.weights
+    totals = []
+    made = gemm.Gemms.weights
     monkeypatch.setattr(gemm.Gemms, "weights", weights)
     monkeypatch.setattr(ffn, "choose", choose)
-    plan, weight = plan_of(), draw(T, K, seed=9)
-    w_in, w_out = draw(E, 2 * H, D, seed=1), draw(E, D, H, seed=2)
+    plan = plan_of()
+    weight = draw(T, K, seed=9)
+    w_in = draw(E, 2 * H, D, seed=1)
+    w_out = draw(E, D, H, seed=2)
     for w in (w_in, w_out):
-        w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
+        w.main_grad = torch.zeros(w.shape)
+        w.grad_added_to_main_grad = False
     given = (draw(T, D), w_in, None, w_out, None, None, ACTIVATIONS["silu"], True)
     y = ffn.expert_ffn(*given, **plan.fused_arguments(weight), gemm="auto", into_main_grad=True)
     y.backward(draw(T, D, seed=5, requires_grad=False))

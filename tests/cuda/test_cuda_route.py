@@ -113,7 +113,10 @@ def test_route(launch, seed):
 def test_counts_and_sums(launch, seed):
     """By tile, and what `queue` makes of them: losses and statistics."""
     case = Case(seed, kinds=("naive", "switch", "gshard"))
-    t, e, k, mask_T = case.tokens, case.experts, case.top_k, case.mask_T
+    t = case.tokens
+    e = case.experts
+    k = case.top_k
+    mask_T = case.mask_T
     size = case.draw.choice([max(t, 1), min(7, max(t, 1))])
     by_choice = case.draw.random() < 0.5
     factor = case.draw.choice([0.5, 1.25]) if by_choice else 0.0
@@ -190,7 +193,8 @@ def test_route_backward(launch, seed):
     chosen = score.gather(1, expert_TK.clamp(min=0))
     weight = chosen / chosen.sum(-1, keepdim=True) if case.rule["normalize"] else chosen
     scaled = torch.where(expert_TK < 0, 0, d_weight) * case.rule["scale"]
-    gradients, total = [], 0.0
+    gradients = []
+    total = 0.0
     for number, (value, gradient, mine) in enumerate(
         ((weight, scaled, d_weight), (score, d_score, d_score), (logsumexp, d_logsumexp, d_logsumexp)), 1
     ):

@@ -18,7 +18,8 @@ from fmoe.metrics import counting
 from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-D, E = 24, 10
+D = 24
+E = 10
 GATES = {
     "naive": lambda: NaiveRouter(D, E, 3),
     "all scores": lambda: NaiveRouter(D, E, 2, normalize=False, routed_scale=2.5, expert_groups=5, kept_groups=3),
@@ -169,11 +170,13 @@ def test_scaled_losses_and_what_is_counted(scale, on):
     one, other = layers(**options)
     x = torch.randn(3, 16, D, generator=torch.Generator().manual_seed(5))
     for _ in range(2):
-        found, expected = step(one, x, scale), step(other, x.double(), scale)
+        found = step(one, x, scale)
+        expected = step(other, x.double(), scale)
         for name, value in expected.items():
             assert_close(found[name], value, 1e-5, name)
     for _ in range(2):  # read, and again after more passes
-        mine, plain = one.metrics.report(), other.metrics.report()
+        mine = one.metrics.report()
+        plain = other.metrics.report()
         assert mine.load == pytest.approx(plain.load) and mine.losses == pytest.approx(plain.losses)
         assert (mine.drop_rate, mine.entropy, mine.tokens) == pytest.approx(
             (plain.drop_rate, plain.entropy, plain.tokens)
@@ -217,7 +220,8 @@ def test_frozen_parts(on):
     """Without gradients for tokens, router or experts the others are as they were."""
     x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(6))
     for frozen in ("x", "gate", "experts"):
-        (one, other), gradients = layers(), []
+        (one, other) = layers()
+        gradients = []
         for layer in (one, other):
             if frozen != "x":
                 getattr(layer, frozen).requires_grad_(False)

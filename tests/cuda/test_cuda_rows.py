@@ -180,7 +180,8 @@ def test_bias_gradients(launch, seed):
     rows = case.tokens * case.top_k
     of_tokens = seed % 5 != 0
     needs_in, needs_out, needs_x, needs_weight = (case.draw.random() < 0.6 for _ in range(4))
-    needs_x, needs_weight = of_tokens and needs_x, of_tokens and needs_weight
+    needs_x = of_tokens and needs_x
+    needs_weight = of_tokens and needs_weight
     weight = case.weight_TK if of_tokens and seed % 4 else None
     d_out = case.normal(case.tokens if of_tokens else case.kept, case.width)
     d_hidden = case.normal(rows, height)

@@ -35,11 +35,15 @@ class Case:
         def pick(*options):
             return options[int(torch.randint(len(options), (), generator=generator))]
 
-        self.dtype, self.activation = DTYPES[seed % 3], list(ACTIVATIONS)[seed % 5]
-        self.gated, bias = pick(True, False) or self.activation in GATED_ACTIVATIONS, pick(True, False)
-        tokens, self.experts = pick(0, 1, 9, 24), pick(1, 3, 6)
+        self.dtype = DTYPES[seed % 3]
+        self.activation = list(ACTIVATIONS)[seed % 5]
+        self.gated = pick(True, False) or self.activation in GATED_ACTIVATIONS
+        bias = pick(True, False)
+        tokens = pick(0, 1, 9, 24)
+        self.experts = pick(1, 3, 6)
         top_k = min(self.experts, pick(1, 2, 3))
-        width, hidden = pick(8, 16, 21), pick(1, 16, 19)
+        width = pick(8, 16, 21)
+        hidden = pick(1, 16, 19)
         used = pick(1, self.experts)  # of some experts nobody wants anything
         expert_TK = torch.rand(tokens, self.experts, generator=generator).argsort(1)[:, :top_k].clamp(max=used - 1)
         expert_TK[torch.rand(tokens, top_k, generator=generator) < pick(0.0, 0.3, 1.0)] = -1
@@ -81,7 +85,8 @@ class Case:
 @pytest.mark.parametrize("seed", range(48))
 def test_values_and_gradients(seed):
     case = Case(seed)
-    found, expected = case.results(case.fused, case.dtype), case.results(case.plain, torch.float64)
+    found = case.results(case.fused, case.dtype)
+    expected = case.results(case.plain, torch.float64)
     for name, value in expected.items():
         assert_close(found[name], value, LIMITS[case.dtype], name)
 
@@ -103,7 +108,9 @@ class Experts:
 def test_what_lies_past_the_last_expert_is_left_alone():
     """The dropped tail of a plan: not read, not written."""
     of = Experts()
-    x, w_in, w_out = of.normal(22 + 9, 8), of.normal(4, 24, 8), of.normal(4, 8, 12)
+    x = of.normal(22 + 9, 8)
+    w_in = of.normal(4, 24, 8)
+    w_out = of.normal(4, 8, 12)
     x[22:] = float("nan")
     gemms = triton_gemm.TritonGemms(of.end, 31)
     hidden, active = gemms.up(x, None, 1, w_in, None, 3, True)
@@ -121,7 +128,8 @@ def test_what_lies_past_the_last_expert_is_left_alone():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_weights_are_added_to_a_sum(dtype):
     of = Experts(dtype)
-    left, right = of.normal(22, 18), of.normal(9, 20)
+    left = of.normal(22, 18)
+    right = of.normal(9, 20)
     order = torch.randperm(27, generator=of.generator)[:22]
     total = torch.randn(4, 18, 20, generator=of.generator)
     expected = total.double()
@@ -136,7 +144,8 @@ def test_gradients_of_weights_are_added_to_a_sum(dtype):
 def test_every_configuration_is_a_right_one(monkeypatch):
     """Tiles of other shapes give the same, whatever the sizes."""
     of = Experts()
-    x, w_in = of.normal(22, 40), of.normal(4, 50, 40)
+    x = of.normal(22, 40)
+    w_in = of.normal(4, 50, 40)
     expected = torch.einsum("md,mpd->mp", x.double(), w_in[of.expert].double())
     for config in ((64, 16, 32, 4, 2, 1), (16, 64, 16, 4, 3, 8), (32, 32, 64, 8, 2, 3)):
         tuned = {"up": triton_gemm.Config(*config)}
@@ -153,7 +162,8 @@ def test_main_grad_and_frozen_weights(dtype):
 
     def accumulating(x, w_in, b_in, w_out, b_out, weight):
         for name, w in (("w_in", w_in), ("w_out", w_out)):
-            w.main_grad, w.grad_added_to_main_grad = torch.ones(w.shape), False
+            w.main_grad = torch.ones(w.shape)
+            w.grad_added_to_main_grad = False
             sums[name] = w
         call = (None, ACTIVATIONS[case.activation], True)
         options = {**case.plan.fused_arguments(weight), "gemm": "triton", "into_main_grad": True}
@@ -179,7 +189,8 @@ def test_rows_that_came_from_elsewhere(on):
     given = [of.normal(22, 16), of.normal(4, 24, 16), of.normal(4, 24), of.normal(4, 16, 12), of.normal(4, 16)]
     leaves, doubles = ([t.to(dtype, copy=True).requires_grad_() for t in given] for dtype in (of.dtype, torch.float64))
     call = (of.counts, ACTIVATIONS["gelu_tanh"], True)
-    found, expected = ffn.expert_ffn(*leaves, *call, gemm="triton"), reference.expert_ffn(*doubles, *call)
+    found = ffn.expert_ffn(*leaves, *call, gemm="triton")
+    expected = reference.expert_ffn(*doubles, *call)
     assert_close(found, expected, 1e-5, "out")
     found.square().sum().backward()
     expected.square().sum().backward()
@@ -217,7 +228,8 @@ def test_triton_passes_its_self_check_inside_an_operation(monkeypatch):
     """There the first layer that may use it checks it, below autograd."""
     monkeypatch.setattr(gemm, "_checked", {})
     case = Case(0)
-    found, expected = case.results(case.fused, case.dtype), case.results(case.plain, torch.float64)
+    found = case.results(case.fused, case.dtype)
+    expected = case.results(case.plain, torch.float64)
     assert gemm._checked == {torch.device("cpu"): None}
     assert_close(found["out"], expected["out"], LIMITS[case.dtype], "out")
 

@@ -59,7 +59,8 @@ class Experts:
             config: None for the default one.
         """
         count, top_k, experts, width, hidden = SHAPES[shape]
-        rows, height = count * top_k, hidden * (1 + gated)
+        rows = count * top_k
+        height = hidden * (1 + gated)
         index, per = (new(rows, dtype=torch.int64), top_k) if tokens else (None, 1)
         gemms = TritonGemms(new(experts, dtype=torch.int32), rows, {} if config is None else {kind: config})
         torch.backends.cuda.matmul.allow_tf32 = not precise
@@ -68,7 +69,8 @@ class Experts:
             return new(*sizes, dtype=self.dtype)
 
         x = normal(count if tokens else rows, width)
-        w_in, w_out = normal(experts, height, width), normal(experts, width, hidden)
+        w_in = normal(experts, height, width)
+        w_out = normal(experts, width, hidden)
         if kind == "up":
             gemms.up(x, index, per, w_in, normal(experts, height) if bias else None, code, gated)
         elif kind == "multiply" and tokens:

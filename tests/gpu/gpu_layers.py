@@ -33,7 +33,8 @@ def results(layer, x, run=None):
 def assert_like_float64(layer, options, x, run=None):
     plain = layer_of("torch", torch.float64, **options)
     plain.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
-    found, expected = results(layer, x, run), results(plain, x.double(), run)
+    found = results(layer, x, run)
+    expected = results(plain, x.double(), run)
     for name, value in expected.items():
         assert_close(found[name], value, LIMITS[x.dtype], name)
 

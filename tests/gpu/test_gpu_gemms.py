@@ -52,7 +52,8 @@ def test_triton_token_counts(count):
 
 @needs_triton
 def test_triton_has_the_same_bits_in_twenty_runs():
-    layer, x = layer_of(num_experts=64, **by("triton", {"expert": "swiglu"})), tokens(4096)
+    layer = layer_of(num_experts=64, **by("triton", {"expert": "swiglu"}))
+    x = tokens(4096)
     first = results(layer, x)
     for _ in range(19):
         torch.empty(1 << 24, device="cuda").fill_(float("nan"))
@@ -63,7 +64,8 @@ def test_triton_has_the_same_bits_in_twenty_runs():
 @needs_triton
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_triton_on_a_gpu_that_is_not_the_current_one():
-    layer, x = layer_of(**by("triton", {"expert": "swiglu"})), tokens()
+    layer = layer_of(**by("triton", {"expert": "swiglu"}))
+    x = tokens()
     expected = results(layer, x)
     for name, value in results(layer.to("cuda:1"), x.to("cuda:1")).items():
         assert_close(value.cpu(), expected[name].cpu(), 2e-2, name)
@@ -71,7 +73,8 @@ def test_triton_on_a_gpu_that_is_not_the_current_one():
 
 @needs_triton
 def test_triton_does_not_wait_for_the_host():
-    layer, x = layer_of(**by("triton", {"expert": "swiglu"})), tokens()
+    layer = layer_of(**by("triton", {"expert": "swiglu"}))
+    x = tokens()
     results(layer, x)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -105,7 +108,8 @@ def test_triton_in_a_graph():
 @needs_triton
 @pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
 def test_triton_compiled(mode):
-    layer, x = layer_of(**by("triton", {"expert": "swiglu"})), tokens()
+    layer = layer_of(**by("triton", {"expert": "swiglu"}))
+    x = tokens()
     plain = results(layer, x)
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=mode, fullgraph=True)
@@ -116,7 +120,8 @@ def test_triton_compiled(mode):
 def test_the_choice_is_measured_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
     monkeypatch.setattr(gemm, "_tuned", TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:]))
-    layer, x = layer_of(expert="swiglu"), tokens(4096)
+    layer = layer_of(expert="swiglu")
+    x = tokens(4096)
     results(layer, x)
     kept = json.loads((tmp_path / "gemms.json").read_text())
     assert {key.rpartition(", ")[2] for key in kept} == {"forward", "backward"}
@@ -131,12 +136,14 @@ def test_the_choice_is_measured_and_kept(monkeypatch, tmp_path):
 def test_gradients_are_added_to_main_grad(variant, dtype):
     """Once, also where variants are timed first."""
     options = by(variant, {"expert": "swiglu"})
-    layer, x = layer_of(dtype=dtype, **options), tokens(dtype=dtype)
+    layer = layer_of(dtype=dtype, **options)
+    x = tokens(dtype=dtype)
     plain = results(layer, x)
     layer.experts.into_main_grad = True
     stacks = {"experts.weight_in": layer.experts.weight_in, "experts.weight_out": layer.experts.weight_out}
     for weight in stacks.values():
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight, dtype=torch.float32), False
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
     results(layer, x)
     for name, weight in stacks.items():
         assert weight.grad_added_to_main_grad
@@ -175,7 +182,8 @@ def test_auto_measures_installed_packages(package, monkeypatch):
 
 def test_the_layer_compiles_without_graph_breaks():
     """With its losses and statistics."""
-    layer, x = layer_of(gate="sigmoid"), tokens()
+    layer = layer_of(gate="sigmoid")
+    x = tokens()
     plain = results(layer, x)
     before = fmoe.metrics(layer)[""]
     torch._dynamo.reset()
@@ -189,7 +197,8 @@ def test_the_layer_compiles_without_graph_breaks():
 @pytest.mark.parametrize("kind", ["up", "down_backward", "multiply", "weights"])
 def test_every_configuration_against_the_default_one(kind, monkeypatch):
     """No configuration that is measured is wrong or needs more than this GPU has. Last: it compiles for minutes."""
-    layer, x = layer_of(expert="swiglu", d_model=256, **by("triton", {})), tokens(4096, 256)
+    layer = layer_of(expert="swiglu", d_model=256, **by("triton", {}))
+    x = tokens(4096, 256)
     expected = results(layer, x)
     default = triton_gemm.default_config
     space = triton_gemm.configs(kind, torch.bfloat16, 512, 256, 256, True)

@@ -39,7 +39,8 @@ def test_initial_weights_are_those_of_the_cpu(method, monkeypatch):
         with torch.device(device):
             return FFNExperts(3, 1000, 3000, gated=True, init_method=method, output_init_method=method).state_dict()
 
-    found, copied = drawn("cuda"), drawn("cpu")
+    found = drawn("cuda")
+    copied = drawn("cpu")
     monkeypatch.setattr(backends, "current_gpu", lambda: None)
     expected = drawn("cpu")
     assert all(torch.equal(copied[name], value) for name, value in expected.items())
@@ -60,7 +61,8 @@ def test_widths(width):
 def test_rows_and_counts_of_the_host():
     """Somebody looks on: rows are gathered, computed by counts on the host, combined."""
     options = {"gate": "switch", "top_k": 2, "gate_options": {"jitter": 0.0, "capacity_factor": 0.8}}
-    layer, seen = layer_of(dtype=torch.float32, **options), []
+    layer = layer_of(dtype=torch.float32, **options)
+    seen = []
     layer.experts.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     assert_like_float64(layer, options, tokens(dtype=torch.float32))
     assert seen and seen[0][0] < 1024
@@ -72,14 +74,16 @@ def test_autocast():
             return layer(x)
 
     layer = layer_of(dtype=torch.float32)
-    found, expected = results(layer, tokens(dtype=torch.float32), run), results(layer, tokens(dtype=torch.float32))
+    found = results(layer, tokens(dtype=torch.float32), run)
+    expected = results(layer, tokens(dtype=torch.float32))
     for name, value in expected.items():
         assert_close(found[name], value, 2e-2, name)
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "switch", "gate_options": {"jitter": 0.0}, "top_k": 2}], ids=str)
 def test_twenty_runs_have_the_same_bits(options):
-    layer, x = layer_of(num_experts=64, **options), tokens(4096)
+    layer = layer_of(num_experts=64, **options)
+    x = tokens(4096)
     first = results(layer, x)
     for _ in range(19):
         torch.empty(1 << 24, device="cuda").fill_(float("nan"))  # what is read without having been written shows
@@ -88,7 +92,8 @@ def test_twenty_runs_have_the_same_bits(options):
 
 
 def test_recomputation_has_the_same_bits():
-    layer, x = layer_of(), tokens()
+    layer = layer_of()
+    x = tokens()
     plain = results(layer, x)
     again = results(layer, x, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
     assert all(torch.equal(again[name], value) for name, value in plain.items())
@@ -96,10 +101,12 @@ def test_recomputation_has_the_same_bits():
 
 def test_streams_are_respected():
     """The input is written late on a stream of its own; the layer runs on that stream."""
-    layer, x = layer_of(), tokens()
+    layer = layer_of()
+    x = tokens()
     expected = results(layer, x)
     torch.cuda.synchronize()
-    stream, late = torch.cuda.Stream(), torch.full_like(x, float("nan"))
+    stream = torch.cuda.Stream()
+    late = torch.full_like(x, float("nan"))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
@@ -111,7 +118,8 @@ def test_streams_are_respected():
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_device_that_is_not_the_current_one():
-    layer, x = layer_of(), tokens()
+    layer = layer_of()
+    x = tokens()
     expected = results(layer, x)
     found = results(layer.to("cuda:1"), x.to("cuda:1"))
     assert all(torch.equal(found[name].cpu(), value.cpu()) for name, value in expected.items())
@@ -126,7 +134,8 @@ needs_hopper = pytest.mark.skipif(
 @needs_hopper
 @pytest.mark.parametrize("gate", ["naive", "sigmoid", "gshard"])
 def test_nothing_waits_for_the_host(gate):
-    layer, x = layer_of(gate=gate, expert_options={"gemm": "grouped"}), tokens()
+    layer = layer_of(gate=gate, expert_options={"gemm": "grouped"})
+    x = tokens()
     results(layer, x)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -182,7 +191,8 @@ def test_graph_replay(options):
 
 @pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
 def test_compiled_without_graph_breaks(mode):
-    layer, x = layer_of(), tokens()
+    layer = layer_of()
+    x = tokens()
     plain = results(layer, x, straight)
     torch._dynamo.reset()
     found = results(layer, x, torch.compile(straight, backend=mode, fullgraph=True))
@@ -191,7 +201,8 @@ def test_compiled_without_graph_breaks(mode):
 
 
 def test_compiled_layer():
-    layer, x = layer_of(), tokens()
+    layer = layer_of()
+    x = tokens()
     plain = results(layer, x)
     torch._dynamo.reset()
     compiled = torch.compile(layer)

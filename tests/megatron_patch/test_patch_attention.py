@@ -7,7 +7,9 @@ from compare import assert_close
 from forks import only, values
 from test_patch_context import BATCH, LENGTH, RATE, SEED, attention_of, start
 
-HEADS, GROUPS, WIDTH = 8, 4, 6
+HEADS = 8
+GROUPS = 4
+WIDTH = 6
 WINDOW = {"window_size": (3, 0), "window_attn_skip_freq": [1]}
 SINKS = {"softmax_type": "learnable"}
 OPTIONS = {"window": WINDOW, "sinks": SINKS, "both": WINDOW | SINKS}

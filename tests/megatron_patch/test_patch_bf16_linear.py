@@ -57,7 +57,8 @@ def test_products_in_parts(shape, monkeypatch):
 
     monkeypatch.setattr(bf16_linear, "_CHUNK", 1 << 18)
     m, k, n = shape
-    a, b = torch.randn(k, m).bfloat16().t(), torch.randn(n, k).bfloat16().t()
+    a = torch.randn(k, m).bfloat16().t()
+    b = torch.randn(n, k).bfloat16().t()
     found = bf16_linear.product(a, b)
     assert found.dtype == torch.bfloat16 and found.shape == (m, n)
     assert_close(found, (a.double() @ b.double()).bfloat16(), 1e-3, "product")

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from compare import assert_close
 from forks import refusal, values
 
-LENGTH, BATCH, SEED, RATE = 12, 3, 7, 0.3
+LENGTH = 12
+BATCH = 3
+SEED = 7
+RATE = 0.3
 CASES = {  # context, tensor, heads, heads of keys and values, their width, mask, dropout, precision
     "as many": (2, 1, 4, 4, 8, False, False, "float32"),
     "grouped": (2, 1, 4, 2, 6, False, True, "float32"),
@@ -74,7 +77,8 @@ def attend(context, tensor, heads, groups, width, masked, dropout, precision):
     d_out = torch.randn(LENGTH, BATCH, heads, width, dtype=torch.float64, generator=generator)
     mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     mask[1, :, 5:, :5] = True  # two documents
-    rank, slice_ = dist.get_rank() % tensor, dist.get_rank() // tensor
+    rank = dist.get_rank() % tensor
+    slice_ = dist.get_rank() // tensor
     length = LENGTH // context
 
     def own(x):

@@ -73,7 +73,8 @@ def behaviour():
     torch.manual_seed(3)
     expected = [torch.rand(1).item() for _ in range(2)]
     torch.manual_seed(3)
-    seen, inside = [torch.rand(1).item()], []
+    seen = [torch.rand(1).item()]
+    inside = []
     for name in ("a", "b", "a"):
         with tracker.fork(name):
             inside.append(torch.rand(1).item())

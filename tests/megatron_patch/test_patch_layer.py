@@ -348,7 +348,8 @@ def overlapped():
             events.append(f"{self.name} waits for {other.name}")
 
     start()  # has stand-ins of its own
-    first, second = Stream("first"), Stream("second")
+    first = Stream("first")
+    second = Stream("second")
     layer._second_stream = lambda device: second
     torch.cuda.current_stream = lambda: first
 

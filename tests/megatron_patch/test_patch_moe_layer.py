@@ -246,7 +246,8 @@ def refusals_of_newer_settings():
     from megatron_patch import convert_moe_layers
 
     start()
-    gpt, messages = megatron_gpt({}), []
+    gpt = megatron_gpt({})
+    messages = []
     for name, value in NEWER.items():
         with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
             patch.setattr(gpt.config, name, value, raising=False)

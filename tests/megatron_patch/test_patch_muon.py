@@ -5,7 +5,8 @@ import torch
 from forks import refusal, values
 from torch import nn
 
-HEAD, WIDTH = 8, 32
+HEAD = 8
+WIDTH = 32
 
 
 def described(tensor=1, expert=1, replaces=False):

@@ -62,7 +62,8 @@ def gathers(chunks, overlaps=False, fails=False):
 
     parts = [SimpleNamespace(model_chunks=[1]), *(object.__new__(DistributedOptimizer) for _ in chunks)]
     for part, own in zip(parts[1:], chunks, strict=True):
-        part.model_chunks, part.ddp_config = own, SimpleNamespace(use_megatron_fsdp=False)
+        part.model_chunks = own
+        part.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
     chained = SimpleNamespace(chained_optimizers=parts)
     if chunks:  # a chain without optimizers has no config
         chained.config = SimpleNamespace(overlap_param_gather_with_optimizer_step=overlaps)
@@ -110,7 +111,8 @@ def norms(count):
 
     cpu.install()
     tensors = [torch.randn(1000 * i + 1) * 10.0 ** (i % 5) for i in range(count)]
-    found, reading = [], []
+    found = []
+    reading = []
     for norm in (local_multi_tensor_l2_norm, patches._norm_without_waits(local_multi_tensor_l2_norm)):
         found.append(norm(1, None, [tensors], False)[0])
         try:

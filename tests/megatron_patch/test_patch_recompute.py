@@ -79,7 +79,8 @@ def train(options):
             },
             kept.bytes,
         )
-    (plain, plain_bytes), (again, again_bytes) = seen[None], seen[options["mode"]]
+    (plain, plain_bytes) = seen[None]
+    (again, again_bytes) = seen[options["mode"]]
     reports = fmoe.metrics(model).values()
     for name, loss in (("load_balancing_loss", "balance"), ("z_loss", "z")):
         # Megatron's tracker adds up micro batches, ours is their mean; both are without the loss's weight.

@@ -40,7 +40,8 @@ def both_ways(sequence_parallel):
     options = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
     built = tiny_gpt(fmoe_layer_spec(get_gpt_layer_local_spec(), shared_expert=8, **MOE), **options)
     changed = fmoefy(tiny_gpt(**options), shared_expert=8, **MOE)
-    layer, twin = built.decoder.layers[1].mlp, changed.decoder.layers[1].mlp
+    layer = built.decoder.layers[1].mlp
+    twin = changed.decoder.layers[1].mlp
     same = all(torch.equal(p, q) for p, q in zip(layer.parameters(), twin.parameters(), strict=True))
     marks = {
         name: (

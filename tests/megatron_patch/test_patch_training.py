@@ -5,7 +5,9 @@ import torch
 from compare import assert_close
 from forks import only, values
 
-STEPS, GLOBAL_BATCH, MICRO_BATCH = 20, 4, 2
+STEPS = 20
+GLOBAL_BATCH = 4
+MICRO_BATCH = 2
 
 
 def trained(expert_parallel, distributed):

@@ -47,7 +47,8 @@ def fmoefied(config, options, expert_parallel=1, steps=0):
         fmoe.random.set_position(seed=1, step=0)
         after.append(gpt.train(training)(tokens, positions, None).detach())
     gpt.train()
-    optimizer, losses = torch.optim.Adam(gpt.parameters(), lr=1e-2), []
+    optimizer = torch.optim.Adam(gpt.parameters(), lr=1e-2)
+    losses = []
     for step in range(steps):
         fmoe.random.set_position(seed=1, step=step)
         optimizer.zero_grad()

@@ -77,7 +77,8 @@ def imports_without_triton():
     from megatron_patch import versions
 
     sys.modules["triton"] = None  # as if it were not installed
-    import_, seen = builtins.__import__, []
+    import_ = builtins.__import__
+    seen = []
 
     def works(name):
         try:
@@ -97,6 +98,7 @@ def test_only_the_modules_of_kernels_get_a_stand_in_for_triton(forks):
     assert only(forks.run(1, imports_without_triton)) == [True, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_names_that_torch_has_replaced_do_not_warn():
     """Megatron-core calls them; newer versions of torch warn."""
     code = """

@@ -11,7 +11,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_patch import cpu
 
-LAYERS, WIDTH, HEADS, LENGTH, VOCAB, EXPERTS = 2, 32, 2, 16, 96, 4
+LAYERS = 2
+WIDTH = 32
+HEADS = 2
+LENGTH = 16
+VOCAB = 96
+EXPERTS = 4
 MOE = {
     "num_experts": EXPERTS,
     "d_hidden": 24,

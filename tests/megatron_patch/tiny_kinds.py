@@ -13,13 +13,15 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from tiny_gpt import LAYERS, LENGTH, VOCAB, tiny_config
 
-DECODER_LAYERS, TARGETS = 3, 6
+DECODER_LAYERS = 3
+TARGETS = 6
 
 
 def tiny_t5(change=lambda spec, **options: spec, **options) -> T5Model:
     """2 layers of encoder, 3 of decoder. ``change`` gets each layer spec, and where its layers lie in the model."""
     torch.manual_seed(0)
-    encoder_config, config = tiny_config(**options), tiny_config(**options)
+    encoder_config = tiny_config(**options)
+    config = tiny_config(**options)
     config.num_layers = DECODER_LAYERS
     total = LAYERS + DECODER_LAYERS
     encoder = change(encoder_model_with_local_spec(), model_layers=total)

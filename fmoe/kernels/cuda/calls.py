@@ -512,11 +512,11 @@ def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor
         rows: total number of rows.
     """
     segments = len(receive_S)
-    order = receive_S.new_empty(rows)
-    inverse = torch.empty_like(order)
+    order_R = receive_S.new_empty(rows)
+    inverse_R = torch.empty_like(order_R)
     geometry = Geometry((max(1, -(-rows // 256)), 1, 1), (256, 1, 1), 4 * (3 * segments + 2 + 8))
-    _start("segment_order", geometry, receive_S, order_S, segments, rows, order, inverse)
-    return order, inverse
+    _start("segment_order", geometry, receive_S, order_S, segments, rows, order_R, inverse_R)
+    return order_R, inverse_R
 
 
 def route(
@@ -648,12 +648,12 @@ class LossGradients:
     """Gradients of the two losses that `queue` computes, and the tensors for the backward pass of these losses.
 
     Attributes:
-        balance, z: gradients of the losses, scalars; None if a loss has no gradient.
+        d_balance, d_z: gradients of the losses, scalars; None if a loss has no gradient.
         fraction_GE, stats: as in `RouterSums`.
     """
 
-    balance: Tensor | None
-    z: Tensor | None
+    d_balance: Tensor | None
+    d_z: Tensor | None
     fraction_GE: Tensor
     stats: Tensor
     mask_T: Tensor | None
@@ -680,16 +680,16 @@ def route_backward(
         dtype: dtype of the result; None for the dtype of the logits.
     """
     tokens, experts = logits_TE.shape
-    out_TE = torch.empty_like(logits_TE, dtype=dtype)
+    d_logits_TE = torch.empty_like(logits_TE, dtype=dtype)
     of_losses: tuple[Argument, ...] = (None,) * 5
     tiles = TokenTiles(tokens, max(1, tokens))
     if losses is not None:
         routed = losses.stats[experts + 2 : experts + 3]
-        of_losses = (losses.mask_T, losses.balance, losses.z, losses.fraction_GE, routed)
+        of_losses = (losses.mask_T, losses.d_balance, losses.d_z, losses.fraction_GE, routed)
         tiles = losses.tiles
     warps = num_warps(0, 4 * experts)
     _start(
-        f"route_backward<{DTYPES[logits_TE.dtype]}, {DTYPES[out_TE.dtype]}>",
+        f"route_backward<{DTYPES[logits_TE.dtype]}, {DTYPES[d_logits_TE.dtype]}>",
         Geometry((max(1, -(-tokens // warps)), 1, 1), (32 * warps, 1, 1), 4 * warps * experts),
         logits_TE,
         expert_TK,
@@ -705,6 +705,6 @@ def route_backward(
         normalize,
         float(scale),
         *tiles.sizes[:3],
-        out_TE,
+        d_logits_TE,
     )
-    return out_TE
+    return d_logits_TE

@@ -71,7 +71,8 @@ def test_a_window_costs_its_own_keys(monkeypatch):
     """No call has more than twice the window's keys, and all keys are given out twice at most."""
     from torch.nn import functional as F
 
-    sizes, attend = [], F.scaled_dot_product_attention
+    sizes = []
+    attend = F.scaled_dot_product_attention
     monkeypatch.setattr(
         F,
         "scaled_dot_product_attention",

@@ -42,14 +42,16 @@ def cxx(tmp_path, monkeypatch):
 @pytest.fixture
 def waits():
     """Set when somebody begins to wait for a lock."""
-    event, logger = threading.Event(), logging.getLogger("fmoe")
+    event = threading.Event()
+    logger = logging.getLogger("fmoe")
 
     class Watch(logging.Handler):
         def emit(self, record):
             if "waiting for it" in record.getMessage():
                 event.set()
 
-    watch, level = Watch(), logger.level
+    watch = Watch()
+    level = logger.level
     logger.addHandler(watch)
     logger.setLevel(logging.INFO)
     yield event
@@ -287,7 +289,8 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    ours, place = sources(tmp_path / "src"), tmp_path / "tmp" / f"fmoe-{os.getuid()}"
+    ours = sources(tmp_path / "src")
+    place = tmp_path / "tmp" / f"fmoe-{os.getuid()}"
     path = build.library(ours)
     assert path.parent == place and stat.S_IMODE(place.stat().st_mode) == 0o700
     assert build.cached(ours) == path

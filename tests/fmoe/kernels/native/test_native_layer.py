@@ -151,7 +151,10 @@ def test_dropout_of_hidden_units_goes_the_torch_way(calls):
 
 def test_what_is_kept_for_the_backward_pass():
     """T * K * P pre-activations and the integers of the plan, beside the input and the weights."""
-    tokens, width, hidden, top_k = 512, 64, 96, 2
+    tokens = 512
+    width = 64
+    hidden = 96
+    top_k = 2
     layer = fmoe.FMoE(d_model=width, num_experts=4, d_hidden=hidden, top_k=top_k, gate="naive", expert="swiglu", seed=0)
     x = torch.randn(tokens, width, requires_grad=True)
     known = {p.untyped_storage().data_ptr() for p in [x, *layer.parameters()]}
@@ -165,7 +168,8 @@ def test_what_is_kept_for_the_backward_pass():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x)
-    floats, integers = tokens * top_k * 2 * hidden * 4, tokens * top_k * 8
+    floats = tokens * top_k * 2 * hidden * 4
+    integers = tokens * top_k * 8
     gate_and_losses = 8 * tokens * 4 * 4
     assert floats <= sum(kept.values()) <= floats + 4 * integers + gate_and_losses
 

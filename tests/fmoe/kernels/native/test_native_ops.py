@@ -58,17 +58,22 @@ class Case:
     """Tokens, decisions and weights, drawn from a seed."""
 
     def __init__(self, seed, dtype=torch.float32, counts=None, sizes=None):
-        draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+        draw = random.Random(seed)
+        g = torch.Generator().manual_seed(seed)
         tokens = draw.choice([0, 1, 7, 40, 150, 400])
         experts = draw.choice([1, 3, 8, 17])
         top_k = experts if seed % 7 == 0 else draw.randint(1, min(4, experts))
-        width, hidden = draw.randint(5, 70), draw.randint(5, 90)
+        width = draw.randint(5, 70)
+        hidden = draw.randint(5, 90)
         if sizes is not None:
             tokens, experts, top_k, width, hidden = sizes
-        self.gated, bias, self.activation = bool(seed % 2), seed // 2 % 2, list(ACTIVATIONS.values())[seed % 4]
+        self.gated = bool(seed % 2)
+        bias = seed // 2 % 2
+        self.activation = list(ACTIVATIONS.values())[seed % 4]
         expert_TK = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k]
         if counts == "one":  # a hot expert, that all threads have to compute
-            expert_TK[:, 0], expert_TK[:, 1:] = 0, -1
+            expert_TK[:, 0] = 0
+            expert_TK[:, 1:] = -1
         expert_TK[torch.rand(expert_TK.shape, generator=g) < draw.choice([0, 0, 0.3, 1.0])] = -1
         self.plan = DispatchPlan.from_routing(Routing(expert_TK, torch.rand(expert_TK.shape)), experts)
 
@@ -119,14 +124,16 @@ def by_weighed_rows(case, x, w_in, b_in, w_out, b_out, weight):
     """As where tokens and experts are on different ranks: weights go with the rows, and only their gradients back."""
     num_rows = sum(case.plan.counts)
     call = (case.plan.counts, case.activation, case.gated)
-    rows, weight_M = case.plan.permute(x, num_rows), case.plan.weights(weight, num_rows)
+    rows = case.plan.permute(x, num_rows)
+    weight_M = case.plan.weights(weight, num_rows)
     out = ops.expert_ffn(rows, w_in, b_in, w_out, b_out, *call, weight_TK=weight_M)
     return combine_unsaved(out, weight, case.plan)
 
 
 def check(case, compute):
     """In 16 bits the limit is a multiple of what the plain operations at that precision are off themselves."""
-    expected, found = case.run(by_reference, torch.float64), case.run(compute)
+    expected = case.run(by_reference, torch.float64)
+    found = case.run(compute)
     plain = case.run(by_reference) if case.grad.dtype == torch.bfloat16 else None
     for name, value in expected.items():
         limit = FLOAT32_LIMIT
@@ -163,6 +170,7 @@ def test_matrices_of_many_blocks(sizes, dtype, threads):
         torch.ops.fmoe_native.few_rows(before)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("counts", [None, "one"], ids=["all experts", "a hot expert"])
 @pytest.mark.parametrize("bias_scale", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("kind", range(8), ids=lambda kind: f"{list(ACTIVATIONS)[kind % 4]}-{'gated' * (kind // 4)}")
@@ -170,7 +178,8 @@ def test_the_derivative_is_taken_where_the_plain_operations_take_it(kind, bias_s
     """A bias may nearly cancel the product: rounded twice, the sum has another sign, and ReLU another slope."""
     for seed in (2, 3):
         case = Case(seed, torch.bfloat16, counts, sizes=(60, 4, 2, 64, 160))
-        case.activation, case.gated = list(ACTIVATIONS.values())[kind % 4], bool(kind // 4)
+        case.activation = list(ACTIVATIONS.values())[kind % 4]
+        case.gated = bool(kind // 4)
         height = 160 * (1 + case.gated)
         g = torch.Generator().manual_seed(seed)
         case.inputs["w_in"] = (torch.randn(4, height, 64, generator=g) / 8).bfloat16()
@@ -178,6 +187,7 @@ def test_the_derivative_is_taken_where_the_plain_operations_take_it(kind, bias_s
         check(case, fused)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("compute", [fused, by_rows, by_weighed_rows])
 def test_second_derivatives(compute, dtype):
     """A gradient penalty on every input."""
@@ -199,6 +209,7 @@ def test_second_derivatives(compute, dtype):
             assert_close(value, exact[number], limit, str(number))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("frozen", [[], ["x"], ["w_in"], ["w_out", "b_in"], ["x", "w_in", "b_in"]], ids="-".join)
 @pytest.mark.parametrize("seed", [2, 3, 4, 5])  # with a bias and without, gated and not
 def test_flops_are_counted_as_those_of_the_torch_path(seed, frozen):
@@ -257,7 +268,8 @@ def test_gradients_are_added_to_main_grad(dtype, gemms):
 
     def accumulating(case, w_in, w_out, **others):
         for name, w in (("w_in", w_in), ("w_out", w_out)):
-            w.main_grad, w.grad_added_to_main_grad = start[name].clone(), False
+            w.main_grad = start[name].clone()
+            w.grad_added_to_main_grad = False
             made[name] = w
         return fused(case, w_in=w_in, w_out=w_out, into_main_grad=True, **others)
 
@@ -274,11 +286,13 @@ def test_gradients_are_added_to_main_grad(dtype, gemms):
 def test_hooks_run_for_a_gradient_in_main_grad_which_takes_no_memory(dtype, later):
     """As Megatron-core's data parallel hook runs, which asks for a gradient but does not read it."""
     case = next(c for c in (Case(seed, dtype) for seed in range(1, 99)) if sum(c.plan.counts) > 0)
-    seen, nodes = {}, []
+    seen = {}
+    nodes = []
 
     def accumulating(case, w_in, w_out, **others):
         for name, w in (("w_in", w_in), ("w_out", w_out)):
-            w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
+            w.main_grad = torch.zeros(w.shape)
+            w.grad_added_to_main_grad = False
 
             def hook(*_, name=name, w=w):
                 seen[name] = w.grad.untyped_storage().nbytes() // w.itemsize, w.grad.shape == w.shape
@@ -301,7 +315,8 @@ def test_a_hook_of_a_weight_sees_its_gradient_beside_main_grad(dtype):
     plain = case.run(fused)
 
     def hooked(case, w_in, w_out, **others):
-        w_in.main_grad, w_in.grad_added_to_main_grad = torch.zeros(w_in.shape), False
+        w_in.main_grad = torch.zeros(w_in.shape)
+        w_in.grad_added_to_main_grad = False
         w_in.register_hook(lambda gradient: gradient * 2)
         hooked.w_in = w_in
         return fused(case, w_in=w_in, w_out=w_out, into_main_grad=True, **others)

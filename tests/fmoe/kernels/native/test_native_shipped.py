@@ -110,10 +110,11 @@ def test_the_numbers_are_right_on_lesser_processors(name, monkeypatch):
     level(monkeypatch, name)
     for variable, value in LEVELS[name].items():
         monkeypatch.setenv(variable, value)
-    tests = Path(__file__).parent.parent
-    files = ["native/test_native_ops.py", "native/test_native_layer.py", "test_ops.py", "test_layer.py"]
-    run = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(tests / name) for name in files)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=3500, cwd=tests.parent.parent)
+    tests = Path(__file__).parents[2]
+    names = ["native/test_native_ops.py", "native/test_native_layer.py", "test_ops.py"]
+    files = [*(tests / "kernels" / name for name in names), tests / "test_layer.py"]
+    run = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=3500, cwd=tests.parents[1])
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -137,5 +138,5 @@ def test_clean_under_sanitizers():
         "OMP_NUM_THREADS": "2",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ours]
-    done = subprocess.run(command, cwd=folder.parents[2], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder.parents[3], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
