@@ -86,11 +86,11 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Ten
         first = max(0, begin - window)
         mask = None if index == 0 else near[:count, : window + count]
         if seen is not None:
-            part = seen[..., begin : begin + count, first : begin + count]
-            mask = part if mask is None else mask & part
-        own = slice(index, index + 1)
-        before = slice(max(0, index - 1), index)
-        block_keys, block_values = (torch.cat([*x[before], *x[own]], dim=2) for x in (keys, values))
+            seen_block = seen[..., begin : begin + count, first : begin + count]
+            mask = seen_block if mask is None else mask & seen_block
+        both = slice(max(0, index - 1), index + 1)
+        block_keys = torch.cat(keys[both], dim=2)
+        block_values = torch.cat(values[both], dim=2)
         outputs.append(_attend(block, block_keys, block_values, mask, **options))
     return torch.cat(outputs, dim=2)
 
@@ -117,7 +117,9 @@ def _attend(
         query, key, value = _with_sinks(query, key, value, sinks_H, scale, is_causal)
         seen = None if seen is None else F.pad(seen, (1, 0), value=True)
     out = F.scaled_dot_product_attention(
-        *(query, key, value),
+        query,
+        key,
+        value,
         attn_mask=seen,
         dropout_p=dropout,
         is_causal=is_causal,

@@ -36,14 +36,13 @@ def folders() -> list[Path]:
     named = os.environ.get("FMOE_CACHE")
     if named:
         return [Path(named).absolute()]
-    found = []
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
-        found.append(Path(base) / "fmoe")
-    else:
-        with suppress(RuntimeError):  # a user without a home
-            found.append(Path.home() / ".cache" / "fmoe")
-    return [*found, _temporary()]
+        return [Path(base) / "fmoe", _temporary()]
+    try:
+        return [Path.home() / ".cache" / "fmoe", _temporary()]
+    except RuntimeError:  # a user without a home
+        return [_temporary()]
 
 
 def get(
@@ -122,9 +121,9 @@ def find(key: str, suffix: str = ".so") -> Path | None:
     """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
-            found = find_in(folder, key, suffix)
-            if found is not None:
-                return found
+            entry = find_in(folder, key, suffix)
+            if entry is not None:
+                return entry
     return None
 
 
@@ -260,10 +259,10 @@ def identity(path: Path) -> tuple[int, int] | None:
     At least one of the two changes if the file is replaced.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _temporary() -> Path:
@@ -272,17 +271,17 @@ def _temporary() -> Path:
 
 def _distrust(folder: Path) -> str | None:
     """Return why libraries in a folder must not be loaded; None if they may be."""
-    found = folder.lstat() if folder == _temporary() else folder.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat() if folder == _temporary() else folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
         return "not a folder"
-    if found.st_mode & stat.S_IWOTH:
-        return f"all users have write access (mode {stat.S_IMODE(found.st_mode):o})"
+    if status.st_mode & stat.S_IWOTH:
+        return f"all users have write access (mode {stat.S_IMODE(status.st_mode):o})"
     # A folder named by FMOE_CACHE may belong to another user. A default folder must not: any user could create it.
     may_be_anothers = os.environ.get("FMOE_CACHE") and not folder.parent.stat().st_mode & stat.S_IWOTH
-    if not may_be_anothers and found.st_uid not in (os.getuid(), 0):
-        return f"belongs to user {found.st_uid}, not to {os.getuid()}"
-    if folder == _temporary() and found.st_mode & 0o077:
-        return f"other users have access (mode {stat.S_IMODE(found.st_mode):o})"
+    if not may_be_anothers and status.st_uid not in (os.getuid(), 0):
+        return f"belongs to user {status.st_uid}, not to {os.getuid()}"
+    if folder == _temporary() and status.st_mode & 0o077:
+        return f"other users have access (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 

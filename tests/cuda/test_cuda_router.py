@@ -185,6 +185,7 @@ def test_scaled_losses_and_what_is_counted(scale, on):
     assert one.metrics.take().tokens == 4 * 48 and one.metrics.report().tokens == 0
 
 
+@pytest.mark.slow
 def test_many_passes_are_added_at_once(on):
     one, _ = layers()
     x = torch.randn(2, 4, D)

@@ -6,13 +6,10 @@ import triton_on_cpu
 from compare import assert_close
 
 import fmoe
-from fmoe.errors import UserError
 from fmoe.experts.ffn import ACTIVATIONS as POINTWISE
 from fmoe.experts.ffn import GATED_ACTIVATIONS
 from fmoe.kernels import reference
 from fmoe.kernels.cuda import ffn, gemm, selfcheck, triton_gemm
-from fmoe.kernels.cuda.triton_gemm import Config
-from fmoe.kernels.cuda.tuning import TuningCache
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
@@ -141,6 +138,7 @@ def test_gradients_of_weights_are_added_to_a_sum(dtype):
     assert_close(total, expected, 1e-5, "sum")
 
 
+@pytest.mark.slow
 def test_every_configuration_is_a_right_one(monkeypatch):
     """Tiles of other shapes give the same, whatever the sizes."""
     of = Experts()
@@ -239,82 +237,3 @@ def test_what_is_wrong_is_found_in_the_self_check(monkeypatch):
     monkeypatch.setattr(triton_gemm.TritonGemms, "up_backward", lambda *a: 1.2 * up(*a))
     wrong = selfcheck.failure(torch.device("cpu"), gemm="triton")
     assert wrong.startswith("the gradient of tokens in torch.float32 has ")
-
-
-class OnCuda(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    device = torch.device("cuda", 0)
-
-
-def test_configurations_are_measured_where_that_is_asked_for(monkeypatch, tmp_path, caplog):
-    """Once for a size, the fastest kept; those that fail are left out; never while a graph is captured."""
-    monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
-    valid = triton_gemm._tuned._is_valid
-    monkeypatch.setattr(triton_gemm, "_tuned", TuningCache("triton.json", valid))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    best = Config(32, 64, 32, 4, 3)
-    monkeypatch.setattr(triton_gemm, "configs", lambda *_: [triton_on_cpu.SMALL, Config(128, 128, 64, 8, 9), best])
-    launched = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.config = None
-
-        def record(self):
-            self.config = launched[-1] if launched else None
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, done):
-            return 1.0 if done.config == best else 2.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-
-    def launch(config):
-        if config.stages == 9:
-            raise RuntimeError("out of resource: shared memory")
-        launched.append(config)
-        return config
-
-    assert triton_gemm.version().startswith("triton 3.")
-    like = torch.zeros(2).as_subclass(OnCuda)
-    gemms = triton_gemm.TritonGemms(torch.zeros(4, dtype=torch.int32), 64)
-
-    def choose(depth=64, **options):
-        return gemms._with_config(launch, like, "multiply", 16, 128, depth, False, **options)
-
-    assert choose() == triton_on_cpu.SMALL and launched == [triton_on_cpu.SMALL]  # not asked for
-    monkeypatch.setenv("FMOE_TUNE", "1")
-    assert choose(may_tune=False) == triton_on_cpu.SMALL
-    assert choose() == best and len(launched) == 2 + 4 + 4 + 1
-    assert choose() == best and len(launched) == 12
-    monkeypatch.setattr(triton_gemm, "_tuned", TuningCache("triton.json", valid))
-    monkeypatch.setenv("FMOE_TUNE", "0")
-    assert choose() == best  # another process, which does not measure
-    monkeypatch.setenv("FMOE_TUNE", "1")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choose(depth=32) == triton_on_cpu.SMALL
-    monkeypatch.setenv("FMOE_TUNE", "yes")
-    with pytest.raises(UserError, match=r"^FMOE_TUNE='yes' must be 0 or 1"):
-        choose(depth=32)
-
-
-@pytest.mark.parametrize("kind", triton_gemm.KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (300, 5000, 99), (4096, 4096, 1024)], ids=str)
-def test_the_space_of_configurations(sizes, dtype, kind, monkeypatch):
-    """Powers of two from 16 on, no larger than there is use for, the default first, each once, all of a size to fit."""
-    monkeypatch.undo()
-    gated = kind == "up"
-    space = triton_gemm.configs(kind, dtype, *sizes, gated)
-    assert space[0] == triton_gemm.default_config(kind, dtype, *sizes, gated) and len(set(space)) == len(space)
-    for config in space:
-        for tile, extent in zip((config.rows, config.columns, config.depth), sizes, strict=True):
-            assert tile >= 16 and tile & (tile - 1) == 0 and (tile == 16 or tile < 2 * extent)
-        held = dtype.itemsize * config.stages * config.depth * (config.rows + config.columns * (1 + gated))
-        assert held <= 160 * 1024
-    if sizes[0] == 4096:
-        assert len(space) > 8
