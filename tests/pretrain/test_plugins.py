@@ -289,6 +289,7 @@ FILES = {
 }
 
 
+@pytest.mark.by_default(*range(0, 33, 3))
 @pytest.mark.parametrize("what", ERRORS)
 def test_a_wrong_part_is_one_line(forks, folder, run, what):
     for name, text in FILES.items():

@@ -192,6 +192,7 @@ assert not {{"torch", "megatron", "transformers"}} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.by_default(0, 4, 8)
 @pytest.mark.parametrize(
     "code",
     [

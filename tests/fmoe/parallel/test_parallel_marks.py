@@ -134,6 +134,7 @@ def compare_with_one_process(route, way):
     assert sorted(p.dim() for p in decayed) == [2, 2, 3, 3]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("way", ["average", "wrapper", "fastmoe"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_gradients_are_those_of_one_process_after_parameters_were_replaced(two_ranks, route, way):

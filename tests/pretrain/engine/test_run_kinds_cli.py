@@ -75,6 +75,7 @@ def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path,
     assert end.code == 2 and "data.weights=(1.0, 1.0) differs from" in end.err, end
 
 
+@pytest.mark.by_default(0, 4, 8, 12)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
