@@ -28,8 +28,7 @@ def test_options_stand_before_and_behind_the_recipes_name(case):
     job = parse(argv, "fmoe train")
     assert (job.name, job.resume, job.processes_per_node) == ("quickstart", resume, 2)
     for key, value in expected.items():
-        section, name = key.split(".")
-        assert getattr(getattr(job.recipe, section), name) == value
+        assert job.recipe.value(key) == value
 
 
 @pytest.mark.parametrize(
