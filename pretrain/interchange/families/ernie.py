@@ -148,7 +148,7 @@ ERNIE4_5_MOE = Family(
         (*_TABLE, *STACKED, _choice_bias("gate.moe_statics")),
     ),
     keys=(
-        *without(KEYS, "top_k", "balance_loss", "tie_embeddings"),
+        *without(KEYS, "moe.top_k", "moe.balance_loss", "tie_embeddings"),
         Key("moe_num_experts", "moe.num_experts", int, alias="num_experts"),
         Key("moe_k", "moe.top_k", int, alias="num_experts_per_tok"),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
@@ -158,7 +158,7 @@ ERNIE4_5_MOE = Family(
     ),
     fixed=FIXED | {"moe.score": "softmax"},
     demands=(
-        *without(SIGMOID, "score", "gate_options"),
+        *without(SIGMOID, "moe.score", "moe.gate_options"),
         Demand("moe.normalize", lambda m: m.moe.normalize is not False, "true: weights that sum to one"),
         Demand("moe.top_k", lambda m: m.moe.top_k > 1, "at least 2, whose weights sum to one"),
         Demand("moe.layers", _is_regular, "the multiples of a number in a range of layers, such as 4, 6, 8"),

@@ -120,7 +120,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     windows: dict[str, Any] = {}
     if sliding:
         windows["sliding_window"] = read_int(config, "sliding_window")
-        windows["sliding_layers"] = sliding if len(sliding) < layers else ()
+        windows["attention.sliding_layers"] = sliding if len(sliding) < layers else ()
     return DROPLESS | {
         "attention.head_dim": read_int(config, "head_dim", 64),
         "attention.output_bias": read_bool(config, "attention_bias", True),
@@ -158,7 +158,7 @@ GPT_OSS = Family(
     ),
     fixed=FIXED | {"activation": "swiglu_oai", "attention.sinks": True, "moe.gate_options": {"bias": True}},
     demands=(
-        *without(SOFTMAX, "expert_options"),
+        *without(SOFTMAX, "moe.expert_options"),
         *EVERY_LAYER,
         *SUM_TO_ONE,
         Demand(

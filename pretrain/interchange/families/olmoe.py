@@ -30,7 +30,7 @@ OLMOE = Family(
     architecture="OlmoeForCausalLM",
     tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     keys=(
-        *without(KEYS, "balance_loss"),
+        *without(KEYS, "moe.balance_loss"),
         Key("router_aux_loss_coef", "moe.balance_loss", float, 0.01),
         Key("num_experts", "moe.num_experts", int, other="num_local_experts"),
         Key("intermediate_size", "ffn_hidden_size", int),

@@ -118,7 +118,7 @@ FORMS = {
                 },
             },
             "chat_template.jinja": TEMPLATE.encode(),
-            "generation_config.json": {"eos_token_id": [3, 2], "pad_token_id": 2, "temperature": 0.7, "moe.top_k": 20},
+            "generation_config.json": {"eos_token_id": [3, 2], "pad_token_id": 2, "temperature": 0.7, "top_k": 20},
         },
         {"eos_token_id": 3},
         None,

@@ -46,8 +46,8 @@ def generated(run, prompts):
 
 # Cases of `huggingface_folders` with values that vLLM supports on CPUs: its attention there has few widths.
 CASES = {
-    "mixtral": ("mixtral", {"attention.head_dim": 32}),
-    "qwen3_moe": ("qwen3_moe", {"attention.head_dim": 32}),
+    "mixtral": ("mixtral", {"head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 32}),
 }
 
 

@@ -34,10 +34,10 @@ GPT_OSS = GROUPED | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
 }
 WIDE = SIZES | {"num_hidden_layers": 4, "intermediate_size": 40, "moe_intermediate_size": 24, "num_key_value_heads": 2}
-QWEN2_MOE = WIDE | {"moe.num_experts": 4, "shared_expert_intermediate_size": 20}
-QWEN3_MOE = WIDE | {"moe.num_experts": 4, "attention.head_dim": 12}
+QWEN2_MOE = WIDE | {"num_experts": 4, "shared_expert_intermediate_size": 20}
+QWEN3_MOE = WIDE | {"num_experts": 4, "head_dim": 12}
 ROUTED = WIDE | {"num_hidden_layers": 3, "num_experts_per_tok": 3, "n_routed_experts": 8}
-GLM = ROUTED | {"attention.head_dim": 12, "num_mtp_layers": 0}
+GLM = ROUTED | {"head_dim": 12, "num_mtp_layers": 0}
 ERNIE = WIDE | {"num_hidden_layers": 3, "moe_k": 3, "moe_num_experts": 8}
 del ERNIE["num_experts_per_tok"]
 LATENT = ROUTED | {
@@ -61,10 +61,10 @@ T5 = {
     "num_heads": 2,
     "n_positions": LENGTH,
 }
-SWITCH = T5 | {"moe.num_experts": 4, "expert_capacity": 2 * LENGTH, "num_layers": 4}
+SWITCH = T5 | {"num_experts": 4, "expert_capacity": 2 * LENGTH, "num_layers": 4}
 # Of 32 tokens; in 8 tokens, the first pair of elements of a head turns once, and the last ones seldom.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
-YARN |= {"beta_slow": 1.0, "position.rope_theta": 50.0}
+YARN |= {"beta_slow": 1.0, "rope_theta": 50.0}
 SCALED = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 UNTRUNCATED = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 UNTRUNCATED |= {"truncate": False, "original_max_position_embeddings": 8}
@@ -72,12 +72,12 @@ STACKED = {"save_original_format": False}  # experts in one tensor
 
 
 def rope(theta: float, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"position.rope_theta": theta, **values}}
+    return {"rope_parameters": {"rope_theta": theta, **values}}
 
 
 CASES: dict[str, Case] = {
-    "mixtral": tiny("MixtralConfig", GROUPED | {"attention.head_dim": 12} | rope(500.0)),
-    "mixtral, window": tiny("MixtralConfig", GROUPED | {"attention.sliding_window": 7}),
+    "mixtral": tiny("MixtralConfig", GROUPED | {"head_dim": 12} | rope(500.0)),
+    "mixtral, window": tiny("MixtralConfig", GROUPED | {"sliding_window": 7}),
     "mixtral tied, bf16": tiny(
         "MixtralConfig",
         LOCAL | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
@@ -154,13 +154,11 @@ CASES: dict[str, Case] = {
     "phimoe": tiny("PhimoeConfig", PHIMOE | {"attention_bias": True, "lm_head_bias": True} | rope(500.0)),
     "phimoe, without biases, a window, tied, experts in one tensor": tiny(
         "PhimoeConfig",
-        PHIMOE | {"tie_word_embeddings": True, "attention.head_dim": 12, "attention.sliding_window": 5},
+        PHIMOE | {"tie_word_embeddings": True, "head_dim": 12, "sliding_window": 5},
         torch.bfloat16,
         **STACKED,
     ),
-    "deepseek_v2": tiny(
-        "DeepseekV2Config", LATENT | {"attention.q_lora_rank": None, "first_k_dense_replace": 1} | rope(500.0)
-    ),
+    "deepseek_v2": tiny("DeepseekV2Config", LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1} | rope(500.0)),
     "deepseek_v2, groups, compressed queries, bf16": tiny(
         "DeepseekV2Config",
         LATENT
@@ -177,7 +175,7 @@ CASES: dict[str, Case] = {
     ),
     "deepseek_v3": tiny(
         "DeepseekV3Config",
-        DEEPSEEK_V3 | GROUPS | {"attention.q_lora_rank": 18, "first_k_dense_replace": 1},
+        DEEPSEEK_V3 | GROUPS | {"q_lora_rank": 18, "first_k_dense_replace": 1},
         torch.bfloat16,
     ),
     "deepseek_v3, all groups, weights as they are, experts in one tensor": tiny(
@@ -254,7 +252,7 @@ CASES: dict[str, Case] = {
         "DeepseekV3Config",
         DEEPSEEK_V3
         | GROUPS
-        | {"attention.qk_rope_head_dim": 8, "attention.q_lora_rank": 18, "first_k_dense_replace": 1}
+        | {"qk_rope_head_dim": 8, "q_lora_rank": 18, "first_k_dense_replace": 1}
         | {"rope_parameters": SCALED | {"mscale_all_dim": 1.0, "beta_slow": 0.25}},
     ),
     "mixtral, yarn": tiny("MixtralConfig", GROUPED | {"head_dim": 12, "rope_parameters": YARN | {"truncate": False}}),
