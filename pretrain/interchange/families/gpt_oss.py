@@ -119,7 +119,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     sliding = tuple(n for n, kind in enumerate(kinds, start=1) if kind == "sliding_attention")
     windows: dict[str, Any] = {}
     if sliding:
-        windows["sliding_window"] = read_int(config, "sliding_window")
+        windows["attention.sliding_window"] = read_int(config, "sliding_window")
         windows["attention.sliding_layers"] = sliding if len(sliding) < layers else ()
     return DROPLESS | {
         "attention.head_dim": read_int(config, "head_dim", 64),
