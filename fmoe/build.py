@@ -149,7 +149,8 @@ class Spec:
             default = getattr(gate, "default_top_k", None)
             top_k = self.top_k or (default and min(default, self.num_experts))
             self.top_k = top_k and top_k * self.granularity
-        self.num_experts, self.d_hidden = self.num_experts * self.granularity, self.d_hidden // self.granularity
+        self.num_experts = self.num_experts * self.granularity
+        self.d_hidden = self.d_hidden // self.granularity
         self.expert_options = dict(self.expert_options or {})
 
     @classmethod
@@ -195,7 +196,8 @@ class Spec:
 
         The weights depend on the seed, but not on the number of ranks.
         """
-        first, count = exchange.ep_rank * exchange.num_local_experts, exchange.num_local_experts
+        first = exchange.ep_rank * exchange.num_local_experts
+        count = exchange.num_local_experts
         with random.keyed("gate", seed):
             gate = build_gate(
                 self.gate or "naive", self.d_model, self.num_experts, self.top_k, **dict(self.gate_options or {})

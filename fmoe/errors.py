@@ -129,28 +129,30 @@ def wrong_type(annotation: Any, value: Any) -> str | None:
     with another type accepts every value.
     """
     expected = []
-    is_number = not isinstance(value, bool)
     for kind in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,):
-        if kind is NoneType:
-            name, is_valid = "", value is None
-        elif kind is int:
-            name, is_valid = "a whole number", isinstance(value, Integral) and is_number
-        elif kind is float:
-            name, is_valid = "a number", isinstance(value, Real) and is_number
-        elif kind is bool:
-            name, is_valid = "true or false", isinstance(value, Integral) and value in (0, 1)
-        elif kind is str:
-            name, is_valid = "a string", isinstance(value, str)
-        elif get_origin(kind) in (Mapping, dict):
-            name, is_valid = "a mapping", isinstance(value, Mapping)
-        elif get_origin(kind) is Callable:
-            name, is_valid = "a function", callable(value)
-        else:
+        entry = _KINDS.get(get_origin(kind) or kind)
+        if entry is None or entry[1](value):
             return None
-        if is_valid:
-            return None
-        expected += [name] if name else []
+        if entry[0]:
+            expected.append(entry[0])
     return " or ".join(expected)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+# Type -> its description, and whether a value has it.
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    NoneType: ("", lambda value: value is None),
+    int: ("a whole number", lambda value: _is_number(value, Integral)),
+    float: ("a number", lambda value: _is_number(value, Real)),
+    bool: ("true or false", lambda value: isinstance(value, Integral) and value in (0, 1)),
+    str: ("a string", lambda value: isinstance(value, str)),
+    dict: ("a mapping", lambda value: isinstance(value, Mapping)),
+    Mapping: ("a mapping", lambda value: isinstance(value, Mapping)),
+    Callable: ("a function", callable),
+}
 
 
 def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) -> None:

@@ -94,8 +94,12 @@ class MoE(nn.Module):
         check: bool = False,
     ):
         super().__init__()
-        self.exchange, self.layout, self.aux = exchange, layout, aux
-        self.name, self.seed, self.check = name, seed, check
+        self.exchange = exchange
+        self.layout = layout
+        self.aux = aux
+        self.name = name
+        self.seed = seed
+        self.check = check
         self.assemble(gate, experts, shared)
         if exchange.ep_size > 1:
             first = exchange.ep_rank * exchange.num_local_experts
@@ -156,7 +160,9 @@ class MoE(nn.Module):
 
         A gate of another kind than `Router` may take only the tokens, and return FastMoE's ``(index, score)``.
         """
-        gate, x_TD, groups = self.gate, tokens.gate_input_TD, tokens.groups
+        gate = self.gate
+        x_TD = tokens.gate_input_TD
+        groups = tokens.groups
         is_router = isinstance(adapted(gate), Router)
         routing = gate_kernels.route(gate, tokens)
         if routing is None:
@@ -181,7 +187,8 @@ class MoE(nn.Module):
 
     def facts(self, x: Any) -> dict[str, object]:
         """Return the settings that must be equal on all expert-parallel ranks; the first forward pass checks them."""
-        gate, experts = adapted(self.gate), adapted(self.experts)
+        gate = adapted(self.gate)
+        experts = adapted(self.experts)
         return {
             "name": self.name,
             "d_model": self.layout.d_model,
@@ -323,7 +330,8 @@ class MoE(nn.Module):
         return twin
 
     def _process_groups(self) -> list[dist.ProcessGroup | None]:
-        experts, gate = adapted(self._modules.get("experts")), adapted(self.gate)
+        experts = adapted(self._modules.get("experts"))
+        gate = adapted(self.gate)
         of_parts = [getattr(experts, "group", None), getattr(gate, "balance_group", None)]
         return [self.layout.slice_group, self.layout.sequence_group, self.exchange.group, *of_parts]
 

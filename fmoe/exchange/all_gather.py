@@ -104,7 +104,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
         ctx.length = x.shape[0]
-        ctx.group, ctx.wire = group, wire
+        ctx.group = group
+        ctx.wire = wire
         return _gather(x, longest, group, wire)
 
     @staticmethod
@@ -117,7 +118,9 @@ class _SumScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-        ctx.longest, ctx.group, ctx.wire = x.shape[0] // group.size(), group, wire
+        ctx.longest = x.shape[0] // group.size()
+        ctx.group = group
+        ctx.wire = wire
         return _sum_scatter(x, length, group, wire)
 
     @staticmethod

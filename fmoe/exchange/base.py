@@ -234,7 +234,8 @@ class GroupExchange:
 
         def restore(_grad: Tensor) -> None:
             for monitor, context in contexts:
-                monitor.context, monitor.traffic = context, self.traffic
+                monitor.context = context
+                monitor.traffic = self.traffic
 
         for out in outputs:
             if out.requires_grad:

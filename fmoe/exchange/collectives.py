@@ -97,7 +97,8 @@ class GroupMonitor:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group)
-        self.context, self.started = "a layer", 0
+        self.context = "a layer"
+        self.started = 0
         self.traffic = Traffic()
         self._passes: collections.Counter[str] = collections.Counter()
         self._has_posted = False
@@ -123,7 +124,8 @@ class GroupMonitor:
         Raises:
             PeerError: another rank failed, is gone, or did not join within the group's timeout.
         """
-        begin, patience = time.monotonic(), PATIENCE
+        begin = time.monotonic()
+        patience = PATIENCE
         while True:
             try:
                 work.wait(timedelta(seconds=patience))
@@ -145,7 +147,9 @@ class GroupMonitor:
         Raises:
             PeerError: another rank failed, is gone, or did not join within 9/10 of the group's timeout.
         """
-        begin, waited, next_look = time.monotonic(), 0.0, PATIENCE
+        begin = time.monotonic()
+        waited = 0.0
+        next_look = PATIENCE
         while not work.is_completed():
             waited = time.monotonic() - begin
             if waited > next_look:
@@ -197,10 +201,12 @@ class GroupMonitor:
         is_late = time.monotonic() - begin >= _BEFORE_WATCHDOG * seconds > 0  # the backend's timeout came before ours
         self._post(what, number)
         end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
-        last, absent = end + _GRACE, None
+        last = end + _GRACE
+        absent = None
         while time.monotonic() < end:
             self._raise_if_failed(number)
-            before, absent = absent, self._absent(number)
+            before = absent
+            absent = self._absent(number)
             if not absent:
                 break
             if before is not None and len(absent) < len(before):  # more ranks report; on a busy machine this is slow
@@ -288,8 +294,12 @@ class Pending:
     ):
         monitor.started += 1
         monitor.traffic.sent += sent
-        self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
-        self._result, self._read = result, read
+        self._monitor = monitor
+        self._work = work
+        self._what = what
+        self._number = monitor.started
+        self._result = result
+        self._read = read
 
     def wait(self, for_host: bool = False) -> Tensor:
         """Return the result.

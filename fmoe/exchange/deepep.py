@@ -15,6 +15,7 @@ import importlib
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -75,7 +76,8 @@ class DeepEPExchange(GroupExchange):
 
     def prepare(self, facts: Mapping[str, Any], experts: torch.nn.Module, device: torch.device) -> None:
         super().prepare(facts, experts, device)  # all ranks have the same facts: what follows raises on all or on none
-        d_model, dtype = facts["d_model"], facts["dtype of the input"]
+        d_model = facts["d_model"]
+        dtype = facts["dtype of the input"]
         if d_model % MULTIPLE:
             raise UserError(f"exchange='deepep': d_model={d_model} is not a multiple of {MULTIPLE}")
         self.check_dtype(dtype)
@@ -131,36 +133,29 @@ class DeepEPExchange(GroupExchange):
         self.exchange_heads(head, error)
 
 
+@dataclass(eq=False)
 class _Sent:
     """The tokens of one forward pass, which are sent to the ranks of their experts.
 
-    Args:
+    Attributes:
         expert_TK: chosen experts.
         layout: DeepEP's layout of the dispatch.
         num_sent, num_received: numbers of tokens to and from other ranks.
         needs_grad: whether any rank needs gradients.
+        handle: DeepEP's handle of the dispatch.
+        received_RK: this rank's experts of the received tokens.
+        counts: number of received rows of each expert.
     """
 
-    def __init__(
-        self,
-        exchange: DeepEPExchange,
-        expert_TK: Tensor,
-        layout: Sequence[Any],
-        num_sent: int,
-        num_received: int,
-        needs_grad: bool,
-    ):
-        self._exchange = exchange
-        self._buffer = exchange.buffer
-        self._group = exchange.group
-        self._expert_TK = expert_TK
-        self._layout = layout
-        self._num_sent = num_sent
-        self._num_received = num_received
-        self._needs_grad = needs_grad
-        self._handle: Any = None
-        self._received_RK: Tensor | None = None
-        self._counts: list[int] = []
+    exchange: DeepEPExchange
+    expert_TK: Tensor
+    layout: Sequence[Any]
+    num_sent: int
+    num_received: int
+    needs_grad: bool
+    handle: Any = None
+    received_RK: Tensor | None = None
+    counts: list[int] = field(default_factory=list)
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Run the rest of the forward pass (`fmoe.exchange.base.GroupExchange.open`)."""
@@ -169,55 +164,56 @@ class _Sent:
                 "exchange='deepep' sends one matrix of tokens: experts with dropout or several inputs need another "
                 "exchange, such as all_to_all"
             )
-        self._exchange.check_dtype(inputs[0].dtype)  # the model may have been converted since the first pass
+        self.exchange.check_dtype(inputs[0].dtype)  # the model may have been converted since the first pass
         # 1. Send the tokens and weights.
-        x_TD, weight_TK = (join_graph(t, self._needs_grad) for t in (inputs[0], weight_TK))
-        weight_TK = F.pad(weight_TK, (0, self._expert_TK.shape[1] - weight_TK.shape[1]))
+        x_TD, weight_TK = (join_graph(t, self.needs_grad) for t in (inputs[0], weight_TK))
+        weight_TK = F.pad(weight_TK, (0, self.expert_TK.shape[1] - weight_TK.shape[1]))
         received_RD, weight_RK = _Dispatch.apply(x_TD.to(SENT), weight_TK.float(), self)
         received_RD = received_RD.to(x_TD.dtype)
         # 2. Compute the share of this rank's experts.
-        expert_RK = self._received_RK
+        expert_RK = self.received_RK
         assert expert_RK is not None
-        plan = DispatchPlan.from_routing(Routing(expert_RK, expert_RK), self._exchange.num_local_experts)
-        shares = experts.combined([received_RD], weight_RK, plan.kept_only(self._counts))
-        shares = tie(shares, [received_RD, weight_RK], self._needs_grad)
+        plan = DispatchPlan.from_routing(Routing(expert_RK, expert_RK), self.exchange.num_local_experts)
+        shares = experts.combined([received_RD], weight_RK, plan.kept_only(self.counts))
+        shares = tie(shares, [received_RD, weight_RK], self.needs_grad)
         # 3. Return the shares, and sum those of each token.
         return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in shares]
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens and weights; return the received ones. The host waits for the counts of received tokens."""
-        per_rank, per_node, per_expert, is_in_rank = self._layout
-        with self._call("dispatch of tokens", self._num_sent, x_TD, weight_TK, self._expert_TK):
-            x_RD, expert_RK, weight_RK, self._counts, self._handle, _event = self._buffer.dispatch(
+        per_rank, per_node, per_expert, is_in_rank = self.layout
+        with self._call("dispatch of tokens", self.num_sent, x_TD, weight_TK, self.expert_TK):
+            x_RD, expert_RK, weight_RK, self.counts, self.handle, _event = self.exchange.buffer.dispatch(
                 x_TD.contiguous(),
-                topk_idx=self._expert_TK,
+                topk_idx=self.expert_TK,
                 topk_weights=weight_TK.contiguous(),
                 num_tokens_per_rank=per_rank,
                 num_tokens_per_rdma_rank=per_node,
                 is_token_in_rank=is_in_rank,
                 num_tokens_per_expert=per_expert,
             )
-        self._received_RK = expert_RK.long()
+        self.received_RK = expert_RK.long()
         return x_RD, weight_RK
 
     def dispatch_again(self, x_TD: Tensor) -> Tensor:
         """Send the rows ``x_TD`` to the ranks to which `dispatch` sent the tokens, and return the rows received."""
-        fence(self._group, x_TD.device)
-        with self._call("dispatch of gradients", self._num_sent, x_TD):
-            return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
+        fence(self.exchange.group, x_TD.device)
+        with self._call("dispatch of gradients", self.num_sent, x_TD):
+            return self.exchange.buffer.dispatch(x_TD.contiguous(), handle=self.handle)[0]
 
     def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Send rows, and weights if given, back to their tokens' ranks, and return the sums for each token."""
-        fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
+        fence(self.exchange.group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
         weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
-        with self._call("combination of tokens", self._num_received, y_RD, *weights):
+        with self._call("combination of tokens", self.num_received, y_RD, *weights):
             topk_weights = weights[0] if weights else None
-            return self._buffer.combine(y_RD.contiguous(), self._handle, topk_weights=topk_weights)[:2]
+            return self.exchange.buffer.combine(y_RD.contiguous(), self.handle, topk_weights=topk_weights)[:2]
 
     @contextlib.contextmanager
     def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
         """Count the bytes of ``num_sent`` rows of each tensor. Raise a `PeerError` if the code inside times out."""
-        monitor, begin = monitor_of(self._group), time.monotonic()
+        monitor = monitor_of(self.exchange.group)
+        begin = time.monotonic()
         monitor.traffic.sent += num_sent * sum(r.shape[1] * r.element_size() for r in rows)
         try:
             yield

@@ -43,7 +43,8 @@ class Dispatch:
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Run the rest of a forward pass (`fmoe.exchange.base.GroupExchange.open`)."""
-        plan, needs_grad = self.plan, self.needs_grad
+        plan = self.plan
+        needs_grad = self.needs_grad
         # 1. Send each row, and its weight, to the rank of its expert.
         rows = [plan.permute(join_graph(x, needs_grad), self.num_rows) for x in inputs]
         if needs_grad:
@@ -92,7 +93,8 @@ class ChunkedDispatch:
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Run the rest of a forward pass (`fmoe.exchange.base.GroupExchange.open`)."""
-        plan, needs_grad = self.plan, self.chunks[0].needs_grad
+        plan = self.plan
+        needs_grad = self.chunks[0].needs_grad
         rows = [plan.permute(join_graph(x, needs_grad), sum(self.sizes)) for x in inputs]
         if needs_grad:
             rows.append(plan.weights(join_graph(weight_TK, True), sum(self.sizes)))

@@ -116,7 +116,9 @@ class HierarchicalExchange(AllToAllExchange):
         return [send, near, far]
 
     def _hops(self, tensors: list[Tensor], on_host: list[Counts]) -> list[HopCounts]:
-        node_size, num_nodes, num_local = self.node_size, self.num_nodes, self.num_local_experts
+        node_size = self.node_size
+        num_nodes = self.num_nodes
+        num_local = self.num_local_experts
         send, near, far = (without_last(counts) for counts in on_host)
         # Row m of the second stage's counts: for each rank of the node, its counts for node m.
         near_INL = torch.tensor(near, dtype=torch.int64, device="cpu").view(node_size, num_nodes, num_local)

@@ -71,7 +71,8 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, hop: Hop, back: bool) -> Tensor:
-        ctx.hop, ctx.back = hop, back
+        ctx.hop = hop
+        ctx.back = back
         arrived = hop.launch(hop.pack(rows, back), back).wait()
         return hop.unpack(arrived, back, rows.dtype)
 

@@ -20,7 +20,9 @@ class LocalExchange:
         num_experts: number of experts.
     """
 
-    ep_rank, ep_size, group = 0, 1, None
+    ep_rank = 0
+    ep_size = 1
+    group = None
 
     def __init__(self, num_experts: int):
         self.num_experts = self.num_local_experts = num_experts

@@ -82,7 +82,8 @@ class PaddedExchange(GroupExchange):
         return PaddedPlan(super().plan(routing), slots, self.chunks)
 
     def open(self, plan: PaddedPlan, needs_grad: bool) -> Forward:
-        slots, device = plan.slots, plan.inverse_TK.device
+        slots = plan.slots
+        device = plan.inverse_TK.device
         if (slots, device) not in self._counts:
             counts = [[slots] * self.num_local_experts] * self.ep_size
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)

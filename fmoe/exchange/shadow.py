@@ -54,7 +54,8 @@ class Cost:
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
         sent_WW = sent_WE.unflatten(1, (-1, num_local)).sum(2)
-        received_W, own_W = sent_WW.sum(0), sent_WW.diagonal()
+        received_W = sent_WW.sum(0)
+        own_W = sent_WW.diagonal()
         computed = int((home_W + received_W).max())
         wire = int((torch.maximum(sent_WW.sum(1), received_W) - own_W).max())
         rows = computed * self.row_seconds + 4 * wire * self.row_bytes / self.bandwidth
@@ -88,7 +89,8 @@ def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, 
         row_width: elements of a row.
     """
     size = sum(p.numel() for p in expert)
-    dtype, itemsize = expert[0].dtype, expert[0].element_size()
+    dtype = expert[0].dtype
+    itemsize = expert[0].element_size()
     payload = torch.zeros(group.size() * (1 << 16), dtype=torch.float32, device=device)
     matrix = torch.zeros(256, 256, dtype=dtype, device=device)
 
@@ -120,33 +122,36 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@dataclass(frozen=True, eq=False)
 class Shadowed:
     """The shadowed experts of one forward pass: their weights are sent to all ranks.
 
-    Args:
+    Attributes:
         group: the expert parallel group.
         num_local: number of experts per rank.
-        rows: global id of each shadowed expert, and the number of this rank's rows for it.
+        counts: global id of each shadowed expert, and the number of this rank's rows for it.
         is_trained: whether the backward pass of any rank reaches the experts.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_local: int, rows: Sequence[tuple[int, int]], is_trained: bool):
-        self._group = group
-        self._num_local = num_local
-        self._is_trained = is_trained
-        self._ids = [expert for expert, _ in rows]
-        self._counts = [count for _, count in rows]
-        self.num_rows = sum(self._counts)
+    group: dist.ProcessGroup
+    num_local: int
+    counts: list[tuple[int, int]]
+    is_trained: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Number of this rank's rows for shadowed experts."""
+        return sum(count for _, count in self.counts)
 
     def run(self, rows: list[Tensor], experts: ExpertCall, weight_R: Tensor | None = None) -> list[Tensor]:
         """Return the shadowed experts' outputs for this rank's rows, computed on this rank."""
         parameters = []
-        for expert in self._ids:
-            owner, local = divmod(expert, self._num_local)
+        for expert, _ in self.counts:
+            owner, local = divmod(expert, self.num_local)
             # Ranks other than the owner take only the shapes, from their first expert.
-            ours = experts.module.shadow(local if owner == self._group.rank() else 0)
-            parameters.append(broadcast_parameters(self._group, owner, ours, self._is_trained))
-        return experts.rows(rows, self._counts, weight_R, parameters)
+            ours = experts.module.shadow(local if owner == self.group.rank() else 0)
+            parameters.append(broadcast_parameters(self.group, owner, ours, self.is_trained))
+        return experts.rows(rows, [count for _, count in self.counts], weight_R, parameters)
 
 
 def broadcast_parameters(
@@ -168,7 +173,8 @@ def broadcast_parameters(
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, owner: int, joins: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.owner = group, owner
+        ctx.group = group
+        ctx.owner = owner
         flat = torch.cat([t.reshape(-1) for t in tensors])
         broadcast(group, flat, owner, "broadcast of a shadowed expert").wait()
         ctx.like = [(t.shape, t.dtype) for t in tensors]

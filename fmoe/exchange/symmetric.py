@@ -91,7 +91,8 @@ class _SymmetricHop(Hop):
     counts: _Counts | None = None
 
     def launch(self, rows: Tensor, back: bool) -> Pending:
-        counts, rank = self.counts, self.group.rank()
+        counts = self.counts
+        rank = self.group.rank()
         assert counts is not None
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         sent = (sum(send) - send[rank]) * (rows.nbytes // len(rows) if len(rows) else 0)
@@ -116,7 +117,8 @@ class _Workspace:
     """Symmetric memory of a group: rows to send, rows received, and the splits of both."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._device = weakref.ref(group), device
+        self._group = weakref.ref(group)
+        self._device = device
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
@@ -124,7 +126,8 @@ class _Workspace:
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())
-        num_bytes, num_splits = shape[0] * shape[1] * rows.element_size(), counts.key_PX.numel()
+        num_bytes = shape[0] * shape[1] * rows.element_size()
+        num_splits = counts.key_PX.numel()
         if not self._buffers or self._buffers[0].numel() < num_bytes or self._buffers[2].shape[1] < num_splits:
             self._grow(group, num_bytes, num_splits)
         else:  # copies are one-sided: all ranks must have finished the previous ones, which used these buffers

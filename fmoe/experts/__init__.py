@@ -67,7 +67,8 @@ def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Options that the name fixes, such as the activation of "swiglu", are left out.
     """
     factory = EXPERTS.get(name)
-    taken, fixed = option_names(factory), getattr(factory, "keywords", {})
+    taken = option_names(factory)
+    fixed = getattr(factory, "keywords", {})
     return {key: value for key, value in options.items() if (taken is None or key in taken) and key not in fixed}
 
 

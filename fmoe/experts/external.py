@@ -129,36 +129,22 @@ def ffn(
         UserError: the rows are not 16-bit or not on a GPU; or, in the backward pass, second derivatives are requested.
     """
     _check_rows(backend, rows_MD)
+    stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     with torch.cuda.device_of(rows_MD):  # packages may launch on the current device
-        plan = (perm_N, inverse_TK, weight_TK, offsets)
-        out = _ffn(backend, rows_MD, (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD), counts, activation, gated, *plan)
+        if perm_N is None or inverse_TK is None or weight_TK is None:
+            out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
+            out = out if weight_TK is None else weigh_gradient(out, weight_TK)
+        elif backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # SonicMoE also computes dropped rows
+            counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
+            end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
+            out = _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
+        else:
+            on_host = _on_host(counts)
+            rows = permute(rows_MD, perm_N, inverse_TK, sum(on_host))
+            out = combine(_of_rows(backend, rows, stacks, on_host, activation, gated), weight_TK, inverse_TK)
     if out.requires_grad:
         out.register_hook(functools.partial(_refuse_second_derivatives, backend))
     return out
-
-
-def _ffn(
-    backend: str,
-    rows_MD: Tensor,
-    stacks: Stacks,
-    counts: Tensor | Sequence[int],
-    activation: Callable[[Tensor], Tensor],
-    gated: bool,
-    perm_N: Tensor | None,
-    inverse_TK: Tensor | None,
-    weight_TK: Tensor | None,
-    offsets: tuple[Tensor | None, Tensor | None],
-) -> Tensor:
-    if perm_N is None or inverse_TK is None or weight_TK is None:
-        out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
-        return out if weight_TK is None else weigh_gradient(out, weight_TK)
-    if backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # SonicMoE also computes dropped rows
-        counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
-        end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
-        return _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
-    on_host = _on_host(counts)
-    rows = permute(rows_MD, perm_N, inverse_TK, sum(on_host))
-    return combine(_of_rows(backend, rows, stacks, on_host, activation, gated), weight_TK, inverse_TK)
 
 
 def _on_host(counts: Tensor | Sequence[int]) -> list[int]:
@@ -208,10 +194,10 @@ def _by_te(
 def _linear(rows: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: list[int]) -> Tensor:
     module = _grouped_linear(*weight_LOI.shape, bias_LO is not None, weight_LOI.dtype)
     # The module takes a parameter per expert. Autograd stacks their gradients in a further pass.
-    given = {f"weight{i}": w for i, w in enumerate(weight_LOI.unbind(0))}
+    parameters = {f"weight{i}": w for i, w in enumerate(weight_LOI.unbind(0))}
     if bias_LO is not None:
-        given |= {f"bias{i}": b for i, b in enumerate(bias_LO.unbind(0))}
-    return torch.func.functional_call(module, given, (rows, counts))
+        parameters |= {f"bias{i}": b for i, b in enumerate(bias_LO.unbind(0))}
+    return torch.func.functional_call(module, parameters, (rows, counts))
 
 
 @functools.lru_cache(64)
@@ -226,7 +212,9 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
     # The host must know the number of assignments, so dropped ones stay, as rows of an arbitrary expert with a score of
     # 0. If K >= L, they are removed instead, and the host waits for the number of the rest: gates with so many choices
     # drop most of them.
-    (num_tokens, top_k), num_experts, device = inverse_TK.shape, len(end_L), inverse_TK.device
+    num_tokens, top_k = inverse_TK.shape
+    num_experts = len(end_L)
+    device = inverse_TK.device
     row_N = inverse_TK.reshape(-1)
     index_N = torch.arange(num_tokens * top_k, device=device, dtype=torch.int64)
     expert_N = torch.searchsorted(end_L, row_N, right=True)  # L if dropped
@@ -235,7 +223,8 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
     expert_N = torch.where(is_kept_N, expert_N, index_N % num_experts)
     if top_k >= num_experts:
         index_N = is_kept_N.nonzero().squeeze(1)
-        score_N, expert_N = score_N[index_N], expert_N[index_N]
+        score_N = score_N[index_N]
+        expert_N = expert_N[index_N]
     return score_N, (index_N // top_k).int(), expert_N.int()
 
 
@@ -294,22 +283,12 @@ def _is_installed(backend: str) -> bool:
 
 
 def fastest_ffn(
-    ours: Callable[..., Tensor],
-    others: Sequence[str],
-    is_training: bool,
-    rows_MD: Tensor,
-    w_in_LPD: Tensor,
-    b_in_LP: Tensor | None,
-    w_out_LDH: Tensor,
-    b_out_LD: Tensor | None,
-    counts: Tensor | Sequence[int],
-    activation: Callable[[Tensor], Tensor],
-    gated: bool = False,
-    **plan: object,
+    ours: Callable[..., Tensor], others: Sequence[str], is_training: bool, *arguments: Any, **plan: Any
 ) -> Tensor:
     """Run feed-forward experts by the fastest of ``ours``, fmoe's CUDA operation, and the backends ``others``.
 
-    The candidates are timed at the first use of each input size. ``plan`` holds further keyword arguments of `ffn`.
+    The candidates are timed at the first use of each input size. ``arguments`` and ``plan`` are those of `ffn` after
+    ``backend``.
 
     * With ``is_training``, the timing includes the backward pass, even where gradients are disabled. Otherwise
       activation checkpointing could recompute the experts by another operation than in the forward pass.
@@ -317,58 +296,48 @@ def fastest_ffn(
     * "te" is left out if the counts are on the device, because the host would wait for them in each step.
     * During CUDA graph capture nothing is timed. ``ours`` is then used for input sizes that were not timed before.
     """
-    given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
+    rows_MD, w_in_LPD, _, w_out_LDH, _, counts, *_ = arguments
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
         others = [name for name in others if name != "te"]
     names = [name for name in others if _wrong(name, rows_MD.device) is None]
+    if not names:
+        return ours(*arguments, **plan)
     operations: dict[str, Callable[..., Tensor]] = {name: functools.partial(ffn, name) for name in names}
     operations["cuda"] = ours
-    if not names:
-        return ours(*given, counts, activation, gated, **plan)
-
-    def run(name: str) -> None:
-        _with_gradients(operations[name], is_training, given, counts, activation, gated, plan)
-
-    num_rows = rows_MD.shape[0]
-    if isinstance(perm_N := plan.get("perm_N"), Tensor):
-        num_rows = perm_N.numel()
+    perm_N = plan.get("perm_N")
+    num_rows = rows_MD.shape[0] if perm_N is None else perm_N.numel()
     key = _key(rows_MD, num_rows, w_in_LPD, w_out_LDH, names, is_training)
-    found = _tuned.get(key)
-    if found not in operations:
-        found = "cuda"
+    fastest = _tuned.get(key)
+    if fastest not in operations:
+        fastest = "cuda"
         with torch.cuda.device_of(rows_MD):  # the device whose stream is timed
             if num_rows and not torch.cuda.is_current_stream_capturing():
-                found, lasts = tuning.fastest([*names, "cuda"], run, key)
-                _tuned.put(key, found, lasts)
-    return operations[found](*given, counts, activation, gated, **plan)
+
+                def run(name: str) -> None:
+                    _with_gradients(operations[name], is_training, arguments, plan)
+
+                fastest, lasts = tuning.fastest([*names, "cuda"], run, key)
+                _tuned.put(key, fastest, lasts)
+    return operations[fastest](*arguments, **plan)
 
 
 def _with_gradients(
-    operation: Callable[..., Tensor],
-    is_training: bool,
-    given: Sequence[Tensor | None],
-    counts: Tensor | Sequence[int],
-    activation: Callable[[Tensor], Tensor],
-    gated: bool,
-    plan: dict[str, object],
+    operation: Callable[..., Tensor], is_training: bool, arguments: Sequence[Any], plan: dict[str, Any]
 ) -> list[Tensor]:
     """Return the output of ``operation`` and, if ``is_training``, the gradients, outside the caller's graph."""
-    device = next(t.device.type for t in given if t is not None)
     # A checkpoint around the caller must not see the tensors saved here, and a selective checkpoint must not see the
     # operations: a recomputation does not repeat them.
-    own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
-    no_autocast = torch.autocast(device, enabled=False)
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(is_training),
-        no_autocast,
-        own_hooks,
+        torch.autocast(arguments[0].device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved),
         _disable_current_modes(),
     ):
-        *leaves, counts = (_apart(t) for t in (*given, counts))
+        inputs = [_apart(value) for value in arguments]
         plan = {name: _apart(value) for name, value in plan.items()}
-        trained = [t.requires_grad_(is_training) for t in leaves if t is not None]
-        out = operation(*leaves, counts, activation, gated, **plan)
+        trained = [t.requires_grad_(is_training) for t in inputs[:5] if t is not None]
+        out = operation(*inputs, **plan)
         return [out, *(torch.autograd.grad(out, trained, torch.ones_like(out)) if is_training else [])]
 
 
@@ -426,24 +395,27 @@ def _wrong(backend: str, device: torch.device) -> str | None:
 
 def _self_check(backend: str, device: torch.device) -> str | None:
     """Compare small experts in bfloat16 with float64; return a message about the first wrong result, or None."""
-    experts, width, hidden, counts = 4, 512, 64, [5, 0, 17, 10]
+    experts = 4
+    width = 512
+    hidden = 64
+    counts = [5, 0, 17, 10]
     sizes = {"num_experts": experts, "d_model": width, "d_hidden": hidden}
     check(backend, F.silu, gated=True, dropout=0.0, **sizes)
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(counts), width), (experts, 2 * hidden, width), (experts, width, hidden))
     scales = (1.0, width**-0.5, hidden**-0.5)
-    given = [
+    values = [
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul(scale).bfloat16()
         for shape, scale in zip(shapes, scales, strict=True)
     ]
     results = []
     operations = ((functools.partial(ffn, backend), device, None), (expert_ffn, "cpu", torch.float64))
     for operation, where, dtype in operations:
-        x, w_in, w_out = (t.to(where, dtype) for t in given)
-        results.append(_with_gradients(operation, True, (x, w_in, None, w_out, None), counts, F.silu, True, {}))
+        x, w_in, w_out = (t.to(where, dtype) for t in values)
+        results.append(_with_gradients(operation, True, (x, w_in, None, w_out, None, counts, F.silu, True), {}))
     names = ("output", "gradient of rows", "gradient of first matrices", "gradient of second matrices")
-    for name, found, expected in zip(names, *results, strict=True):
-        error = float((found.detach().cpu().double() - expected.detach()).norm() / expected.detach().norm())
+    for name, computed, expected in zip(names, *results, strict=True):
+        error = float((computed.detach().cpu().double() - expected.detach()).norm() / expected.detach().norm())
         if not error <= 5e-2:
             return f"the {name} has a relative error of {error:.1e}"
     return None

@@ -66,7 +66,8 @@ class Singles:
     """
 
     def __init__(self, func: Factory, *, is_default_width: bool = False):
-        self.func, self.is_default_width = func, is_default_width
+        self.func = func
+        self.is_default_width = is_default_width
 
     def __call__(
         self, num_experts: int, d_model: int, d_hidden: int, *, first_expert: int = 0, seed: int = 0, **options: Any

@@ -57,7 +57,8 @@ def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] 
     if not isinstance(method, functools.partial) or method.func is not nn.init.normal_ or method.args:
         return None
     options = dict(method.keywords)
-    mean, std = options.pop("mean", 0.0), options.pop("std", 1.0)
+    mean = options.pop("mean", 0.0)
+    std = options.pop("std", 1.0)
     return None if options else (mean, std)
 
 

@@ -32,7 +32,8 @@ class ModuleExperts(nn.ModuleList):
 
     def __init__(self, modules: Iterable[nn.Module] | None = None, *, first_expert: int = 0, seed: int = 0):
         super().__init__(modules)
-        self.first_expert, self.seed = first_expert, seed
+        self.first_expert = first_expert
+        self.seed = seed
 
     def forward(self, rows: Any, counts_L: Tensor | Sequence[int]) -> Any:
         """Return the outputs of rows that are sorted by expert, in the same order.
@@ -82,7 +83,8 @@ class ModuleExperts(nn.ModuleList):
     ) -> Any:
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else list(counts_L)
         leaves, nest = pytree.tree_flatten(rows)
-        outputs, begin = [], 0
+        outputs = []
+        begin = 0
         for call, expert, count in zip(calls, modules, counts, strict=True):
             part = pytree.tree_unflatten([leaf[begin : begin + count] for leaf in leaves], nest)
             outputs.append(

@@ -34,7 +34,8 @@ class ShardedFFNExperts(FFNExperts):
     """
 
     def __init__(self, num_experts: int, d_model: int, d_hidden: int, *, group: dist.ProcessGroup, **options: Any):
-        self.hidden_parts, self.hidden_part = group.size(), group.rank()
+        self.hidden_parts = group.size()
+        self.hidden_part = group.rank()
         if d_hidden % self.hidden_parts:
             raise UserError(
                 f"d_hidden={d_hidden} is not divisible by the {self.hidden_parts} ranks of expert_tensor_group"

@@ -78,12 +78,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.counts = counts
         out_MO = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
         weights_OI = weight_LOI.unbind(0)
-        biases_O = None if bias_LO is None else bias_LO.unbind(0)
+        biases_O = _unbound(bias_LO, len(weights_OI))
         for expert, rows in segments(counts):
-            if biases_O is None:
-                torch.mm(rows_MI[rows], weights_OI[expert].t(), out=out_MO[rows])
-            else:
-                torch.addmm(biases_O[expert], rows_MI[rows], weights_OI[expert].t(), out=out_MO[rows])
+            _linear(rows_MI[rows], weights_OI[expert], biases_O[expert], out_MO[rows])
         return out_MO
 
     @staticmethod
@@ -98,11 +95,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_rows_MI = torch.empty_like(rows_MI) if needs_rows else None
         grad_weight_LOI = memory.empty_gradient(weight_LOI) if needs_weight else None
         grad_bias_LO = grad_MO.new_empty(weight_LOI.shape[:2]) if needs_bias else None
-        empty = [expert for expert, count in enumerate(ctx.counts) if not count]
-        for grad in (grad_weight_LOI, grad_bias_LO):
-            if grad is not None:
-                for expert in empty:
-                    grad[expert].zero_()
+        _zero_unused(ctx.counts, grad_weight_LOI, grad_bias_LO)
         weights_OI = weight_LOI.unbind(0)
         for expert, rows in segments(ctx.counts):
             if grad_rows_MI is not None:
@@ -135,47 +128,46 @@ def _relu_backward(upstream: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor
 
 
 class _Between:
-    """Forward and backward pass of an activation. Each call overwrites the results of previous ones."""
+    """Forward and backward pass of an activation. Each call overwrites the results of previous ones.
 
-    def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
-        (self._forward, self._backward), self._most_rows, self._like = kernels, most_rows, like
-        self._active = self._buffer(like.shape[1])
-        self._d_hidden: Tensor | None = None  # allocated by the first `backward`
+    Args:
+        kernels: the activation's kernels.
+        gated: compute ``activation(first half) * second half``.
+        most_rows: largest number of rows of a call.
+        like: all rows of pre-activations, [M, P].
+    """
+
+    def __init__(self, kernels: Kernels, gated: bool, most_rows: int, like: Tensor):
+        self._forward, self._backward = kernels
+        self._gated = gated
+        self._most_rows = most_rows
+        self._like = like
+        self._active = self._buffer(like.shape[1] // (1 + gated))
+        self._d_hidden: Tensor | None = None  # allocated by the first `backward`, as the next one
+        self._d_active: Tensor | None = None
 
     def _buffer(self, width: int) -> Tensor:
         return memory.empty((self._most_rows, width), self._like)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
-        return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
+        if not self._gated:
+            return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
+        gates, values = hidden_nP.chunk(2, dim=1)
+        return self._forward(gates, out=self._active[: hidden_nP.shape[0]]).mul_(values)
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result of `forward`, and the gradient of ``hidden_nP``."""
+        num_rows = hidden_nP.shape[0]
         if self._d_hidden is None:
             self._d_hidden = self._buffer(hidden_nP.shape[1])
-        d_hidden = self._d_hidden[: hidden_nP.shape[0]]
-        return self.forward(hidden_nP), self._backward(upstream_nH, hidden_nP, grad_input=d_hidden)
-
-
-class _GatedBetween(_Between):
-    """`_Between` for ``activation(first half) * second half``."""
-
-    def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
-        super().__init__(kernels, most_rows, like[:, : like.shape[1] // 2])
-        self._d_active: Tensor | None = None
-
-    def forward(self, hidden_nP: Tensor) -> Tensor:
-        gates, values = hidden_nP.chunk(2, dim=1)
-        return super().forward(gates).mul_(values)
-
-    def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
-        if self._d_hidden is None or self._d_active is None:
-            self._d_hidden = self._buffer(hidden_nP.shape[1])
-            self._d_active = self._buffer(upstream_nH.shape[1])
-        num_rows = hidden_nP.shape[0]
-        gates, values = hidden_nP.chunk(2, dim=1)
         d_hidden = self._d_hidden[:num_rows]
+        if not self._gated:
+            return self.forward(hidden_nP), self._backward(upstream_nH, hidden_nP, grad_input=d_hidden)
+        if self._d_active is None:
+            self._d_active = self._buffer(upstream_nH.shape[1])
+        gates, values = hidden_nP.chunk(2, dim=1)
         d_gates, d_values = d_hidden.chunk(2, dim=1)
-        active = super().forward(gates)
+        active = self._forward(gates, out=self._active[:num_rows])
         torch.mul(upstream_nH, active, out=d_values)
         upstream = torch.mul(upstream_nH, values, out=self._d_active[:num_rows])
         self._backward(upstream, gates, grad_input=d_gates)
@@ -186,14 +178,16 @@ class _ClampedBetween:
     """`_Between` for `SwiGLUOAI`, computed at least in float32."""
 
     def __init__(self, activation: SwiGLUOAI, like: Tensor):
-        self._activation, self._dtype = activation, torch.promote_types(like.dtype, torch.float32)
+        self._activation = activation
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
         return gate(self._activation, hidden_nP)
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
         gates, values = hidden_nP.to(self._dtype).chunk(2, dim=1)
-        first, second = self._activation(gates), self._activation.second(values)
+        first = self._activation(gates)
+        second = self._activation.second(values)
         first_slope, second_slope = self._activation.slopes(gates, values)
         upstream = upstream_nH.to(self._dtype)
         d_hidden = torch.cat([upstream * second * first_slope, upstream * first * second_slope], dim=1)
@@ -205,12 +199,24 @@ def _between(
 ) -> _Between | _ClampedBetween:
     if isinstance(activation, SwiGLUOAI):
         return _ClampedBetween(activation, like)
-    if (kernels := _kernels(activation)) is None:
-        raise ValueError(f"activation={activation!r} has no kernels")
-    return (_GatedBetween if gated else _Between)(kernels, most_rows, like)
+    kernels = _kernels(activation)
+    assert kernels is not None, activation
+    return _Between(kernels, gated, most_rows, like)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+def _zero_unused(counts: Sequence[int], *gradients: Tensor | None) -> None:
+    """Set the gradients of experts without rows to zero."""
+    for expert, count in enumerate(counts):
+        for gradient in gradients:
+            if not count and gradient is not None:
+                gradient[expert].zero_()
+
+
+def _unbound(biases: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
+    return [None] * num_experts if biases is None else biases.unbind(0)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
@@ -230,15 +236,18 @@ class _ExpertFFN(torch.autograd.Function):
         num_rows = rows_MD.shape[0]
         out_MD = memory.empty((num_rows, w_out.shape[1]), rows_MD)
         hidden_MP = memory.empty((num_rows, w_in.shape[1]), rows_MD)
-        w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
-        b_ins = [None] * len(w_ins) if b_in is None else b_in.unbind(0)
-        b_outs = [None] * len(w_outs) if b_out is None else b_out.unbind(0)
+        w_ins = w_in.unbind(0)
+        w_outs = w_out.unbind(0)
+        b_ins = _unbound(b_in, len(w_ins))
+        b_outs = _unbound(b_out, len(w_outs))
         middle = _between(activation, gated, max(counts, default=0), hidden_MP)
         for expert, rows in segments(counts):
             hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
             _linear(middle.forward(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
         ctx.save_for_backward(rows_MD, w_in, b_in, w_out, b_out, hidden_MP)
-        ctx.counts, ctx.activation, ctx.gated = counts, activation, gated
+        ctx.counts = counts
+        ctx.activation = activation
+        ctx.gated = gated
         return out_MD
 
     @staticmethod
@@ -260,12 +269,9 @@ class _ExpertFFN(torch.autograd.Function):
         d_w_out = memory.empty_gradient(w_out) if needs_w_out else None
         d_b_in = w_in.new_empty(w_in.shape[:2]) if needs_b_in else None
         d_b_out = w_out.new_empty(w_out.shape[:2]) if needs_b_out else None
-        for expert, count in enumerate(ctx.counts):
-            if not count:
-                for gradient in (d_w_in, d_w_out, d_b_in, d_b_out):
-                    if gradient is not None:
-                        gradient[expert].zero_()
-        w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
+        _zero_unused(ctx.counts, d_w_in, d_w_out, d_b_in, d_b_out)
+        w_ins = w_in.unbind(0)
+        w_outs = w_out.unbind(0)
         for expert, rows in segments(ctx.counts):
             grad = grad_MD[rows]
             upstream = torch.mm(grad, w_outs[expert], out=d_active[: grad.shape[0]])

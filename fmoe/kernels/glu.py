@@ -17,7 +17,8 @@ class SwiGLUOAI:
     factor, ``v + 1``, for given values.
     """
 
-    alpha, limit = 1.702, 7.0
+    alpha = 1.702
+    limit = 7.0
 
     def __call__(self, gates: Tensor) -> Tensor:
         # Not torch.clamp, whose derivative at the bound is 1 before torch 2.14, and 0 since.

@@ -29,8 +29,10 @@ class PaddedPlan:
 
     @torch.no_grad()
     def __init__(self, plan: DispatchPlan, slots: int, num_chunks: int):
-        count_E, device = plan.count_E, plan.count_E.device
-        num_experts, num_assignments = count_E.shape[0], plan.perm_N.shape[0]
+        count_E = plan.count_E
+        device = plan.count_E.device
+        num_experts = count_E.shape[0]
+        num_assignments = plan.perm_N.shape[0]
         begin_E = count_E.cumsum(0) - count_E
         part = slots // num_chunks
         position_CES = (
@@ -40,7 +42,9 @@ class PaddedPlan:
         self.valid_P = valid_CES.reshape(-1)
         place_P = (begin_E.view(1, -1, 1) + position_CES).reshape(-1).clamp(max=max(num_assignments - 1, 0))
         self.assignment_P = plan.perm_N[place_P] if num_assignments else place_P
-        self.slots, self.top_k, self.kept_TK = slots, plan.inverse_TK.shape[1], plan.kept_TK
+        self.slots = slots
+        self.top_k = plan.inverse_TK.shape[1]
+        self.kept_TK = plan.kept_TK
         # The inverse: the slot of assignment (t, k).
         sorted_N = torch.arange(num_assignments, device=device, dtype=torch.int64)
         expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)

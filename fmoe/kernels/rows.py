@@ -334,7 +334,8 @@ def weigh_gradient(out_RD: Tensor, weight_R: Tensor) -> Tensor:
 class _CombineUnsaved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
-        ctx.plan, ctx.num_rows = plan, rows_MD.shape[0]
+        ctx.plan = plan
+        ctx.num_rows = rows_MD.shape[0]
         ctx.save_for_backward(plan.inverse_TK)
         return plan.sum_rows(rows_MD, weight_TK)
 

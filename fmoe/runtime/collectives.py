@@ -115,7 +115,8 @@ def _settle() -> None:
 
 def _keep() -> None:
     """Leak references to CPU tensors that C++ code uses, so that no thread frees them during exit."""
-    objects, held = gc.get_objects(), []
+    objects = gc.get_objects()
+    held = []
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
     for one in [one for one in objects if type(one) in kinds]:
         with contextlib.suppress(Exception):  # tensor subclasses may refuse; collectives do not accept them
