@@ -7,25 +7,13 @@ import time
 
 import torch
 import torch.distributed as dist
+from compare import relative_error
+from exchange_libraries import installed
 
 import fmoe
 
 WIDTH = 16
-
-
-def layer_of(exchange="all_to_all", d_model=WIDTH, gate="naive", **options):
-    return fmoe.FMoE(
-        d_model=d_model,
-        num_experts=4,
-        d_hidden=8,
-        gate=gate,
-        moe_group=dist.group.WORLD,
-        exchange=exchange,
-        exchange_options=options.pop("exchange_options", None),
-        seed=1,
-        name="the layer",
-        **options,
-    )
+OPTIONS = {"d_model": WIDTH, "num_experts": 4, "d_hidden": 8, "seed": 1, "name": "the layer"}
 
 
 def report(action):
@@ -56,12 +44,6 @@ def new_world(seconds):
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)
 
 
-def differing_width(exchange):
-    width = WIDTH + 4 * (dist.get_rank() == 1)
-    layer = layer_of(exchange, d_model=width)
-    return report(lambda: layer(torch.randn(6, width)))
-
-
 def kill_later(pid, seconds):
     """Lest a stopped process stays behind."""
     if os.fork() == 0:
@@ -70,96 +52,45 @@ def kill_later(pid, seconds):
         os._exit(0)
 
 
-def signalled(exchange, number, seconds, victim):
-    """Two steps together; then the victim gets the signal in the middle of an exchange of the third."""
+def struck(exchange, fault, seconds, victim):
+    """Two steps together; then, in the third, the victim raises or gets a signal where its experts are called."""
     new_world(seconds)
-    layer = layer_of(exchange)
-    x = torch.randn(6, WIDTH)
-    for _ in range(2):
-        layer(x).sum().backward()
+    with installed(torch.float32):
+        layer = fmoe.FMoE(moe_group=dist.group.WORLD, exchange=exchange, **OPTIONS)
+        x = torch.randn(6, WIDTH)
+        for _ in range(2):
+            layer(x).sum().backward()
 
-    if dist.get_rank() == victim:
-
-        def struck(*_):
-            if number == signal.SIGSTOP:
+        def strike(*_):  # rows have come, outputs are waited for
+            if fault == "raise":
+                raise ValueError(f"an expert of rank {victim} is broken")
+            if fault == signal.SIGSTOP:
                 kill_later(os.getpid(), seconds + 3)  # stopped for good, as far as the others can tell
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), fault)
 
-        layer.experts.register_forward_pre_hook(struck)  # rows have come, outputs are waited for
-    return report(lambda: layer(x).sum().backward())
-
-
-class BrokenGate(fmoe.gates.NaiveRouter):
-    def forward(self, x_TD, groups):
-        if dist.get_rank() == 1:
-            raise ValueError("the gate of rank 1 is broken")
-        return super().forward(x_TD, groups)
-
-
-def broken_gate(exchange):
-    """An error before the exchange: everyone hears of it, and can go on afterwards (but for padded, whose workers
-    exchange nothing before the rows)."""
-    layer = layer_of(exchange, gate=BrokenGate)
-    seen = report(lambda: layer(torch.randn(6, WIDTH)))
-    again = None
-    if exchange != "padded":
-        again = layer_of(exchange)(torch.randn(6, WIDTH)).isfinite().all().item()
-    return seen, again
-
-
-class BrokenExpert(torch.nn.Module):
-    def __init__(self, d_model):
-        super().__init__()
-        self.map = torch.nn.Linear(d_model, d_model)
-
-    def forward(self, x):
-        if dist.get_rank() == 1:
-            raise ValueError("an expert of rank 1 is broken")
-        return self.map(x)
-
-
-def broken_expert(exchange):
-    """An error between two exchanges: the others wait, and are told."""
-    new_world(30)
-    layer = layer_of(exchange, expert=BrokenExpert)
-    seen = report(lambda: layer(torch.randn(6, WIDTH)))
-    time.sleep(3)  # an exit now would also break the connection
-    return seen
-
-
-class BrokenCounts(fmoe.gates.SwitchGate):
-    def forward(self, inp):
-        if dist.get_rank() == 1:
-            raise ValueError("rank 1 fails before the gate's own exchange")
-        return super().forward(inp)
-
-
-def broken_before_the_gates_exchange():
-    new_world(30)
-    layer = fmoe.FMoE(num_expert=2, d_model=WIDTH, world_size=2, gate=BrokenCounts, expert=BrokenExpert)
-    seen = report(lambda: layer(torch.randn(6, WIDTH)))
-    time.sleep(3)
-    return seen
+        if dist.get_rank() == victim:
+            layer.experts.register_forward_pre_hook(strike)
+        seen = report(lambda: layer(x).sum().backward())
+        if fault == "raise":
+            time.sleep(3)  # an exit now would also break the connection
+        return seen
 
 
 def random_counts(exchange, options, patterns):
-    """Token counts of all kinds, none at all included; the output is that of one worker."""
+    """Largest relative error of outputs and gradients for token counts of all kinds, none at all included."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    layer = layer_of(exchange, exchange_options=options)
-    alone = fmoe.FMoE(d_model=WIDTH, num_experts=4, d_hidden=8, seed=1)
+    layer = fmoe.FMoE(moe_group=dist.group.WORLD, exchange=exchange, exchange_options=options, **OPTIONS)
+    alone = fmoe.FMoE(**OPTIONS)
     generator = torch.Generator().manual_seed(3)
-    worst = 0.0
+    errors = []
     for _ in range(patterns):
-        lengths = (
-            torch.randint(0, 12, (size,), generator=generator) * torch.randint(0, 2, (size,), generator=generator)
-        ).tolist()
-        rows = [torch.randn(length, WIDTH, generator=generator) for length in lengths]
-        x, y = rows[rank].clone().requires_grad_(), rows[rank].clone().requires_grad_()
-        out, expected = layer(x), alone(y)
-        out.square().sum().backward()
-        expected.square().sum().backward()
-        for actual, wanted in ((out, expected), (x.grad, y.grad)):
-            assert actual.shape == wanted.shape
-            if wanted.numel():
-                worst = max(worst, ((actual - wanted).norm() / wanted.norm().clamp(min=1e-12)).item())
-    return worst
+        lengths = torch.randint(0, 12, (size,), generator=generator) * torch.randint(0, 2, (size,), generator=generator)
+        rows = [torch.randn(length, WIDTH, generator=generator) for length in lengths.tolist()]
+        results = []
+        for one in (layer, alone):
+            x = rows[rank].clone().requires_grad_()
+            y = one(x)
+            y.square().sum().backward()
+            results.append((y, x.grad))
+        errors += [relative_error(a, b) for a, b in zip(*results, strict=True)]
+    return max(errors)
