@@ -21,7 +21,7 @@ from fmoe.cli import refusal, run
 from fmoe.errors import EXIT_USAGE, UserError
 from fmoe.runtime import launcher
 from pretrain.config.imports import import_plugins
-from pretrain.start import process, torchrun
+from pretrain.start import process, ranks
 from pretrain.start.job import Job, check, parse
 
 _SECONDS_FOR_THE_FIRST = 30  # time for another rank to print the error and end
@@ -36,25 +36,23 @@ def main(argv: Sequence[str], job: Job | None = None) -> int:
     Raises:
         UserError: an error that the user can fix.
     """
-    torchrun.join()
     try:
-        if job is None and (job := torchrun.job()) is not None:
-            import_plugins(job.recipe)
-        elif job is None:
+        job = job or ranks.launched_job()
+        if job is None:
             job = parse(argv, "python -m pretrain")
             job.announce()
             job = check(job)
+        import_plugins(job.recipe)
         job.recipe.check_world_size(launcher.world_size())
         from pretrain.start.run import train  # imports megatron-core
 
-        return torchrun.report(train(job))
+        return train(job)
     except Exception as error:
         message = refusal(error) if isinstance(error, OSError) else None
         if message is None and not isinstance(error, UserError | ModuleNotFoundError):
-            if not torchrun.keep_error(traceback.format_exc()):
+            if not ranks.keep_error(traceback.format_exc()):
                 raise
             return 1
-        torchrun.report(EXIT_USAGE)
         # Before the ranks have met, all ranks of a machine find the same error: only one of them prints it.
         is_printed_elsewhere = isinstance(error, process.RefusedElsewhere)
         if not is_printed_elsewhere and (launcher.local_rank() == 0 or dist.is_initialized()):

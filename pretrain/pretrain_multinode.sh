@@ -14,7 +14,7 @@ variable MASTER_PORT 29500 "free port of node 0"
 variable NPROC_PER_NODE "" "processes per node, checked against [parallel] of the recipe; empty: as many as it needs"
 parse "usage: [VARIABLE=value ...] pretrain_multinode.sh [--recipe NAME] [--section.key value ...]
 
-Starts the ranks of one node of a run on several nodes, by torchrun with a rendezvous at MASTER_ADDR:MASTER_PORT. Run it
+Starts the ranks of one node of a run on several nodes, which meet at MASTER_ADDR:MASTER_PORT. Run it
 on every node with the same settings, except for NODE_RANK. Put run folder, corpora and tokenizer on a file system that
 all nodes see. Options are keys of the recipe (fmoe train quickstart --help)." "$@"
 

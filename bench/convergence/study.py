@@ -14,7 +14,7 @@ from pathlib import Path
 from fmoe.errors import UserError
 from pretrain.config import Recipe, load_recipe
 from pretrain.start.codes import EXIT_REQUEUE
-from pretrain.start.torchrun import die_with_parent
+from pretrain.start.ranks import die_with_parent
 from pretrain.tracking import read_metrics
 
 LOG = "log.txt"

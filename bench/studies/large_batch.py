@@ -35,7 +35,7 @@ from pretrain.config import Recipe, load_recipe
 from pretrain.data.corpus import write_python_library
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import train_tokenizer
-from pretrain.start import torchrun
+from pretrain.start import ranks
 from pretrain.start.codes import EXIT_DIVERGED
 from pretrain.tracking import read_metrics
 
@@ -236,7 +236,7 @@ class Study:
 
 
 def _train(arguments: list[str], log: Path, threads: int) -> None:
-    torchrun.die_with_parent()
+    ranks.die_with_parent()
     torch.set_num_threads(threads)
     from fmoe.cli import run
     from pretrain.start.launch import main as train

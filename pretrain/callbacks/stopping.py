@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 from pretrain.callbacks.base import Callback, Loop, Metrics
-from pretrain.start import lock, torchrun
+from pretrain.start import lock
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -30,7 +30,6 @@ class Stopping(Callback):
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, ask)
-        torchrun.ready()
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         # Schedulers and launchers may repeat a signal, which must not kill a process that is ending.

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from pretrain.callbacks.base import Callback, Loop, Metrics
-from pretrain.start import torchrun
 from pretrain.start.codes import EXIT_HANG
 
 _GRACE = 60.0  # upper bound on the seconds that a rank waits for the other ranks' stacks
@@ -96,7 +95,6 @@ class Watchdog(Callback):
             where = f"its stacks could not be written: {error}"
         sys.stderr.write(f"pretrain: error: {line} (guard.hang_minutes); {where}\n")
         sys.stderr.flush()
-        torchrun.report(EXIT_HANG)
         # The first rank to end takes the others down; give them time to write.
         files = [self.folder / f"rank-{number}.txt" for number in range(trainer.processes.world_size)]
         deadline = time.monotonic() + min(self.seconds, _GRACE)

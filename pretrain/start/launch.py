@@ -15,14 +15,13 @@ import json
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
 from fmoe.cli import run
-from fmoe.errors import EXIT_USAGE, UserError
+from fmoe.errors import EXIT_USAGE, UserError, one_line
 from fmoe.runtime import launcher
-from pretrain.start import lock, torchrun
+from pretrain.start import lock, ranks
 from pretrain.start.codes import EXIT_DIVERGED, EXIT_REQUEUE
 from pretrain.start.job import Job, check, parse
 
@@ -32,8 +31,8 @@ from pretrain.start.job import Job, check, parse
 def main(argv: Sequence[str]) -> int:
     """Check the recipe and its inputs, train, and return the exit code.
 
-    A single rank trains in this process, unless ``--max-restarts`` is set. So does a rank that torchrun started. In all
-    other cases, torchrun starts the ranks. Nothing is trained with ``--dry-run``, or if the run is finished already.
+    A single rank trains in this process, unless ``--max-restarts`` is set. So does a rank that torchrun started.
+    Nothing is trained with ``--dry-run``, or if the run is finished already.
     """
     job = parse(argv, "fmoe train")
     if job.dry_run:
@@ -61,17 +60,24 @@ def dry_run(job: Job) -> int:
     return 0
 
 
+_EXPLAINED = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the run has printed what to do
+
+
 def start_ranks(job: Job) -> int:
-    """Start this node's ranks by torchrun, wait for their end, and return the run's exit code."""
-    # By these options of torchrun, the nodes of a run find each other.
-    words = ["--standalone", "--local-addr", "127.0.0.1"]
-    if job.nodes > 1:
-        host, _, port = job.rendezvous.rpartition(":")
-        words = ["--nnodes", str(job.nodes), "--node-rank", str(job.node_rank)]
-        words += ["--master-addr", host, "--master-port", port]
-        if job.node_rank == 0:
-            _check_port(job.rendezvous, int(port))
-    words += ["--nproc-per-node", str(job.processes_per_node), "--max-restarts", str(job.max_restarts)]
+    """Start this node's ranks, wait for their end, and return the run's exit code."""
+    host, _, port = job.rendezvous.rpartition(":")
+    if job.node_rank == 0:
+        from torch.distributed import DistNetworkError, TCPStore
+
+        try:
+            store = TCPStore("127.0.0.1", int(port or 0), is_master=True, wait_for_workers=False)  # the ranks meet here
+        except DistNetworkError as error:
+            raise UserError(f"--rendezvous={job.rendezvous}: the port is not free here: {one_line(error)}") from error
+        port = str(store.port)
+    environment = safe_environment() | {"MASTER_ADDR": host or "127.0.0.1", "MASTER_PORT": port}
+    # All ranks together use as many threads as the machine has cores.
+    threads = max(1, len(os.sched_getaffinity(0)) // job.processes_per_node)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
 
     with contextlib.ExitStack() as stack:
         if job.node_rank == 0:
@@ -85,29 +91,12 @@ def start_ranks(job: Job) -> int:
                 job = dataclasses.replace(job, refusal=str(error))
         if not job.refusal and _is_finished(job):
             return 0
-        environment = safe_environment()
-        # All ranks together use as many threads as the machine has cores.
-        threads = max(1, len(os.sched_getaffinity(0)) // job.processes_per_node)
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
         sys.stdout.flush()
-        log = job.folder / (f"torchrun-{job.node_rank}.log" if job.node_rank else "torchrun.log")
-        code = torchrun.run(torchrun.command([*words, "-m", "pretrain"]), environment, log, job)
-        if code not in (
-            0,
-            EXIT_USAGE,
-            EXIT_DIVERGED,
-            EXIT_REQUEUE,
-            128 + signal.SIGINT,
-        ):  # else the run said what to do
+        log = job.folder / (f"errors-{job.node_rank}.log" if job.node_rank else "errors.log")
+        code = ranks.run(job, environment, log)
+        if code not in _EXPLAINED:
             _print_how_to_resume(job)
         return code
-
-
-def _check_port(rendezvous: str, port: int) -> None:
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        raise UserError(f"--rendezvous={rendezvous}: the port is not free here: {error.strerror}") from error
 
 
 def _is_finished(job: Job) -> bool:

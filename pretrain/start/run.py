@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,7 @@ from pretrain.data.inputs import Inputs, open_inputs, with_counts
 from pretrain.engine import init_parallel
 from pretrain.engine.model import check_parts
 from pretrain.report import REPORT, write_report
-from pretrain.start import lock, process, torchrun
+from pretrain.start import lock, process, ranks
 from pretrain.start.codes import EXIT_DIVERGED, EXIT_REQUEUE
 from pretrain.start.job import Job
 from pretrain.start.process import Diverged
@@ -118,7 +117,7 @@ def _locked(job: Job) -> Iterator[None]:
     """Lock the run's folder. The launcher of a rank, if there is one, holds the other lock already."""
     if job.refusal:
         raise UserError(job.refusal)
-    names = [lock.RUN] if torchrun.FOLDER in os.environ else [lock.LAUNCH, lock.RUN]
+    names = [lock.RUN] if ranks.is_launched() else [lock.LAUNCH, lock.RUN]
     with lock.hold(job.folder, *names):
         yield
 

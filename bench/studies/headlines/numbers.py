@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.start.torchrun import die_with_parent
+from pretrain.start.ranks import die_with_parent
 
 # Of the layer: two naive layers, in processor seconds of one thread.
 _NAIVE = (

@@ -105,7 +105,7 @@ def test_fmoe_train_stops_with_its_workers(recipe_file, tmp_path, name):
             assert run.poll() is None and time.monotonic() < deadline, Path(output.name).read_text()
             time.sleep(0.05)
         below = descendants(run.pid)
-        assert len(below) >= 3  # torchrun and two workers
+        assert len(below) >= 2  # the ranks
         number = getattr(signal, name.split()[0])
         sent = time.monotonic()
         for pid in [run.pid, *below] if name.endswith("to all") else [run.pid]:  # as schedulers do

@@ -1,4 +1,4 @@
-"""The shell scripts of pretrain/, as a user starts them: real bash, real torchrun, a Slurm of three small scripts."""
+"""The shell scripts of pretrain/, as a user starts them: real bash, real ranks, a Slurm of three small scripts."""
 
 import json
 import os
@@ -322,8 +322,7 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(slurm, tiny_corpus, t
     assert code == EXIT_REQUEUE, text
     assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
     assert "stopped at step" in text and "job 17 goes back into the queue" in text
-    # torchrun on one node may log, with a traceback, that the one on the other node ended sooner.
-    assert not [line for line in text.splitlines() if "Traceback" in line and "torch/distributed/elastic" not in line]
+    assert "Traceback" not in text
     (checkpoint,) = (folder / "checkpoints").iterdir()
     last = read_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert checkpoint.name == f"step-{last:08d}"
