@@ -7,7 +7,7 @@ warm start (``train.init_from``) loads the weights and starts a new run at step 
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,12 @@ def verify_start(start: Start, job: Job, inputs: Inputs) -> Start:
     Raises:
         UserError: on every rank, if a file is damaged, or only some ranks have found a checkpoint.
     """
-    check_seen_by_all(job.folder, isinstance(start, Finished | Resume))
+    ranks = Ranks()
+    seen = ranks.total(isinstance(start, Finished | Resume))  # all ranks have then read the folder: one may write to it
+    if seen not in (0, ranks.size):
+        raise UserError(
+            f"run.folder={job.folder}: {seen} of {ranks.size} ranks see a checkpoint: all ranks must share the folder"
+        )
     if isinstance(start, Warm):
         return Warm(verify_together(start.weights.path))
     if isinstance(start, Resume) and job.resume is not None:
@@ -273,29 +278,7 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
             f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
             f"to resume from {candidates[0]}, name another run.folder"
         )
-    errors = []
-    for path in candidates:
-        try:
-            return open_checkpoint(path)
-        except UserError as error:
-            errors.append(error)
-    raise _no_intact(errors, fallback)
-
-
-def check_seen_by_all(folder: Path, has_checkpoint: bool) -> None:
-    """Raise on every rank if only some ranks have found a checkpoint in ``folder``. Collective.
-
-    All ranks have then read the folder, so that one may write to it.
-
-    Raises:
-        UserError: ``folder`` is not the same on all ranks, such as a local disk of each node.
-    """
-    ranks = Ranks()
-    seen = ranks.total(int(has_checkpoint))
-    if seen not in (0, ranks.size):
-        raise UserError(
-            f"run.folder={folder}: {seen} of {ranks.size} ranks see a checkpoint: all ranks must share the folder"
-        )
+    return _first_intact(candidates, open_checkpoint, fallback)[0]
 
 
 def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
@@ -313,22 +296,14 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
             file.
     """
     candidates = _candidates(folder, resume, fallback)
+    checkpoint, damaged = _first_intact(candidates, verify_together, fallback)
     ranks = Ranks()
-    damaged: dict[Path, UserError] = {}
-    for path in candidates:
-        try:
-            checkpoint = verify_together(path)
-            break
-        except UserError as error:
-            damaged[path] = error
-            if fallback and ranks.rank == 0:
-                logger.warning("%s; trying the previous checkpoint", error)
-    else:
-        raise _no_intact(list(damaged.values()), fallback)
     with ranks.together():
-        for path in damaged:
-            if ranks.rank == 0 and os.path.realpath(path.parent) == os.path.realpath(folder / CHECKPOINTS):
-                set_aside(path)
+        for path, error in damaged.items():
+            if ranks.rank == 0:
+                logger.warning("%s; trying the previous checkpoint", error)
+                if os.path.realpath(path.parent) == os.path.realpath(folder / CHECKPOINTS):
+                    set_aside(path)
     return checkpoint
 
 
@@ -362,7 +337,17 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
     return candidates if fallback else candidates[:1]
 
 
-def _no_intact(errors: list[UserError], fallback: bool) -> UserError:
+def _first_intact(
+    candidates: list[Path], open_one: Callable[[Path], Checkpoint], fallback: bool
+) -> tuple[Checkpoint, dict[Path, UserError]]:
+    """Return the first checkpoint that opens, and the errors of those before."""
+    errors: dict[Path, UserError] = {}
+    for path in candidates:
+        try:
+            return open_one(path), errors
+        except UserError as error:
+            errors[path] = error
+    remedy = f"no checkpoint is intact (tried {len(errors)})"
     if not fallback:
-        return UserError(f"{errors[0]}; to use the newest intact checkpoint, add --fallback")
-    return UserError(f"{errors[0]}; no checkpoint is intact (tried {len(errors)})")
+        remedy = "to use the newest intact checkpoint, add --fallback"
+    raise UserError(f"{errors[candidates[0]]}; {remedy}")

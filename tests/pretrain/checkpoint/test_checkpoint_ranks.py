@@ -14,7 +14,9 @@ from rank_pool import DIED, Raised, RankPool
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import SaveError, TensorPiece, open_checkpoint, save, steps
-from pretrain.start.resume import check_seen_by_all
+from pretrain.config import Recipe, RunConfig
+from pretrain.start.job import Job
+from pretrain.start.resume import Fresh, Resume, verify_start
 
 ROWS, COLUMNS = 6, 10
 
@@ -185,7 +187,9 @@ def test_a_group_saves_without_the_others(two_ranks, tmp_path: Path):
 
 
 def found_on(finders, folder):
-    return check_seen_by_all(folder, dist.get_rank() in finders)
+    job = Job("recipe.toml", replace(Recipe(), run=RunConfig(folder=str(folder))))
+    start = Resume(open_checkpoint(folder), ()) if dist.get_rank() in finders else Fresh()
+    verify_start(start, job, None)
 
 
 def test_a_checkpoint_that_only_one_rank_sees_is_an_error_on_both(two_ranks, tmp_path):
