@@ -46,11 +46,11 @@ def text_with(recipe, old, new):
 
 # In the recipe's text, or on the command line.
 RECIPES = {
-    "unknown key": ("num_experts = 4", "num_exprts = 4", [], ["model.num_exprts", "did you mean moe.num_experts?"]),
+    "unknown key": ("num_experts = 4", "num_exprts = 4", [], ["moe.num_exprts", "did you mean moe.num_experts?"]),
     "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean moe.num_experts?"]),
     "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
     "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
-    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two must be an integer"]),
+    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=", "two", "integer"]),
     "wrong choice": ("", "", ["--train.precision", "fp8"], ["train.precision", "fp8", "fp32", "bf16"]),
     "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "moe.num_experts=4"]),
     "top_k over experts": ("", "", ["--moe.top-k", "5"], ["moe.top_k=5", "moe.num_experts=4"]),
