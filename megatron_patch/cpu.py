@@ -185,7 +185,19 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
 _LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
-_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye")
+_FACTORIES: tuple[str, ...] = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "eye",
+)
 _FACTORIES += ("linspace", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
