@@ -1,7 +1,6 @@
 """Commands: what is written in the background, damaged, started warm, kept, killed."""
 
 import errno
-import json
 import math
 import os
 import random
@@ -15,12 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import BeforeStep, KillAtStep, checkpoints, steps, tensor_hash, train
+from runs import BeforeStep, checkpoints, steps, tensor_hash, train
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, Recipe, RunConfig, TrainConfig
-from pretrain.start.resume import agree_on_intact, check_data, find_checkpoint
+from pretrain.start.resume import check_data, find_checkpoint
 from pretrain.start.run import summarize
 from pretrain.tracking import JsonlTracker, read_metrics
 
@@ -132,50 +131,6 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_pa
         assert [found[step]["loss"] for step in range(1, 5)] == [expected[step]["loss"] for step in range(1, 5)]
 
 
-def damage(choose, path, others):
-    """One random damage of a step folder: what was done, and the names of which one has to be told."""
-    kind = choose.choice(["bit", "cut", "missing", "swapped"])
-    file = choose.choice(sorted(path.iterdir()))
-    data = bytearray(file.read_bytes())
-    match kind:
-        case "bit":
-            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
-            file.write_bytes(data)
-        case "cut":
-            file.write_bytes(data[: choose.randrange(len(data))])
-        case "missing":
-            file.unlink()
-        case "swapped":
-            # With the file of that name in another step, or with another file of this one.
-            other = choose.choice([folder / file.name for folder in others] + [f for f in path.iterdir() if f != file])
-            if other.read_bytes() == bytes(data):
-                return damage(choose, path, others)
-            file.write_bytes(other.read_bytes())
-            other.write_bytes(data) if other.parent == path else None
-            return kind, {file.name, other.name if other.parent == path else file.name}
-    return kind, {file.name}
-
-
-def test_a_hundred_random_damages(finished, tmp_path):
-    """Each is refused with the file's name, and with --fallback the checkpoint before it is taken."""
-    _, run = finished
-    choose, kinds = random.Random(5), set()
-    for number in range(100):
-        folder = tmp_path / str(number)
-        shutil.copytree(run / "checkpoints", folder / "checkpoints")
-        newest, *others = sorted((folder / "checkpoints").iterdir(), reverse=True)
-        kind, told = damage(choose, newest, others)
-        kinds.add(kind)
-        with pytest.raises(UserError) as caught:
-            agree_on_intact(folder, "run")
-        assert "\n" not in str(caught.value)
-        assert newest.name in str(caught.value) and any(name in str(caught.value) for name in told), (kind, told)
-        assert agree_on_intact(folder, "run", fallback=True).step == 4
-        assert checkpoints(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
-        shutil.rmtree(folder)
-    assert kinds == {"bit", "cut", "missing", "swapped"}
-
-
 def test_the_same_after_fallback_as_before(forks, finished, tmp_path):
     recipe, run = finished
     folder = shutil.copytree(run, tmp_path / "run")
@@ -275,7 +230,6 @@ class KillLater(BeforeStep):
     ("total", "deaths"),
     [
         pytest.param(16, 2, marks=pytest.mark.slow),
-        pytest.param(200, 3, marks=pytest.mark.slow),
         pytest.param(200, 50, marks=pytest.mark.slow),
     ],
 )
@@ -302,20 +256,6 @@ def test_killed_again_and_again_ends_with_the_same_weights(forks, recipe_file, t
     train(forks, recipe, "--run.folder", killed, "--resume", "auto", size=2)
     assert steps(killed) == steps(whole)
     assert tensor_hash(killed) == tensor_hash(whole)
-
-
-@pytest.mark.slow
-def test_a_run_resumed_after_a_death_is_another_wandb_run_of_its_group(forks, recipe_file, tmp_path):
-    pytest.importorskip("wandb")
-    recipe = recipe_file(checkpoint={"every": 2, "asynchronous": False}, train={"steps": 4}, tracking={"wandb": True})
-    command, offline = ("pretrain", recipe, "--run.folder", tmp_path, "--resume", "auto"), {"WANDB_MODE": "offline"}
-    forks.command(*command, before=KillAtStep(3), environment=offline)
-    run_id = (tmp_path / "wandb_id.txt").read_text()
-    train(forks, *command[1:], environment=offline)
-    assert (tmp_path / "wandb_id.txt").read_text() == run_id
-    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert sorted(name.endswith(run_id.strip()) for name in folders) == [False, True]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
 
 
 def test_data_that_moved_are_the_same_data(forks, recipe_file, tiny_corpus, tmp_path):
@@ -399,12 +339,3 @@ def test_a_finished_run_whose_last_loss_is_not_finite_says_so(tmp_path, capsys, 
     summarize(replace(Recipe(), run=RunConfig(folder=str(tmp_path))))
     out = capsys.readouterr().out
     assert text in out and str(tmp_path / "metrics.jsonl") in out
-
-
-def test_a_record_that_is_replaced_under_a_run_ends_it(tmp_path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl", None)
-    tracker.log(1, {"loss": 1.0})
-    (tmp_path / "other").touch()
-    (tmp_path / "other").replace(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match="replaced"):
-        tracker.log(2, {"loss": 1.0})
