@@ -63,8 +63,8 @@ def rows(
                 numbers = {
                     "entropy": math.log(experts) - 0.3 * share * layer / layers + 0.02 * first,
                     "drop_rate": 0.1 * math.exp(-5 * share) * layer / layers,
-                    "moe.balance_loss": 1.02 + 0.1 * second**2,
-                    "moe.z_loss": 4 + second,
+                    "balance_loss": 1.02 + 0.1 * second**2,
+                    "z_loss": 4 + second,
                     "load_cv": float(load[layer - 1].std() * experts),
                     "dead_experts": 0,
                     "exchange_bytes": 2.5e6 * (1 + 0.1 * first),

@@ -31,7 +31,7 @@ def made_up(folder: Path) -> list[Path]:
             "events": resumed,
             "change": lambda r: seldom(r) | skip.get(r["step"], {}),
         },
-        "gshard-16": {"layers": 8, "experts": 16, "events": events, "seed": 3, "moe.gate": "gshard", "change": seldom},
+        "gshard-16": {"layers": 8, "experts": 16, "events": events, "seed": 3, "gate": "gshard", "change": seldom},
     }
     return [write_run(folder / name, 600, **options) for name, options in runs.items()]
 
