@@ -21,7 +21,9 @@ class Batches:
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
         """Return (first step, first sample of that step, sequences per step) for each batch size."""
-        levels, step, sample = [], 0, 0
+        levels = []
+        step = 0
+        sample = 0
         count = (self.size - self.start) // self.increment
         for level in range(count):
             # The next size begins at the first sample with count * sample // ramp_samples > level.
@@ -30,7 +32,8 @@ class Batches:
             if sample < end:
                 levels.append((step, sample, batch))
                 steps = -(-(end - sample) // batch)
-                step, sample = step + steps, sample + steps * batch
+                step += steps
+                sample += steps * batch
         return [*levels, (step, sample, self.size)]
 
     def sequences(self, step: int) -> int:

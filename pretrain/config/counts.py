@@ -45,7 +45,8 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     biases, embeddings and Transformer-XL's projection of relative positions are not counted. For a T5, returns the mean
     over the tokens of both stacks.
     """
-    width, length = model.hidden_size, model.sequence_length
+    width = model.hidden_size
+    length = model.sequence_length
     heads = model.attention.num_heads * (model.head_width + model.value_width)
     far = (
         0 if model.attention.sliding_window is None else max(0, length - model.attention.sliding_window)
@@ -57,7 +58,8 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
         scores = depth * length - len(model.layers_with_window) * far
         flops = 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * heads * scores
         return flops + (_relative_flops(model) if model.position.encoding == "transformer_xl" else 0)
-    encoder, decoder = sum(layers[: model.num_layers]), sum(layers[model.num_layers :])
+    encoder = sum(layers[: model.num_layers])
+    decoder = sum(layers[model.num_layers :])
     keys_and_values = model.decoder_layers * width * heads  # of the encoder's output
     flops = 6.0 * ((encoder + keys_and_values) * length + (decoder - keys_and_values + output) * decoder_length)
     scores = model.num_layers * length * length + model.decoder_layers * decoder_length * (decoder_length + length)
@@ -66,7 +68,9 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 def _relative_flops(model: ModelConfig) -> float:
     """Return the operations per token that relative positions and memory add in a Transformer-XL."""
-    memory, length, width = model.position.memory_length, model.sequence_length, model.head_width
+    memory = model.position.memory_length
+    length = model.sequence_length
+    width = model.head_width
     by_distance = 6.0 * model.attention.num_heads * width * (length + memory)
     by_content = 6.0 * model.attention.num_heads * (width + model.value_width) * memory
     # The memory is projected to keys and values again for each sequence, without gradient.
@@ -134,7 +138,8 @@ def _biases(model: ModelConfig) -> int:
 
 def _attention(model: ModelConfig, number: int) -> int:
     """Return the number of parameters in the matrices of layer ``number``'s attention, cross-attention included."""
-    width, head = model.hidden_size, model.head_width
+    width = model.hidden_size
+    head = model.head_width
     if model.attention.kv_lora_rank is not None:
         return _latent_attention(model, model.attention.kv_lora_rank)
     attention = 2 * width * head * (model.attention.num_heads + model.query_groups)
@@ -143,7 +148,8 @@ def _attention(model: ModelConfig, number: int) -> int:
 
 def _latent_attention(model: ModelConfig, rank: int) -> int:
     """Return the number of parameters in the matrices of multi-latent attention of rank ``rank``."""
-    width, queries = model.hidden_size, model.attention.num_heads * model.head_width
+    width = model.hidden_size
+    queries = model.attention.num_heads * model.head_width
     rotary = model.attention.qk_rope_head_dim or 0
     values = model.attention.num_heads * model.value_width
     ranks = model.attention.q_lora_rank

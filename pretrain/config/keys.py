@@ -105,7 +105,9 @@ def _check_option(value: Any, name: str) -> Any:
 
 Positive = Annotated[int, Interval(ge=1, le=MAX_INT)]
 NotNegative = Annotated[int, Interval(ge=0, le=MAX_INT)]
-Text = Annotated[str, Check(check_text)]
+PositiveFloat = Annotated[float, Gt(0)]
+NotNegativeFloat = Annotated[float, Ge(0)]
+BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Name = Annotated[str, MinLen(1), Check(check_text)]
 AnyPath = Annotated[str, Check(check_text), Check(_check_path)]
 PathName = Annotated[str, MinLen(1), Check(check_text), Check(_check_path)]

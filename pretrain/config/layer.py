@@ -12,7 +12,7 @@ from fmoe.exchange import EXCHANGES
 from fmoe.experts import EXPERTS, build_experts, taken_options
 from fmoe.gates import GATES, build_gate
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
-from pretrain.config.model import ModelConfig, MoEConfig
+from pretrain.config.model import ModelConfig
 from pretrain.config.parallel import ParallelConfig
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -62,27 +62,16 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
             ``moe.gate_options`` sets an option in `HOMES`; or ``moe.balance_scope`` needs a gate with the
             balance loss.
     """
-    if model.moe.gate not in GATES:
-        raise UserError(f"moe.gate={model.moe.gate!r} is not known; {known_names(model.moe.gate, sorted(GATES))}")
-    gate = GATES[model.moe.gate]
+    moe = model.moe
+    gate = _named("moe.gate", moe.gate, GATES)
     known = option_names(gate) if isinstance(gate, type) else []
-    options = {name: getattr(model.moe, name) for name in _ALWAYS if name in (known or ())}
-    for name in _IF_SET:
-        value = getattr(model.moe, name)
-        if value != getattr(MoEConfig, name):
-            if known is not None and name not in known:
-                gates = ", ".join(other for other in sorted(GATES) if name in (option_names(GATES[other]) or ()))
-                raise UserError(
-                    f"moe.{name}={value} is not an option of moe.gate={model.moe.gate}; use it with {gates}"
-                )
-            options[name] = value
-    if model.moe.balance_scope != "routing_group" and "balance" not in getattr(gate, "common_losses", ()):
+    options = {name: getattr(moe, name) for name in _ALWAYS if name in (known or ())}
+    options |= _set_options("moe", moe, _IF_SET, "gate", GATES, known)
+    if moe.balance_scope != "routing_group" and "balance" not in getattr(gate, "common_losses", ()):
         raise UserError(
-            f"moe.balance_scope={model.moe.balance_scope} needs a gate with the balance loss, not "
-            f"moe.gate={model.moe.gate}"
+            f"moe.balance_scope={moe.balance_scope} needs a gate with the balance loss, not moe.gate={moe.gate}"
         )
-    known = None if known is None else [name for name in known if name not in ("d_model", "num_experts", "top_k")]
-    return options | _from_table("gate", "moe.gate_options", model.moe.gate_options, model.moe.gate, known)
+    return options | _from_table("gate", "moe.gate_options", moe.gate_options, moe.gate, known)
 
 
 def expert_options(model: ModelConfig) -> dict[str, Any]:
@@ -92,10 +81,7 @@ def expert_options(model: ModelConfig) -> dict[str, Any]:
         UserError: ``moe.expert`` is unknown; or ``moe.expert_options`` sets an option that these experts do not
             have, or one in `HOMES`.
     """
-    if model.moe.expert not in EXPERTS:
-        raise UserError(f"moe.expert={model.moe.expert} is not known; {known_names(model.moe.expert, sorted(EXPERTS))}")
-    known = option_names(EXPERTS[model.moe.expert])
-    known = None if known is None else [name for name in known if name not in OF_LAYER]
+    known = option_names(_named("moe.expert", model.moe.expert, EXPERTS))
     return _from_table("experts", "moe.expert_options", model.moe.expert_options, model.moe.expert, known)
 
 
@@ -125,20 +111,8 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
         UserError: the exchange is unknown; ``parallel`` sets an option that the exchange does not have;
             ``parallel.exchange_options`` sets an option in `HOMES`; or an option has an invalid value.
     """
-    if parallel.exchange not in EXCHANGES:
-        names = known_names(parallel.exchange, sorted(EXCHANGES))
-        raise UserError(f"parallel.exchange={parallel.exchange!r} is not known; {names}")
-    options = {name: getattr(parallel, name) for name in _OF_EXCHANGE}
-    options = {name: value for name, value in options.items() if value != getattr(ParallelConfig, name)}
-    known = option_names(EXCHANGES[parallel.exchange])
-    known = None if known is None else [name for name in known if name not in OF_LAYER]
-    for name, value in options.items():
-        if known is not None and name not in known:
-            others = ", ".join(other for other in sorted(EXCHANGES) if name in (option_names(EXCHANGES[other]) or ()))
-            raise UserError(
-                f"parallel.{name}={value} is not an option of parallel.exchange={parallel.exchange}; use it with "
-                f"{others}"
-            )
+    known = option_names(_named("parallel.exchange", parallel.exchange, EXCHANGES))
+    options = _set_options("parallel", parallel, _OF_EXCHANGE, "exchange", EXCHANGES, known)
     if parallel.wire is not None:
         options["wire_dtype"] = WIRE[parallel.wire]
     table = _from_table("exchange", "parallel.exchange_options", parallel.exchange_options, parallel.exchange, known)
@@ -146,6 +120,35 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     if parallel.exchange == "padded" and slots is not None and (type(slots) is not int or slots < 1):
         raise UserError(f"parallel.exchange_options.slots={slots!r} is not a positive integer")
     return options | table
+
+
+def _named(key: str, name: str, registry: Mapping[str, Any]) -> Any:
+    if name not in registry:
+        raise UserError(f"{key}={name!r} is not known; {known_names(name, sorted(registry))}")
+    return registry[name]
+
+
+def _set_options(
+    section: str, config: Any, names: tuple[str, ...], part: str, registry: Mapping[str, Any], known: list[str] | None
+) -> dict[str, Any]:
+    """Return the options among ``names`` that a section sets to other values than the defaults.
+
+    Args:
+        part: key of the section that names the component, such as ``gate``.
+        known: options of the component; None if it takes any.
+
+    Raises:
+        UserError: the component does not have an option.
+    """
+    options = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(type(config), name)}
+    for name, value in options.items():
+        if known is not None and name not in known:
+            others = ", ".join(other for other in sorted(registry) if name in (option_names(registry[other]) or ()))
+            raise UserError(
+                f"{section}.{name}={value} is not an option of {section}.{part}={getattr(config, part)}; use it with "
+                f"{others}"
+            )
+    return options
 
 
 def _from_table(
@@ -159,9 +162,10 @@ def _from_table(
         owner: component that takes the options, for error messages.
     """
     homes = HOMES[part]
+    allowed = [name for name in known or () if name not in OF_LAYER or (part, name) == ("gate", "seed")]
     for name, value in options.items():
-        if known is not None and name not in known:
-            free = [other for other in known if other not in homes]
+        if known is not None and name not in allowed:
+            free = [other for other in allowed if other not in homes]
             raise UserError(f"{table}.{name}={value} is not an option of {owner}; {known_names(name, free)}")
         if name in homes:
             why = homes[name].removeprefix("none: ")

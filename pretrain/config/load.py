@@ -134,7 +134,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
         if match is None:
             others.append(word)
             continue
-        name, text = match[1].replace("-", "_"), match[2]
+        name = match[1].replace("-", "_")
+        text = match[2]
         key, is_negated = _option_key(name)
         name = name.replace(".no_", ".", 1) if is_negated else name
         if is_negated and (key.kind is not bool or text is not None):
@@ -143,7 +144,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
         if text is not None:
             values = [text]
         elif key.kind is bool:
-            is_value = bool(words) and not is_negated and words[0].lower() in ("true", "false", "none")
+            possible = ("true", "false", "none") if key.is_optional else ("true", "false")
+            is_value = bool(words) and not is_negated and words[0].lower() in possible
             values = [words.pop(0) if is_value else str(not is_negated)]
         else:
             count = len(words) if key.is_list else 1

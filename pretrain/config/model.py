@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, MultipleOf
 
-from pretrain.config.keys import Name, NotNegative, OnResume, Positive, Section, Table
+from pretrain.config.keys import (
+    BelowOne,
+    Name,
+    NotNegative,
+    NotNegativeFloat,
+    OnResume,
+    Positive,
+    PositiveFloat,
+    Section,
+    Table,
+)
 
 # Factors that only models of kind gpt have.
 GPT_SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
@@ -40,7 +50,7 @@ class AttentionConfig(Section):
     sinks: bool = False
     """Add exp(s) to the denominator of attention's softmax, with a learned s per head, initially 0 (GPT-OSS, arXiv
     2508.10925; needs model.kind=gpt)."""
-    scale: Annotated[float, Gt(0)] | None = None
+    scale: PositiveFloat | None = None
     """Factor of attention scores; None for 1 / sqrt(width of a head)."""
     sliding_window: Positive | None = None
     """Number of tokens that a token attends to in `sliding_layers`: itself and those just before it; None for all
@@ -73,7 +83,7 @@ class PositionConfig(Section):
     memory_length: Annotated[int, Interval(ge=0, le=2**28)] = 0
     """Memory of a Transformer-XL: in each layer, a sequence attends to the hidden states of this many tokens before it.
     If positive, each epoch is read as global_batch contiguous streams of text. Needs encoding=transformer_xl."""
-    rope_theta: Annotated[float, Gt(0)] = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     """Base of the wavelengths of rotary positions (encoding=rope)."""
     rotary_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Share of a head's elements, counted from the first, that get a rotary position (encoding=rope)."""
@@ -87,16 +97,16 @@ class PositionConfig(Section):
     rope_beta_fast: float = 32.0
     """YaRN keeps the wavelength of a pair of elements that makes at least this many turns in rope_original_length
     tokens."""
-    rope_beta_slow: Annotated[float, Gt(0)] = 1.0
+    rope_beta_slow: PositiveFloat = 1.0
     """YaRN multiplies by rope_factor the wavelength of a pair of elements that makes at most this many turns in
     rope_original_length tokens. Between rope_beta_slow and rope_beta_fast turns, the factor is smaller."""
     rope_truncate: bool = True
     """Round down the pair index at which rope_beta_fast applies, and round up that of rope_beta_slow; false in
     GPT-OSS."""
-    rope_mscale: Annotated[float, Gt(0)] = 1.0
+    rope_mscale: PositiveFloat = 1.0
     """With m(x) = 1 + x ln(rope_factor) / 10, YaRN multiplies rotated queries and keys by m(rope_mscale) /
     m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
-    rope_mscale_all_dim: Annotated[float, Ge(0)] = 0.0
+    rope_mscale_all_dim: NotNegativeFloat = 0.0
     """See rope_mscale. Multi-latent attention also multiplies its scores by the square of m(rope_mscale_all_dim)."""
 
 
@@ -134,9 +144,9 @@ class MoEConfig(Section):
     normalize: bool | None = None
     """Make the combine weights of a token's experts sum to one, for gates with this option (naive, and sigmoid with
     several experts per token); None for the gate's default, true."""
-    routed_scale: Annotated[float, Gt(0)] = 1.0
+    routed_scale: PositiveFloat = 1.0
     """Factor of the combine weights of a token's experts, for gates with this option (naive, sigmoid)."""
-    bias_step: Annotated[float, Ge(0)] | None = None
+    bias_step: NotNegativeFloat | None = None
     """Step size of the expert biases with which the sigmoid gate balances loads; 0 leaves balancing to the loss; None
     for the gate's default, 0.001."""
     capacity_factor: Annotated[float, Interval(gt=0, le=2.0**20)] | None = 1.25
@@ -144,16 +154,16 @@ class MoEConfig(Section):
     gate=expert_choice, None means granularity x top_k."""
     eval_capacity_factor: Annotated[float, Interval(gt=0, le=2.0**20), OnResume("validation only")] | None = 2.0
     """Capacity factor in evaluation; None for no maximum; with gate=expert_choice, None means capacity_factor."""
-    jitter: Annotated[float, Interval(ge=0, lt=1)] = 0.01
+    jitter: BelowOne = 0.01
     """Half width of the multiplicative noise that the switch gate applies to its input in training."""
     group_size: Positive | None = None
     """Tokens per routing group, within which capacity and balance loss are computed; None for one sequence."""
-    balance_loss: Annotated[float, Ge(0)] = 0.01
+    balance_loss: NotNegativeFloat = 0.01
     """Factor of the load balancing loss."""
     balance_scope: Literal["routing_group", "data_parallel"] = "routing_group"
     """Tokens over which the balance loss counts loads: those of a routing group, or of the micro batches of all data
     parallel ranks together (global-batch balance, arXiv 2501.11873)."""
-    z_loss: Annotated[float, Ge(0)] = 0.001
+    z_loss: NotNegativeFloat = 0.001
     """Factor of the router z-loss."""
     loss_weights: Table = field(default_factory=dict)
     """Table of the factors of other auxiliary losses: see the last table of docs/recipe-reference.md."""
@@ -190,18 +200,18 @@ class ModelConfig(Section):
     """Add biases to the linear maps of attention and feed-forward blocks (needs kind=bert and moe.num_experts=0)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
-    norm_eps: Annotated[float, Gt(0)] = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     """Constant that norms add to the variance or mean square."""
-    embedding_scale: Annotated[float, Gt(0)] = 1.0
+    embedding_scale: PositiveFloat = 1.0
     """Factor of token embeddings (Granite, arXiv 2408.13359; needs kind=gpt)."""
-    residual_scale: Annotated[float, Gt(0)] = 1.0
+    residual_scale: PositiveFloat = 1.0
     """Factor of the output of each attention and feed-forward block (Granite; needs kind=gpt)."""
-    logit_divisor: Annotated[float, Gt(0)] = 1.0
+    logit_divisor: PositiveFloat = 1.0
     """Number by which logits are divided (Granite; needs kind=gpt)."""
     segment_types: NotNegative = 0
     """Rows of a bert's segment embedding, which is added to the token embedding (all tokens are of segment 0); 0 for no
     segment embedding."""
-    dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
     token and feature, so they are the same for every parallel split."""
     tie_embeddings: bool = True
@@ -223,7 +233,7 @@ class ModelConfig(Section):
     """Distribution of initial weights: normal, with standard deviation init_std; or switch, the Switch Transformer's
     truncated normal, with standard deviation sqrt(0.1 / number of inputs). Embeddings and output layer are always
     normal."""
-    init_std: Annotated[float, Ge(0)] = 0.02
+    init_std: NotNegativeFloat = 0.02
     """Standard deviation of normal initial weights; for the output matrices of attention and feed-forward blocks,
     divided by sqrt(2 num_layers), or sqrt(2 num_decoder_layers) in a t5's decoder."""
 

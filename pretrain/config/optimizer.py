@@ -6,7 +6,17 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, Le
 
-from pretrain.config.keys import AllowInfinity, Name, NotNegative, OnResume, Positive, Section
+from pretrain.config.keys import (
+    AllowInfinity,
+    BelowOne,
+    Name,
+    NotNegative,
+    NotNegativeFloat,
+    OnResume,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 # Defaults of the dynamic loss scale. Initial scale and hysteresis are torch.amp's: Megatron-core's initial 2^32 would
 # skip the first 16 steps.
@@ -25,9 +35,9 @@ class OptimizerConfig(Section):
     """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute a
     trust ratio for each matrix, and muon orthogonalizes the momentum of each hidden matrix; every expert has its own
     matrices. muon updates all other parameters with AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
-    lr: Annotated[float, Gt(0)] = 2e-3
+    lr: PositiveFloat = 2e-3
     """Peak learning rate, before lr_scaling."""
-    min_lr: Annotated[float, Ge(0)] = 2e-4
+    min_lr: NotNegativeFloat = 2e-4
     """Learning rate after the decay, before lr_scaling; at most lr."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Factor of lr and min_lr: none for 1, linear for train.global_batch / base_batch, sqrt for the root of
@@ -42,13 +52,13 @@ class OptimizerConfig(Section):
     """Warmup in tokens, rounded up to steps; replaces warmup_steps."""
     decay_steps: Positive | None = None
     """Step at which the decay ends; None for the last step."""
-    beta1: Annotated[float, Interval(ge=0, lt=1)] = 0.9
+    beta1: BelowOne = 0.9
     """Decay rate of the first moment, for adamw, adamw8bit, lamb and muon's AdamW."""
-    beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.95
+    beta2: BelowOne = 0.95
     """Decay rate of the second moment, for adamw, adamw8bit, lamb and muon's AdamW."""
-    eps: Annotated[float, Ge(0)] = 1e-8
+    eps: NotNegativeFloat = 1e-8
     """Constant added to the root of the second moment, for adamw, adamw8bit, lamb and muon's AdamW."""
-    momentum: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    momentum: BelowOne | None = None
     """Momentum, for muon, lars and sgd; None for 0.95 with muon, and 0.9 with lars and sgd."""
     nesterov: bool = True
     """Nesterov momentum, for muon."""
@@ -57,7 +67,7 @@ class OptimizerConfig(Section):
     muon_scale: Literal["rms", "original"] = "rms"
     """Factor of muon's orthogonal updates of matrices [M, N]: rms for 0.2 sqrt(max(M, N)), original for
     sqrt(max(1, M / N)). With rms, the lr and weight_decay that suit adamw suit muon too."""
-    trust_coefficient: Annotated[float, Gt(0)] = 1e-3
+    trust_coefficient: PositiveFloat = 1e-3
     """Factor of lars' trust ratio, which is: norm of the weights / (norm of the gradient + weight_decay x norm of the
     weights)."""
     max_trust: Annotated[float, Gt(0), AllowInfinity()] | None = None
@@ -66,7 +76,7 @@ class OptimizerConfig(Section):
     """For adafactor: at step t, the decay rate of the second moments is 1 - t^beta2_decay."""
     update_clip: Annotated[float, Ge(1), AllowInfinity()] = 1.0
     """For adafactor: upper bound on the root mean square of an update before it is multiplied by the learning rate."""
-    weight_decay: Annotated[float, Ge(0)] = 0.1
+    weight_decay: NotNegativeFloat = 0.1
     """Weight decay: decoupled, but added to the gradient by lars and sgd; not applied to biases and norms."""
     clip_grad: Annotated[float, Ge(0), AllowInfinity()] = 1.0
     """Maximum norm of the gradient, with every expert counted once; 0 disables clipping."""
@@ -95,7 +105,9 @@ class OptimizerConfig(Section):
     @property
     def momentum_value(self) -> float:
         """Momentum of muon, lars or sgd."""
-        return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.name == "muon" else 0.9
 
     def lr_factor(self, global_batch: int) -> float:
         """Return the factor by which a global batch of ``global_batch`` sequences scales the learning rate."""

@@ -113,6 +113,7 @@ class ParallelConfig(Section):
             shown = [name for name in names if getattr(self, name) > 1]
             return " x ".join(f"parallel.{name}={getattr(self, name)}" for name in shown)
 
-        dense, experts = product("tensor", "context"), product("expert_tensor", "expert")
+        dense = product("tensor", "context")
+        experts = product("expert_tensor", "expert")
         inner = f"max({dense}, {experts})" if dense and experts else dense or experts or "parallel.expert=1"
         return " x ".join(x for x in (product("pipeline"), inner, f"parallel.data={self.data}") if x)

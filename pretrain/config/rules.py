@@ -204,7 +204,8 @@ def broken(rule: Rule, recipe: Any) -> str:
         others = [one.shown(recipe) for one in conditions if one.key not in (*name.split(), *of_name.split())]
         ending = f" with {' and '.join(others)}" if others else ""
         return f"{name}={value} {words} {of_name}={of_value}{ending}{why}"
-    subject, wanted = Condition.of(rule.subject), Condition.of(rule.object)
+    subject = Condition.of(rule.subject)
+    wanted = Condition.of(rule.object)
     if not subject.holds(recipe) or wanted.holds(recipe) == (rule.verb == "needs"):
         return ""
     if rule.verb == "excludes":
@@ -259,7 +260,9 @@ def _must_divide(name: str, value: int, of_name: str, of: int) -> Iterator[str]:
 
 
 def _rotary(recipe: Any) -> Iterator[str]:
-    model, position, attention = recipe.model, recipe.model.position, recipe.model.attention
+    model = recipe.model
+    position = recipe.model.position
+    attention = recipe.model.attention
     if position.encoding == "transformer_xl" and model.hidden_size % 2:
         yield f"model.hidden_size={model.hidden_size} must be even with position.encoding=transformer_xl"
     if position.encoding == "rope" and attention.kv_lora_rank is None and model.head_width % 2:
@@ -284,7 +287,8 @@ def _rotary(recipe: Any) -> Iterator[str]:
 
 
 def _layers(recipe: Any) -> Iterator[str]:
-    model, moe = recipe.model, recipe.model.moe
+    model = recipe.model
+    moe = recipe.model.moe
     last = f"model.num_layers={model.num_layers}"
     yield from _listed("attention.sliding_layers", model.attention.sliding_layers, model.num_layers, last)
     if not moe.num_experts:
@@ -310,7 +314,8 @@ def _listed(key: str, numbers: tuple[int, ...], last: int, last_name: str) -> It
 
 
 def _data(recipe: Any) -> Iterator[str]:
-    data, parallel = recipe.data, recipe.parallel
+    data = recipe.data
+    parallel = recipe.parallel
     if recipe.model.kind == "t5":
         decoder_length = recipe.decoder_length  # raises for a sequence that is too short
         if parallel.is_sequence_parallel:
@@ -329,8 +334,10 @@ def _data(recipe: Any) -> Iterator[str]:
 
 
 def _split(recipe: Any) -> Iterator[str]:
-    model, parallel = recipe.model, recipe.parallel
-    dense, experts = parallel.tensor * parallel.context, parallel.expert_tensor * parallel.expert
+    model = recipe.model
+    parallel = recipe.parallel
+    dense = parallel.tensor * parallel.context
+    experts = parallel.expert_tensor * parallel.expert
     if dense % experts and experts % dense:
         yield (
             f"parallel.tensor x parallel.context={dense} and parallel.expert_tensor x parallel.expert={experts}: one "
@@ -343,7 +350,8 @@ def _split(recipe: Any) -> Iterator[str]:
 
 
 def _batches(recipe: Any) -> Iterator[str]:
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
+    train = recipe.train
     keys = ["global_batch"]
     if train.ramp_batch is not None and train.ramp_increment is not None:
         keys += ["ramp_batch", "ramp_increment"]  # if these are multiples, so is every batch size in between
@@ -368,7 +376,8 @@ def _batches(recipe: Any) -> Iterator[str]:
 
 
 def _deepep(recipe: Any) -> Iterator[str]:
-    model, parallel = recipe.model, recipe.parallel
+    model = recipe.model
+    parallel = recipe.parallel
     if parallel.exchange != "deepep" or parallel.expert == 1:
         return
     from fmoe.exchange.deepep import MOST_CHOICES, MULTIPLE  # imports torch, which reading a recipe does not need
@@ -384,7 +393,8 @@ def _deepep(recipe: Any) -> Iterator[str]:
 
 
 def _schedule(recipe: Any) -> Iterator[str]:
-    optimizer, scale = recipe.optimizer, recipe.optimizer.dynamic_scale
+    optimizer = recipe.optimizer
+    scale = recipe.optimizer.dynamic_scale
     if scale["min_loss_scale"] > scale["initial_loss_scale"]:
         yield (
             f"optimizer.min_loss_scale={scale['min_loss_scale']} exceeds optimizer.initial_loss_scale="

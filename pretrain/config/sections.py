@@ -13,6 +13,7 @@ from pretrain.config.keys import (
     Key,
     Name,
     NotNegative,
+    NotNegativeFloat,
     OnResume,
     PathName,
     Positive,
@@ -137,7 +138,7 @@ class GuardConfig(Section):
     one of E experts gets all tokens."""
     collapse_dead: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Maximum share of a layer's experts without a token within collapse_window; a larger share causes a warning."""
-    collapse_uniform: Annotated[float, Ge(0)] = 5e-4
+    collapse_uniform: NotNegativeFloat = 5e-4
     """Log a warning if a router's mean entropy is within this distance, in nats, of its maximum, the logarithm of the
     number of experts: the choice of experts is then arbitrary. 0 disables this check; gate=random is exempt."""
     hang_minutes: Annotated[float, Interval(ge=0, le=1e6)] = 8.0

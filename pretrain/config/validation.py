@@ -90,7 +90,8 @@ def _adapter() -> "TypeAdapter[Any]":
 
 def _message(error: Mapping[str, Any]) -> str:
     name = ".".join(part for part in error["loc"] if isinstance(part, str))
-    value, context = error["input"], error.get("ctx", {})
+    value = error["input"]
+    context = error.get("ctx", {})
     if error["type"] == "extra_forbidden":
         return unknown_key(name, keys() if "." in name else SECTIONS)
     if error["type"] == "value_error":

@@ -21,7 +21,8 @@ def rotary_width(model: ModelConfig) -> int:
 
 def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Return the angle per position, in radians, of each pair of elements: float32 [rotary_width / 2]."""
-    width, position = rotary_width(model), model.position
+    width = rotary_width(model)
+    position = model.position
     base = position.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if position.rope_scaling is None:
         return 1.0 / base
@@ -52,15 +53,18 @@ def _mixed_pairs(width: int, position: PositionConfig) -> tuple[float, float]:
 
     Up to ``low``, frequencies are kept. From ``high`` on, they are divided by ``rope_factor``.
     """
-    length, base = position.rope_original_length, 2 * math.log(position.rope_theta)
+    length = position.rope_original_length
+    base = 2 * math.log(position.rope_theta)
     assert length is not None
     low, high = (
         width * math.log(length / (turns * 2 * math.pi)) / base
         for turns in (position.rope_beta_fast, position.rope_beta_slow)
     )
     if position.rope_truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
     return low, high + 0.001 if low == high else high
 
 
