@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -131,39 +131,36 @@ class HuggingFaceFolder(SafetensorsFolder):
         self.config: dict[str, Any] = config
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Name, dtype and shape of a tensor to write."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+Layout = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 
 
-def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
+def nbytes_of(layouts: Iterable[Layout]) -> int:
+    """Return the total size of tensors in bytes."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in layouts)
+
+
+def write_weights(folder: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
     """Write and sync safetensors: one file, or several with an index.
 
     Args:
-        plan: the tensors in order.
-        tensors: values of the planned tensors, on any device, read one by one. A tensor may come in slices along its
-            first axis.
+        layouts: shapes and dtypes of the tensors by name, in order.
+        tensors: values of the tensors, on any device, read one by one. A tensor may come in slices along its first
+            axis.
         max_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
 
     Returns:
         Names of the files with tensors.
     """
-    shards: list[list[Planned]] = [[]]
+    shards: list[dict[str, Layout]] = [{}]
     size = 0
-    for planned in plan:
-        if shards[-1] and size + planned.nbytes > max_bytes:
-            shards.append([])
+    for name, layout in layouts.items():
+        nbytes = nbytes_of([layout])
+        if shards[-1] and size + nbytes > max_bytes:
+            shards.append({})
             size = 0
-        shards[-1].append(planned)
-        size += planned.nbytes
+        shards[-1][name] = layout
+        size += nbytes
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
@@ -171,26 +168,26 @@ def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tenso
     file_of: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         write_new(folder / name, _bytes_of_shard(shard, values))
-        file_of |= {planned.name: name for planned in shard}
+        file_of |= dict.fromkeys(shard, name)
     if len(names) > 1:
-        total_size = sum(planned.nbytes for planned in plan)
-        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": file_of})
+        metadata = {"total_size": nbytes_of(layouts.values())}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": file_of})
     return names
 
 
-def _bytes_of_shard(shard: Sequence[Planned], values: Iterator[Tensor]) -> Iterator[bytes | memoryview]:
+def _bytes_of_shard(shard: Mapping[str, Layout], values: Iterator[Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file. The library's own writer needs all tensors of a file at once."""
-    yield header_of(((planned.name, planned.dtype, planned.shape) for planned in shard), {"format": "pt"})
-    for planned in shard:
-        nbytes_left = planned.nbytes
+    yield header_of(((name, dtype, shape) for name, (shape, dtype) in shard.items()), {"format": "pt"})
+    for name, (shape, dtype) in shard.items():
+        nbytes_left = nbytes_of([(shape, dtype)])
         while True:
             value = next(values)
-            assert (value.dtype, tuple(value.shape[1:])) == (planned.dtype, planned.shape[1:]), planned.name
+            assert (value.dtype, tuple(value.shape[1:])) == (dtype, shape[1:]), name
             yield bytes_of(value.cpu().contiguous())
             nbytes_left -= value.nbytes
             if nbytes_left <= 0:
                 break
-        assert nbytes_left == 0, planned.name
+        assert nbytes_left == 0, name
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ from pretrain.interchange.family import Family
 from pretrain.interchange.folder import (
     CONFIG,
     GENERATION_CONFIG,
-    Planned,
     appearing,
+    nbytes_of,
     refuse_output,
     write_json,
     write_new,
@@ -91,11 +91,11 @@ def export_checkpoint(
     if loaded is not None:
         bos = recipe.data.bos if recipe.model.objective == "gpt" else None
         files |= files_for(loaded, recipe.model.sequence_length, bos=bos, model_type=config["model_type"])
-    plan = [Planned(name, place.dtype or dtype, shape) for place in places for name, shape in place.theirs.items()]
-    nbytes = sum(planned.nbytes for planned in plan)
+    layouts = {name: (shape, place.dtype or dtype) for place in places for name, shape in place.theirs.items()}
+    nbytes = nbytes_of(layouts.values())
     pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
-        names = write_weights(folder, plan, _tensors(checkpoint, recipe, places, dtype), shard_bytes)
+        names = write_weights(folder, layouts, _tensors(checkpoint, recipe, places, dtype), shard_bytes)
         generation = _token_settings(checkpoint, recipe, loaded, config)
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +16,6 @@ import torch
 from fmoe.errors import UserError
 from pretrain.checkpoint import TensorPiece, codec, open_checkpoint
 from pretrain.checkpoint.folders import STATE, rank_name
-from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import ModelConfig, Recipe, build_recipe, load_recipe, write_recipe
 from pretrain.config.imports import import_plugins, import_stored
@@ -28,9 +26,10 @@ from pretrain.interchange.family import toml
 from pretrain.interchange.folder import (
     INDEX,
     WEIGHTS,
-    Planned,
+    Layout,
     SafetensorsFolder,
     appearing,
+    nbytes_of,
     refuse_output,
     write_new,
     write_weights,
@@ -55,7 +54,6 @@ _RESUMING_READS: dict[str, dict[str, Any]] = {
     "data": {"next_sample": int, "samples_per_epoch": int, "corpora": list | tuple},
 }
 Form = Literal["dcp", "safetensors"]
-Layout = tuple[Shape, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -108,22 +106,22 @@ def export_tensors(
     if optimizer and checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has no optimizer state: export it without --optimizer")
     names = [name for name in checkpoint.names() if optimizer or name.startswith(MODEL)]
-    plan = [Planned(name, checkpoint.dtype(name), checkpoint.shape(name)) for name in names]
-    slices = {p.name: list(blocks(p.shape, p.dtype.itemsize, slice_bytes)) for p in plan}
-    nbytes = sum(planned.nbytes for planned in plan)
+    layouts = {name: (checkpoint.shape(name), checkpoint.dtype(name)) for name in names}
+    slices = {name: list(blocks(shape, dtype.itemsize, slice_bytes)) for name, (shape, dtype) in layouts.items()}
+    nbytes = nbytes_of(layouts.values())
     around = BYTES_AROUND_A_PIECE * sum(map(len, slices.values()))
     with appearing(out, nbytes + around) as folder:
         if form == "dcp":
             write_dcp(folder, checkpoint, slices)
         else:
             tensors = (checkpoint.read(name, *block) for name in names for block in slices[name])
-            write_weights(folder, plan, tensors, shard_bytes)
+            write_weights(folder, layouts, tensors, shard_bytes)
         write_recipe(recipe, folder / RECIPE)
         if optimizer:
             write_new(folder / STATE, [codec.dumps({**checkpoint.state, "step": checkpoint.step}, "state")])
             for rank in range(checkpoint.num_ranks):
                 write_new(folder / rank_name(rank), [codec.dumps(checkpoint.rank_state(rank), "rank_state")])
-    return Transferred(len(plan), nbytes, optimizer)
+    return Transferred(len(layouts), nbytes, optimizer)
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class StoredTensors:
 
     @property
     def nbytes(self) -> int:
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.layouts.values())
+        return nbytes_of(self.layouts.values())
 
 
 def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Transferred:
