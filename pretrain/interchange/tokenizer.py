@@ -109,7 +109,10 @@ def files_for(
     beside = _without(_beside(tokenizer.path), _absent(tokenizer))
     if isinstance(tokenizer, HuggingFaceTokenizer) and CONFIG in beside:
         copied = {TOKENIZER: tokenizer.path.read_bytes(), **beside}
-        if bos is None or _is_same(copied, model_type, tokenizer, begin):
+        if bos is None:
+            return copied
+        reason = _why_different(copied, model_type, tokenizer, begin)
+        if reason == "" or (reason is None and tokenizer.before == begin):
             return copied
     settings = json.loads(beside.pop(CONFIG, b"{}"))
     beside.pop(SENTENCEPIECE, None)
@@ -230,7 +233,7 @@ def check_tokenizer(tokenizer: Tokenizer, model_type: str | None, vocab_size: in
         )
     if isinstance(tokenizer, SentencePieceTokenizer):  # export converts it
         return
-    reason = _why_different(tokenizer, model_type)
+    reason = _why_different(files_of(tokenizer), model_type, tokenizer, None)
     if reason:
         logger.warning("%s: fmoe uses %s, and an export of a GPT converts it", reason, path)
 
@@ -243,16 +246,25 @@ def _absent(tokenizer: Tokenizer) -> list[str]:
     return [f"{role}_token" for role in roles if declared.names[role] not in present]
 
 
-def _why_different(tokenizer: Tokenizer, model_type: str | None) -> str:
-    """Return how AutoTokenizer differs from tokenizer.json; "" if it does not, or without transformers."""
+def _why_different(
+    files: Mapping[str, bytes], model_type: str | None, tokenizer: Tokenizer, begin: Sequence[int] | None
+) -> str | None:
+    """Return how AutoTokenizer, with ``files``, differs from ``tokenizer``.
+
+    Args:
+        begin: ids that AutoTokenizer must put in front of a text; None to compare without any.
+
+    Returns:
+        An empty string if AutoTokenizer gives the same tokens; None without transformers.
+    """
     try:
-        theirs = _load_auto(files_of(tokenizer), model_type)
+        theirs = _load_auto(files, model_type)
     except UserError as error:
         return str(error)
     if theirs is None:
-        return ""
+        return None
     name = type(theirs).__name__
-    text = _difference(theirs, tokenizer, None)
+    text = _difference(theirs, tokenizer, begin)
     if text is not None:
         return f"AutoTokenizer ({name}) tokenizes {text[:40]!r} differently from {TOKENIZER}"
     if not _has_same_end(theirs, tokenizer):
@@ -263,19 +275,6 @@ def _why_different(tokenizer: Tokenizer, model_type: str | None) -> str:
 
 def _has_same_end(theirs: Any, tokenizer: Tokenizer) -> bool:
     return theirs.eos_token_id in (None, tokenizer.end_of_document)
-
-
-def _is_same(
-    files: Mapping[str, bytes], model_type: str | None, tokenizer: HuggingFaceTokenizer, begin: list[int]
-) -> bool:
-    """Return whether AutoTokenizer, with ``files``, gives the model's tokens: ``begin``, then the tokens of a text."""
-    try:
-        theirs = _load_auto(files, model_type)
-    except UserError:  # a converted tokenizer needs no class of its own
-        return False
-    if theirs is None:
-        return tokenizer.before == begin
-    return _has_same_end(theirs, tokenizer) and _difference(theirs, tokenizer, begin) is None
 
 
 def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None:
@@ -296,11 +295,7 @@ def _load_auto(files: Mapping[str, bytes], model_type: str | None) -> Any | None
 
 
 def _difference(theirs: Any, tokenizer: Tokenizer, begin: Sequence[int] | None) -> str | None:
-    """Return a text that AutoTokenizer encodes differently from ``tokenizer``; None if there is none.
-
-    Args:
-        begin: ids that AutoTokenizer must put in front of a text; None to compare without any.
-    """
+    """Return a text that AutoTokenizer encodes differently from ``tokenizer``; None if there is none."""
     names = [name for name in theirs.get_added_vocab() if name.strip()]  # AutoTokenizer finds them in a text
     for text in (*_REAL, *_PLAIN_PROBES, *(getattr(str, name).__doc__ or "" for name in dir(str))):
         if any(name in text for name in names):

@@ -162,6 +162,14 @@ def written(folder: Path, files: dict, case: str = "mixtral", **config: object) 
     return folder
 
 
+def imported(folder: Path, form: str = "llama 3") -> Path:
+    """The folder of a model with a form's tokenizer, imported as the run beside it."""
+    files, config, *_ = FORMS[form]
+    source = written(folder / "theirs", files(), **config)
+    import_folder(source, folder / "run")
+    return source
+
+
 def write_tokenizer(folder: Path, files: dict) -> Path:
     folder.mkdir()
     for name, content in files.items():
@@ -208,8 +216,7 @@ def test_import_and_export_keep_the_tokens(tmp_path, form):
 
 def test_a_model_trained_without_bos_is_exported_without(tmp_path):
     """As a run from before ``data.bos``, with a tokenizer that adds BOS."""
-    files, config, *_ = FORMS["llama 3"]
-    import_folder(written(tmp_path / "theirs", files(), **config), tmp_path / "run")
+    imported(tmp_path)
     ours = load_tokenizer(tmp_path / "run" / "tokenizer" / "tokenizer.json")
     for bos in (False, True):
         folder = tmp_path / str(bos)
@@ -223,8 +230,7 @@ def test_a_model_trained_without_bos_is_exported_without(tmp_path):
 
 
 def test_a_moved_tokenizer_needs_its_declarations(tmp_path, capsys):
-    files, config, *_ = FORMS["llama 3"]
-    import_folder(written(tmp_path / "theirs", files(), **config), tmp_path / "run")
+    imported(tmp_path)
     moved = tmp_path / "tokenizer.json"
     moved.write_bytes((tmp_path / "run" / "tokenizer" / "tokenizer.json").read_bytes())
     with pytest.raises(UserError, match=r"end with token 2, .* with token 1: .*tokenizer_config\.json"):
@@ -237,20 +243,16 @@ def test_without_transformers(tmp_path, monkeypatch):
     """Nothing is compared, and the export's tokenizer still adds BOS as the model needs it."""
     monkeypatch.setattr("pretrain.interchange.tokenizer._load_auto", lambda files, model_type: None)
     for form, is_copied in (("llama 3", True), ("deepseek", False), ("gpt-2", True)):
-        files, config, *_ = FORMS[form]
-        source = written(tmp_path / form / "theirs", files(), **config)
-        import_folder(source, tmp_path / form / "run")
+        source = imported(tmp_path / form, form)
         export_checkpoint(tmp_path / form / "run", tmp_path / form / "out")
-        settings = read(tmp_path / form / "out" / "tokenizer_config.json")
-        assert (settings == files()["tokenizer_config.json"]) == is_copied
+        settings, theirs = (read(each / "tokenizer_config.json") for each in (tmp_path / form / "out", source))
+        assert (settings == theirs) == is_copied
 
 
 def test_greedy_text_is_that_of_transformers(tmp_path, capsys):
     import transformers
 
-    files, config, *_ = FORMS["llama 3"]
-    source = written(tmp_path / "theirs", files(), **config)
-    import_folder(source, tmp_path / "run")
+    source = imported(tmp_path)
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     main(["generate", str(tmp_path / "run"), "--prompt", "def f", "--max-tokens", "6", "--temperature", "0", "--json"])
     ours = json.loads(capsys.readouterr().out)
