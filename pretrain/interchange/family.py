@@ -158,7 +158,12 @@ class Family:
 
 def without(table: Iterable[Any], *names: str) -> tuple[Any, ...]:
     """Return the rows of a table of `Key`, `Demand` or `Only`, except those of some keys of either format."""
-    return tuple(row for row in table if not {getattr(row, "ours", ""), getattr(row, "theirs", "")} & {*names})
+    rows = list(table)
+    for name in names:
+        left_out = [row for row in rows if name in (getattr(row, "ours", None), getattr(row, "theirs", None))]
+        assert left_out, name
+        rows = [row for row in rows if row not in left_out]
+    return tuple(rows)
 
 
 def read_int(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:

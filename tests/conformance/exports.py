@@ -28,6 +28,7 @@ sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "pretrain" / "interc
 
 from compare import relative_error  # noqa: E402
 from forks import ForkServer, only  # noqa: E402
+from huggingface_folders import engine_logits, random_run, weights  # noqa: E402
 from vllm_command import NEW, serve, vllm_python  # noqa: E402
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
@@ -99,42 +100,9 @@ def needs_no_drops(recipe: Recipe) -> bool:
     return False
 
 
-def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
-    """Saves a checkpoint of the recipe with random weights; our model, and its logits [b, s, V]."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from megatron_patch import cpu
-    from pretrain.checkpoint import save
-    from pretrain.engine import Engine, init_parallel, locations, state
-    from pretrain.models import kind_of
-    from pretrain.start.process import Processes
-
-    cpu.install()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    if not parallel_state.model_parallel_is_initialized():
-        init_parallel(recipe, processes)
-    engine = Engine(recipe, processes)
-    (model,) = engine.chunks
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, tensor in locations.named_tensors([model]):
-            if "norm" in name and name.endswith("weight"):
-                tensor.uniform_(0.5, 1.5)
-            elif "norm" in name or name.endswith(("bias", "bias_E", "bias_in", "bias_out", "softmax_offset")):
-                tensor.uniform_(-0.3, 0.3)
-            elif ".gate." in name:
-                tensor.normal_(0, 0.5)
-    pieces = (piece for piece in state.pieces(engine) if piece.name.startswith("model/"))
-    save(path, 1, pieces, {"recipe": recipe.values(), "weights_only": True}, state.rank_state())
-    model.eval()
-    with torch.no_grad():
-        return model, kind_of(recipe).forward(model, batch)
-
-
 def our_logits(runs: list[tuple[Recipe, Path]]) -> list[Tensor]:
     """Saves random runs; the logits of each. For a process of `forks`."""
-    return [random_run(recipe, path, batch_of(recipe))[1] for recipe, path in runs]
+    return [engine_logits(random_run(path, recipe), batch_of(recipe)) for recipe, path in runs]
 
 
 def batch_of(recipe: Recipe) -> dict[str, Tensor]:
@@ -244,13 +212,6 @@ def some_tokenizer(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     train_tokenizer([HERE.parents[1] / "docs" / "interchange.md"], path, vocab_size=SERVED_VOCAB, sentinels=4)
     return path
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's files."""
-    from safetensors.torch import load_file
-
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def same_bits(one: Path, other: Path) -> bool:

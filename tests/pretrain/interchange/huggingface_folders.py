@@ -10,7 +10,7 @@ from tiny_models import CASES, LENGTH, VOCAB
 from torch import Tensor, nn
 
 from pretrain.checkpoint import open_checkpoint
-from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
+from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.interchange.outgoing import recipe_of
 from pretrain.start.resume import PUBLISHED
 
@@ -97,52 +97,53 @@ def our_engine(path: Path, parallel: ParallelConfig | None = None, precision: st
 
 def our_logits(path: Path, tokens: Tensor, decoder_tokens: Tensor | None = None) -> Tensor:
     """Of our model with a checkpoint's weights, in float32: [b, s, V]; for a process of `forks`."""
+    return engine_logits(our_engine(path), {"tokens": tokens, "decoder_tokens": decoder_tokens})
+
+
+def engine_logits(engine, batch: dict) -> Tensor:
+    """Of a whole model, in evaluation."""
     from pretrain.models import kind_of
 
-    engine = our_engine(path)
-    model = engine.chunks[0].eval()
     with torch.no_grad():
-        return kind_of(engine.recipe).forward(model, {"tokens": tokens, "decoder_tokens": decoder_tokens})
+        return kind_of(engine.recipe).forward(engine.chunks[0].eval(), batch)
 
 
-def chunk_logits(model, tokens: Tensor) -> Tensor:
-    """Of a whole model, in evaluation."""
-    model.eval()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with torch.no_grad():
-        return model(tokens, positions, None)
+def random_run(folder: Path, model: ModelConfig | Recipe):
+    """Save a random model of ours, norms, biases and routers of its choice random too, and return its engine; for a
+    process of `forks`."""
+    from megatron.core import parallel_state
 
-
-def random_run(folder: Path, model: ModelConfig):
-    """Save a random model of ours, norms and biases of its choice random too, and return its engine; for a process of
-    `forks`."""
     from megatron_patch import cpu
     from pretrain.checkpoint import save
-    from pretrain.engine import Engine, init_parallel, state
+    from pretrain.engine import Engine, init_parallel, locations, state
     from pretrain.start.process import Processes
 
     cpu.install()
-    train = TrainConfig(global_batch=1, micro_batch=1)
-    recipe = Recipe(run=RunConfig(folder=str(folder)), model=model, data=DataConfig(tokenizer=""), train=train)
+    recipe = model
+    if isinstance(model, ModelConfig):
+        recipe = Recipe(model=model, data=DataConfig(tokenizer=""), train=TrainConfig(global_batch=1, micro_batch=1))
     recipe.check()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    init_parallel(recipe, processes)
+    if not parallel_state.model_parallel_is_initialized():
+        init_parallel(recipe, processes)
     engine = Engine(recipe, processes)
-    torch.manual_seed(1)
+    torch.manual_seed(3)
     with torch.no_grad():
-        for name, tensor in (*engine.chunks[0].named_parameters(), *engine.chunks[0].named_buffers()):
-            if "norm" in name:
+        for name, tensor in locations.named_tensors(engine.chunks):
+            if "norm" in name and name.endswith("weight"):
                 tensor.uniform_(0.5, 1.5)
-            if name.endswith(("expert_bias_E", ".bias", ".bias_in", ".bias_out", "softmax_offset")):
-                tensor.normal_(std=0.25)
-    save(folder, 1, state.pieces(engine), {"recipe": recipe.values()}, state.rank_state())
+            elif "norm" in name or name.endswith(("bias", "bias_E", "bias_in", "bias_out", "softmax_offset")):
+                tensor.uniform_(-0.3, 0.3)
+            elif ".gate." in name:
+                tensor.normal_(0, 0.5)
+    pieces = (piece for piece in state.pieces(engine) if piece.name.startswith("model/"))
+    save(folder, 1, pieces, {"recipe": recipe.values(), "weights_only": True}, state.rank_state())
     return engine
 
 
 def saved_random(folder: Path, model: ModelConfig, tokens: Tensor) -> Tensor:
     """Save a random model of ours, and return its logits, in float32: [b, s, V]; for a process of `forks`."""
-    (chunk,) = random_run(folder, model).chunks
-    return chunk_logits(chunk, tokens)
+    return engine_logits(random_run(folder, model), {"tokens": tokens})
 
 
 def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str) -> None:

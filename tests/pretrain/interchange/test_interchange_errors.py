@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 import shutil
 
 import pytest
@@ -13,225 +12,72 @@ from tiny_models import VOCAB
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import TensorPiece, open_checkpoint, save_parts
-from pretrain.config import ModelConfig
 from pretrain.data.tokenizers import train_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
-from pretrain.interchange.families import family_for, why_own
+from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.folder import CONFIG, INDEX, WEIGHTS
 
-# What both families hold.
-GOOD = {
-    "norm": "rms",
-    "activation": "silu",
-    "gated": True,
-    "moe.gate": "naive",
-    "moe.top_k": 2,
-    "moe.num_experts": 8,
-    "moe.eval_capacity_factor": None,
-}
 
-PHIMOE = {"norm": "layer", "moe.gate": "sparsemixer"}
-QWEN2 = {"moe.num_shared_experts": 2, "moe.shared_expert_gate": True, "attention.qkv_bias": True}
-ALL_HEADS = {"attention.qk_norm": True, "attention.qk_norm_over": "all"}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(CASE)``: a folder with random weights."""
+    parent = tmp_path_factory.mktemp("models")
 
-REFUSED = {
-    "LayerNorm": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use .*=rms"),
-    "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
-    "not gated": ({"gated": False}, "auto", "model.gated=false"),
-    "learned positions": ({"position.encoding": "learned_absolute"}, "auto", "position.encoding=learned_absolute"),
-    "t5": ({"kind": "t5"}, "mixtral", "model.kind=t5"),
-    "t5, nearer to its own families": ({"kind": "t5"}, "auto", "model.gated=true .* switch_transformers, the nearest"),
-    "bert": ({"kind": "bert"}, "qwen3_moe", "model.kind=bert"),
-    "dense": ({"moe.num_experts": 0}, "auto", "moe.num_experts=0"),
-    "shared experts": ({"moe.num_shared_experts": 1}, "mixtral", "moe.num_shared_experts=1"),
-    "latent attention": (
-        {
-            "attention.kv_lora_rank": 16,
-            "attention.qk_head_dim": 8,
-            "attention.qk_rope_head_dim": 4,
-            "attention.v_head_dim": 8,
-        },
-        "mixtral",
-        "attention.kv_lora_rank=16",
-    ),
-    "sigmoid gate": ({"moe.gate": "sigmoid"}, "auto", "moe.gate=sigmoid"),
-    "gshard": ({"moe.gate": "gshard"}, "auto", "moe.gate=gshard"),
-    "moe.jitter": ({"moe.gate": "switch", "moe.jitter": 0.01, "attention.qk_norm": True}, "auto", "moe.jitter=0.01"),
-    "sigmoid scores": ({"moe.score": "sigmoid"}, "auto", "moe.score=sigmoid"),
-    "scaled weights": ({"moe.routed_scale": 2.5}, "auto", "moe.routed_scale=2.5"),
-    "options of a gate": ({"moe.gate_options": {"bias": True}}, "auto", "moe.gate_options={'bias': True}"),
-    "other experts": ({"moe.expert": "swiglu"}, "auto", "moe.expert=swiglu"),
-    "options of experts": ({"moe.expert_options": {"bias": True}}, "auto", "moe.expert_options={'bias': True}"),
-    "further tokens": ({"mtp_layers": 1}, "auto", "model.mtp_layers=1"),
-    "finer experts": ({"moe.granularity": 2}, "auto", "moe.granularity=2"),
-    "drops in evaluation": ({"moe.eval_capacity_factor": 3.9}, "auto", "moe.eval_capacity_factor=3.9"),
-    "no qk_norm": (
-        {},
-        "qwen3_moe",
-        "attention.qk_norm=false is not supported by qwen3_moe: use attention.qk_norm=true",
-    ),
-    "attention.qk_norm": ({"attention.qk_norm": True}, "mixtral", "attention.qk_norm=true"),
-    "dense layers": ({"moe.layers": (2,)}, "auto", "attention.qk_norm=false .* qwen3_moe, the nearest .*: use .*=true"),
-    "every second": ({"moe.every": 2}, "auto", "moe.every=2 .* experts in every layer"),
-    "weights as they are": ({"moe.normalize": False}, "auto", "moe.normalize=false"),
-    "switch": ({"moe.gate": "switch", "moe.jitter": 0.0}, "mixtral", "moe.gate=switch"),
-    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe"),
-    "a shared expert without a gate": (
-        QWEN2 | {"moe.shared_expert_gate": False},
-        "qwen2_moe",
-        "moe.shared_expert_gate=false",
-    ),
-    "norms of each head": ({"attention.qk_norm": True}, "olmoe", "attention.qk_norm_over=head .* use .*=all"),
-    "norms of all heads": (ALL_HEADS | {"moe.every": 2}, "olmoe", "moe.every=2"),
-    "norms of all wide heads": (ALL_HEADS | {"attention.head_dim": 64}, "olmoe", "attention.head_dim=64"),
-    "scaled embeddings": ({"embedding_scale": 2.0}, "mixtral", "model.embedding_scale=2.0 .* use .*=1.0"),
-    "scaled, weights as they are": (
-        {"residual_scale": 2.0, "moe.normalize": False},
-        "granitemoe",
-        "moe.normalize=false",
-    ),
-    "no shared expert": ({"attention.qkv_bias": True}, "qwen2_moe", "moe.shared_expert_gate=false .* use .*=true"),
-    "biases": ({"attention.qkv_bias": True}, "mixtral", "attention.qkv_bias=true"),
-    "a gate of another family": ({"moe.gate": "sparsemixer"}, "mixtral", "moe.gate=sparsemixer"),
-    "an output bias": ({"output_bias": True}, "mixtral", "model.output_bias=true .* use .*=false"),
-    "another gate": (PHIMOE | {"moe.gate": "naive"}, "phimoe", "moe.gate=naive .* use sparsemixer"),
-    "three experts a token": (PHIMOE | {"moe.top_k": 3}, "phimoe", "moe.top_k=3 .* use 2"),
-    "biases of inputs alone": (
-        PHIMOE | {"attention.qkv_bias": True},
-        "phimoe",
-        "attention.output_bias=false .*qkv_bias",
-    ),
-    "a biased router": (PHIMOE | {"moe.gate_options": {"bias": True}}, "phimoe", "moe.gate_options={'bias': True}"),
-    "a gated shared expert": (
-        QWEN2 | {"attention.qk_norm": True},
-        "auto",
-        "attention.qk_norm=true .* qwen2_moe, the nearest .*: use attention.qk_norm=false",
-    ),
-}
+    def folder_of(case):
+        if not (parent / case).exists():
+            save_random(parent / case, case)
+        return parent / case
 
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_no_family_holds(case):
-    values, form, message = REFUSED[case]
-    model = ModelConfig().with_values(GOOD | values)
-    if form == "auto" and model.kind == "gpt":  # our own family holds it
-        assert family_for(model).name == "fmoe"
-        line = why_own(model)
-    else:
-        with pytest.raises(UserError) as raised:
-            family_for(model, form)
-        line = str(raised.value)
-    assert re.search(message, line) and "\n" not in line
-
-
-@pytest.mark.parametrize(
-    ("values", "form"),
-    [
-        ({}, "mixtral"),
-        ({"moe.eval_capacity_factor": 4.0, "moe.capacity_factor": 1.0}, "mixtral"),
-        ({"attention.qk_norm": True, "moe.layers": (1, 2), "moe.normalize": False}, "qwen3_moe"),
-        ({"attention.qk_norm": True, "moe.gate": "switch", "moe.jitter": 0.0}, "qwen3_moe"),
-        (ALL_HEADS | {"moe.normalize": False}, "olmoe"),
-        ({"embedding_scale": 12.0, "attention.scale": 0.1}, "granitemoe"),
-        (PHIMOE | {"moe.gate_options": {"margin": 0.5}, "output_bias": True}, "phimoe"),
-        (QWEN2 | {"moe.every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
-    ],
-)
-def test_what_a_family_holds(values, form):
-    assert family_for(ModelConfig().with_values(GOOD | values)).name == form
+    return folder_of
 
 
 @pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "mixtral"
-    save_random(folder, "mixtral")
-    return folder
+def mixtral(saved):
+    return saved("mixtral")
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "qwen"
-    save_random(folder, "qwen3_moe")
-    return folder
+# Values of config.json that do not fit the weights.
+OTHER_WEIGHTS = [
+    ("mixtral", {"intermediate_size": 23}, r"has shape \[24, 32\], but config.json implies \[23, 32\]"),
+    ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of this mixtral"),
+    ("mixtral", {"num_hidden_layers": 3}, "has no tensor model.layers.2"),
+    ("mixtral", {"tie_word_embeddings": True}, "lm_head.weight differs"),
+    ("qwen2_moe, dense layers", {"shared_expert_intermediate_size": 21}, r"has shape \[20, 32\], but"),
+    ("qwen2_moe, dense layers", {"qkv_bias": False}, "has the tensor .*proj.bias, which is not part of this qwen2"),
+    ("t5", {"feed_forward_proj": "gated-relu", "is_gated_act": True, "dense_act_fn": "relu"}, "has no tensor"),
+    ("t5", {"num_decoder_layers": 2}, "has the tensor decoder.block.2.*not part of this t5"),
+    ("switch_transformers", {"num_experts": 5}, r"has shape \[4, 24\], but config.json implies \[5, 24\]"),
+    ("megatron-bert", {"num_hidden_layers": 1}, "has the tensor bert.encoder.layer.1.*not part of this megatron-bert"),
+    ("megatron-bert", {"max_position_embeddings": 30}, r"has shape \[32, 32\], but config.json implies \[30, 32\]"),
+]
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "qwen2"
-    save_random(folder, "qwen2_moe, dense layers")
-    return folder
-
-
-CONFIGS = {
-    "another family": (
-        "mixtral",
-        {"model_type": "llama"},
-        "model_type=llama is not supported: it must be one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
-    ),
-    "no family": ("mixtral", {"model_type": None}, "model_type=none"),
-    "published DeepSeekMoE": (
-        "mixtral",
-        {"model_type": "deepseek"},
-        r"model_type=deepseek is not supported: it must be one of ((?!deepseek_moe).)*$",
-    ),
-    "another format": ("mixtral", {"fmoe_format": "other"}, "fmoe_format=other is not supported"),
-    "no sliding window": (
-        "mixtral",
-        {"sliding_window": 0},
-        "sliding_window=0 must be an integer of at least 1",
-    ),
-    "sliding window that is used": ("qwen", {"use_sliding_window": True}, "use_sliding_window=true .* must be false"),
-    "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
-    "sliding window of a Qwen2": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 8},
-        "use_sliding_window=true",
-    ),
-    "no width of the shared expert": (
-        "qwen2",
-        {"shared_expert_intermediate_size": None},
-        "shared_expert_intermediate_size is",
-    ),
-    "another width of the shared expert": (
-        "qwen2",
-        {"shared_expert_intermediate_size": 21},
-        r"has shape \[20, 32\], but",
-    ),
-    "biases that are not expected": (
-        "qwen2",
-        {"qkv_bias": False},
-        "has the tensor .*proj.bias, which is not part of this qwen2",
-    ),
-    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: it must be false"),
-    "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
-    "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor is missing"),
-    "part of a head turns": ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "gelu": ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported: it must be silu"),
-    "quantized": ("mixtral", {"quantization_config": {"bits": 4}}, "quantization_config="),
-    "text for a number": ("mixtral", {"hidden_size": "32"}, "hidden_size=32 must be a positive integer"),
-    "no layers": ("mixtral", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
-    "no width": ("mixtral", {"hidden_size": None}, "hidden_size is missing"),
-    "no experts in any layer": ("qwen", {"decoder_sparse_step": 9}, "no layer has experts"),
-    "dense layers that are not there": ("qwen", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
-    "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "moe.top_k=5 exceeds"),
-    "another shape": (
-        "mixtral",
-        {"intermediate_size": 23},
-        r"has shape \[24, 32\], but config.json implies \[23, 32\]",
-    ),
-    "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of this mixtral"),
-    "more layers": ("mixtral", {"num_hidden_layers": 3}, "has no tensor model.layers.2"),
-    "tied, with another output": ("mixtral", {"tie_word_embeddings": True}, "lm_head.weight differs"),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_models_that_are_others(request, tmp_path, case):
-    model, values, message = CONFIGS[case]
-    folder = shutil.copytree(request.getfixturevalue(model), tmp_path / "theirs")
+@pytest.mark.parametrize(("case", "values", "message"), OTHER_WEIGHTS)
+def test_weights_of_another_configuration(saved, tmp_path, case, values, message):
+    folder = shutil.copytree(saved(case), tmp_path / "theirs")
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | values))
     refused(folder, tmp_path / "run", message)
+
+
+# Copies of other tensors, and tensors that no language model uses: both may be there, and copies must be equal.
+LEFTOVERS = [
+    ("t5", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight", "encoder.embed_tokens.weight"),
+    ("megatron-bert", "bert.pooler.dense.weight", "cls.predictions.decoder.bias"),
+]
+
+
+@pytest.mark.parametrize(("family", "unused", "copy"), LEFTOVERS)
+def test_copies_and_leftovers(saved, tmp_path, family, unused, copy):
+    folder = shutil.copytree(saved(family), tmp_path / "theirs")
+    tensors = load_file(folder / WEIGHTS)
+    copies = {name: tensors[source].clone() for name, source in FAMILIES[family].copies.items()}
+    save_file(tensors | copies | {unused: torch.ones(32, 2)}, folder / WEIGHTS, metadata={"format": "pt"})
+    import_folder(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    copies[copy] += 1
+    save_file(tensors | copies, folder / WEIGHTS, metadata={"format": "pt"})
+    refused(folder, tmp_path / "run", f"{copy} differs from {FAMILIES[family].copies[copy]}")
 
 
 def refused(folder, out, message, **options):
@@ -285,7 +131,7 @@ def test_tensors_that_are_others(mixtral, tmp_path, case):
     refused(spoiled(shutil.copytree(mixtral, tmp_path / "theirs"), Q_PROJ, change), tmp_path / "run", message)
 
 
-def test_folders_that_are_none(mixtral, qwen, tmp_path):
+def test_folders_that_are_none(mixtral, tmp_path):
     out = tmp_path / "out" / "run"
     (tmp_path / "out" / "theirs").mkdir(parents=True)
     folder = tmp_path / "out" / "theirs"

@@ -12,6 +12,9 @@ from fmoe.errors import UserError
 from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES, family_for
+from pretrain.interchange.families.deepseek_moe import Twice
+from pretrain.interchange.families.ernie import PairedQueryKeyValue
+from pretrain.interchange.families.t5 import KeyValue, Query
 from pretrain.interchange.tensors import Halves, QueryKeyValue, places, shape_of, sizes_of
 
 NO_DENSE = ("Mixtral", "OLMoE", "granite")  # families without dense layers
@@ -73,32 +76,6 @@ def test_published_encoders(name):
     assert set(built.state_dict()) - (family.copies.keys() - set(names)) == set(names)
     # An export of few tokens is not an import of another capacity.
     assert model.sequence_length == (64 if family.name == "switch_transformers" else 512)
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("OLMoE-1B-7B-0924", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
-        ("granite-3.0-1b-a400m", {"attention_bias": True}, "attention_bias=true is not supported"),
-        ("granite-3.0-1b-a400m", {"logits_scaling": "6"}, "logits_scaling=6 must be a number"),
-        ("Qwen2-57B-A14B", {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
-        (
-            "Phi-3.5-MoE",
-            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "rope_scaling=.*longrope.* is not",
-        ),
-        ("Phi-3.5-MoE", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
-        ("Phi-3.5-MoE", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
-        ("Phi-3.5-MoE", {"router_jitter_noise": -0.5}, "router_jitter_noise=-0.5 must be a finite number"),
-        ("Phi-3.5-MoE", {"router_jitter_noise": 10**400}, "router_jitter_noise=1000"),
-        ("Phi-3.5-MoE", {"attention_bias": "yes"}, "attention_bias=yes must be true or false"),
-    ],
-    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
-)
-def test_values_that_are_not_supported(name, values, message):
-    with pytest.raises(UserError, match=message) as raised:
-        model_of(GPTS[name][0] | values)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", WITH_MTP)
@@ -189,3 +166,39 @@ def test_sizes_and_transforms_by_hand():
         assert part[::5, 0].tolist() == [rows.index((letter, n)) for n in range(len(part) // 5)]
     assert torch.equal(QueryKeyValue().join((query, key, value), sizes), ours)
     assert [part[0, 0].item() for part in Halves().split(ours, sizes)] == [0, 5]
+
+
+@pytest.mark.parametrize("width", [(), (3,)], ids=["bias", "matrix"])
+def test_neighbouring_elements_become_those_of_two_halves(width):
+    """Of ERNIE, whose rotary positions pair elements 2 i and 2 i + 1."""
+    sizes = {"Q": 4, "G": 2, "d": 6}
+    ours = torch.randn(2 * (2 + 2) * 6, *width)
+    straight = QueryKeyValue().split(ours, sizes)
+    paired = PairedQueryKeyValue().split(ours, sizes)
+    for ours_part, theirs in zip(straight[:2], paired[:2], strict=True):
+        for head, pairs in zip(ours_part.split(6), theirs.split(6), strict=True):
+            assert torch.equal(pairs[0::2], head[:3]) and torch.equal(pairs[1::2], head[3:])
+    assert torch.equal(paired[2], straight[2])
+    assert torch.equal(PairedQueryKeyValue().join(paired, sizes), ours)
+
+
+def test_rows_of_t5s_cross_attention():
+    """Rows of a fused matrix say (head, key or value), in this order."""
+    sizes = {"Q": 2, "d": 3}
+    ours = torch.arange(12).unsqueeze(1)
+    key, value = KeyValue().split(ours, sizes)
+    assert key.flatten().tolist() == [0, 1, 2, 6, 7, 8] and value.flatten().tolist() == [3, 4, 5, 9, 10, 11]
+    assert torch.equal(KeyValue().join((key, value), sizes), ours)
+
+
+def test_values_that_have_no_exact_product():
+    """In float16, a quarter of a small query is rounded, and large values overflow."""
+    sizes = {"d": 16}
+    small, large = torch.full((1,), 2.0**-14 + 2.0**-24).half(), torch.full((1,), 60000.0).half()
+    with pytest.raises(UserError, match=r"without rounding in float16: use float32"):
+        Query().split(small, sizes)
+    with pytest.raises(UserError, match=r"without rounding in float16: use float32"):
+        Query().join((large,), sizes)
+    assert torch.equal(Query().join(Query().split(large, sizes), sizes), large)
+    with pytest.raises(UserError, match=r"half of torch\.float16"):
+        Twice().split(large, sizes)

@@ -11,7 +11,7 @@ import torch
 from compare import assert_close, relative_error
 from forks import only
 from forks import values as results_of
-from huggingface_folders import saved_at
+from huggingface_folders import engine_logits, random_run, saved_at, weights
 
 sys.path.append(str(Path(__file__).parents[2] / "conformance"))
 import exports
@@ -180,7 +180,9 @@ def made(runs):
     found = []
     for recipe, path in runs:
         batch = exports.batch_of(recipe)
-        model, logits = exports.random_run(recipe, path, batch)
+        engine = random_run(path, recipe)
+        (model,) = engine.chunks
+        logits = engine_logits(engine, batch)
         gates = [module for module in model.modules() if isinstance(module, Router)]
         if any(isinstance(gate, ExpertChoiceRouter) for gate in gates):
             found.append((logits, None))
@@ -273,7 +275,7 @@ def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "FMoEForCausalLM" in said and "trust_remote_code" in said and "model.mtp_layers=1" in said
     assert why_own(recipe.model) in said
-    assert "mtp" not in " ".join(exports.weights(tmp_path / "out"))
+    assert "mtp" not in " ".join(weights(tmp_path / "out"))
 
 
 SPLITS = {
@@ -335,7 +337,8 @@ def streamed(recipe, path, lengths):
     from megatron_patch.transformer_xl import StreamMemory
 
     tokens = exports.batch_of(recipe)["tokens"]
-    model, _ = exports.random_run(recipe, path, {"tokens": tokens})
+    (model,) = random_run(path, recipe).chunks
+    model.eval()
     memory = StreamMemory(model, recipe.model.position.memory_length, streams=1)
     found = []
     with torch.no_grad():
@@ -512,7 +515,7 @@ def test_sixteen_bits(exported, tmp_path, forks):
     recipe = replace(recipe, train=replace(recipe.train, precision="bf16"))
     only(forks.run(1, exports.our_logits, [(recipe, tmp_path / "run")]))
     export_checkpoint(tmp_path / "run", tmp_path / "out", tokenizer="none")
-    stored = {name: value.dtype for name, value in exports.weights(tmp_path / "out").items()}
+    stored = {name: value.dtype for name, value in weights(tmp_path / "out").items()}
     assert {name for name, dtype in stored.items() if dtype != torch.bfloat16} == {
         "decoder.layers.1.mlp.gate.expert_bias_E"
     }

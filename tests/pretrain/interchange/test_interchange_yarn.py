@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_close
 from forks import only
-from huggingface_folders import chunk_logits, save_random
+from huggingface_folders import engine_logits, save_random
 from published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, QWEN3_30B_A3B
 from tiny_models import VOCAB
 
@@ -164,8 +164,7 @@ def longer(path, factor):
     recipe = replace(recipe, train=TrainConfig(steps=8, global_batch=2, micro_batch=2))
     engine = engine_of(recipe)
     state.load_weights(engine, open_checkpoint(path))
-    (chunk,) = engine.chunks
-    logits = chunk_logits(chunk, tokens_of(64))
+    logits = engine_logits(engine, {"tokens": tokens_of(64)})
     return logits, [engine.train_step(step, Repeated()).loss for step in range(8)]
 
 

@@ -174,9 +174,7 @@ CASES: dict[str, Case] = {
         max_shard_size="60KB",
     ),
     "deepseek_v3": tiny(
-        "DeepseekV3Config",
-        DEEPSEEK_V3 | GROUPS | {"q_lora_rank": 18, "first_k_dense_replace": 1},
-        torch.bfloat16,
+        "DeepseekV3Config", DEEPSEEK_V3 | GROUPS | {"q_lora_rank": 18, "first_k_dense_replace": 1}, torch.bfloat16
     ),
     "deepseek_v3, all groups, weights as they are, experts in one tensor": tiny(
         "DeepseekV3Config",
