@@ -80,7 +80,7 @@ def test_the_largest_number_still_draws_a_token_that_can_be(monkeypatch):
         ({"temperature": -0.1}, "temperature=-0.1 must be a finite number"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": math.inf}, "temperature=inf"),
-        ({"moe.top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 must be more than 0"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_p": math.nan}, "top_p=nan"),
