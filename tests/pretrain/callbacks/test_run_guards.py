@@ -14,7 +14,7 @@ from forks import values
 from runs import steps, train
 
 from pretrain.callbacks import CollapseWarning, StepGuard
-from pretrain.config import GuardConfig, ParallelConfig, load_recipe
+from pretrain.config import GuardConfig, ParallelConfig
 from pretrain.start.codes import EXIT_DIVERGED
 from pretrain.start.process import Diverged
 
@@ -318,21 +318,3 @@ def test_a_uniform_router_is_a_collapse(caplog):
     assert "0.0095 below ln 4" in message and "guard.collapse_uniform=0.01" in message
     assert windows(replace(config, collapse_uniform=0), [uniform + 1e-7] * 2) == [0]
     assert windows(config, [0.0, 0.0], experts=1) == [0]
-
-
-# The recipe
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--guard.spike_history", "9", "--guard.spike_window", "8"], "guard.spike_history=9 exceeds"),
-        (["--guard.hang_minutes", "-1"], "guard.hang_minutes=-1.0 "),
-        (["--guard.max_skips", "0"], "guard.max_skips=0 is not positive"),
-        (["--guard.collapse_dead", "1.5"], "guard.collapse_dead=1.5 is not in [0, 1]"),
-    ],
-)
-def test_a_wrong_guard_is_one_line(options, message):
-    with pytest.raises(ValueError, match="guard") as error:
-        load_recipe("quickstart", options)
-    assert str(error.value).startswith(message)

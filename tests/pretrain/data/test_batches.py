@@ -6,7 +6,6 @@ import pytest
 from engines import RECIPE, Samples, Split, engine_of, load, save
 from forks import only, values
 
-from fmoe import UserError
 from pretrain.config import Recipe, TrainConfig
 from pretrain.config.batches import Batches
 
@@ -79,25 +78,3 @@ def test_every_sample_once_at_every_split(forks, tmp_path):
         losses += ranks[0][1]
     assert sorted(samples) == alone_samples
     assert losses == pytest.approx(alone, rel=1e-5)
-
-
-WRONG = {
-    "alone": ({"ramp_batch": 4}, "train.ramp_batch=4 needs train.ramp_increment"),
-    "without": ({"ramp_samples": 4}, "train.ramp_samples=4 needs train.ramp_batch"),
-    "too large": (RAMP | {"ramp_batch": 16}, "train.ramp_batch=16 must be less than train.global_batch=16"),
-    "increment": (
-        RAMP | {"ramp_increment": 5},
-        "train.ramp_increment=5 does not divide train.global_batch - train.ramp_batch=12",
-    ),
-    "share": (RAMP | {"ramp_batch": 1, "ramp_increment": 15}, "does not divide train.ramp_batch=1"),
-    "share of the increment": (RAMP | {"ramp_increment": 3}, "does not divide train.ramp_increment=3"),
-    "none": (RAMP | {"ramp_samples": 0}, "train.ramp_samples=0 is not positive"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_values_are_one_line(case):
-    options, says = WRONG[case]
-    with pytest.raises(UserError) as error:
-        replace(RECIPE, train=replace(RECIPE.train, **{"global_batch": 16, **options})).check()
-    assert says in str(error.value) and "\n" not in str(error.value)

@@ -9,9 +9,6 @@ from compare import assert_close
 from engines import RECIPE, Samples, Split, engine_of, load, save
 from forks import values
 
-from fmoe import UserError
-from pretrain.config import OptimizerConfig, Recipe, TrainConfig
-
 
 def pretend_to_have_a_gpu():
     """Within Megatron's offload tensors are on a GPU, but for those that it has brought to the host."""
@@ -88,31 +85,6 @@ def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
                 assert_close(weights[name], weight, 1e-3, name)
         assert ends[0][0] == ends[1][0], "the run that went on from the checkpoint is another one"
         assert all(torch.equal(weight, ends[1][1][name]) for name, weight in ends[0][1].items())
-
-
-WRONG = {
-    "share": ({"cpu_offload": 1.5, "distributed": True}, "optimizer.cpu_offload=1.5 is not in [0, 1]"),
-    "negative": ({"cpu_offload": -0.5, "distributed": True}, "optimizer.cpu_offload=-0.5 "),
-    "whole": ({"cpu_offload": 0.5}, "optimizer.cpu_offload=0.5 needs optimizer.distributed=true"),
-    "lamb": (
-        {"cpu_offload": 0.5, "distributed": True, "name": "lamb"},
-        "optimizer.cpu_offload=0.5 needs optimizer.name=adamw, not lamb",
-    ),
-    "fp32": (
-        {"cpu_offload": 0.5, "distributed": True},
-        "optimizer.cpu_offload=0.5 needs train.precision=bf16 or fp16",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_values_are_one_line(case):
-    options, says = WRONG[case]
-    with pytest.raises(UserError) as error:
-        Recipe(
-            optimizer=OptimizerConfig(**options), train=TrainConfig(precision="fp32" if case == "fp32" else "bf16")
-        ).check()
-    assert str(error.value).startswith(says)
 
 
 def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):

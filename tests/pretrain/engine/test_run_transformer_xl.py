@@ -8,9 +8,8 @@ import pytest
 from compare import assert_close
 from engines import STEADY, Samples, assert_split_equals_one, engine_of
 from forks import values
-from runs import steps, train, with_sections
+from runs import steps, train
 
-from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe
 from pretrain.interchange import export_checkpoint
 
@@ -248,47 +247,6 @@ def test_an_export_generates_the_same_text_beyond_its_memory(forks, write_tiny_r
     prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def", return_tensors="pt")["input_ids"]
     found = model.generate(prompt, max_new_tokens=60, do_sample=False)
     assert found[0, prompt.shape[1] :].tolist() == expected
-
-
-DATA = {"train": ("a", "b"), "weights": (1.0, 2.0)}
-RAMP = {"ramp_batch": 4, "ramp_increment": 4, "ramp_samples": 16}
-
-
-@pytest.mark.parametrize(
-    ("sections", "parts"),
-    [
-        (
-            {"model": {"position.encoding": "rope"}},
-            ["position.memory_length=24", "position.encoding=transformer_xl", "rope"],
-        ),
-        ({"model": {"kind": "t5"}}, ["position.encoding=transformer_xl", "model.kind=gpt", "t5"]),
-        ({"model": {"kind": "bert"}}, ["position.encoding=transformer_xl", "model.kind=gpt", "bert"]),
-        ({"model": {"hidden_size": 33, "attention.head_dim": 8}}, ["model.hidden_size=33", "even"]),
-        ({"model": {"mtp_layers": 1}}, ["model.mtp_layers=1", "transformer_xl"]),
-        ({"model": {"position.memory_length": -1}}, ["position.memory_length=-1"]),
-        ({"model": {"position.rope_theta": 5.0}}, ["position.rope_theta=5.0", "transformer_xl"]),
-        ({"parallel": {"context": 2}}, ["parallel.context=2", "transformer_xl"]),
-        (
-            {"parallel": {"tensor": 2}, "model": {"position.memory_length": 7}},
-            ["parallel.tensor=2", "position.memory_length=7"],
-        ),
-        (
-            {"parallel": {"pipeline": 2, "recompute": "full"}},
-            ["parallel.recompute=full", "parallel.pipeline=2", "position.memory_length=24", "selective"],
-        ),
-        ({"data": {"document_mask": True}}, ["data.document_mask=true", "position.memory_length=24"]),
-        ({"data": DATA}, ["data.weights=[1.0, 2.0]", "position.memory_length=24"]),
-        ({"train": RAMP}, ["train.ramp_batch=4", "position.memory_length=24"]),
-        ({"train": {"validation_sequences": 12}}, ["train.global_batch=8", "train.validation_sequences=12"]),
-    ],
-    ids=lambda x: str(x) if isinstance(x, dict) else "",
-)
-def test_what_does_not_go_with_memory_is_refused_by_its_key(sections, parts):
-    recipe = with_sections(replace(STEADY, model=STEADY.model.with_values(XL)), **sections)
-    with pytest.raises(UserError) as refused:
-        recipe.check()
-    message = str(refused.value)
-    assert all(part in message for part in parts) and "\n" not in message, message
 
 
 def test_experts_multiply_the_parameters_at_equal_flops():

@@ -12,7 +12,6 @@ from compare import assert_close
 from engines import STEADY, assert_split_equals_one
 from forks import only
 
-from fmoe.errors import UserError
 from pretrain.config import AttentionConfig, ModelConfig, ParallelConfig, PositionConfig, Recipe
 from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width, score_factor
 
@@ -175,43 +174,3 @@ def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments."""
     recipe, parallel = SPLITS[case]
     assert_split_equals_one(forks, replace(recipe, parallel=ParallelConfig(**parallel)), recipe)
-
-
-REFUSED = {
-    "a key alone": ({"position.rope_scaling": None}, ["position.rope_factor=4.0", "position.rope_scaling=yarn"]),
-    "no length": (
-        {"position.rope_original_length": None},
-        ["position.rope_scaling=yarn", "position.rope_original_length"],
-    ),
-    "length": ({"position.rope_original_length": 0}, ["position.rope_original_length=0"]),
-    "a length in which nothing turns": (
-        {"position.rope_original_length": 1},
-        ["position.rope_original_length=1", "1.6"],
-    ),
-    "a length in which all turns": (
-        {"position.rope_original_length": 200_000},
-        ["position.rope_original_length=200000", "125663"],
-    ),
-    "shorter": ({"position.rope_factor": 0.5}, ["position.rope_factor=0.5", "at least 1"]),
-    "not a number": ({"position.rope_factor": math.nan}, ["position.rope_factor=nan"]),
-    "infinite": ({"position.rope_factor": math.inf}, ["position.rope_factor=inf"]),
-    "turns": ({"position.rope_beta_slow": 3.0}, ["position.rope_beta_slow=3.0", "position.rope_beta_fast=2.0"]),
-    "no turns": ({"position.rope_beta_slow": 0.0}, ["position.rope_beta_slow=0.0", "more than 0"]),
-    "no scale": ({"position.rope_mscale": 0.0}, ["position.rope_mscale=0.0", "more than 0"]),
-    "one scale": ({"position.rope_mscale_all_dim": 0.0}, ["position.rope_mscale=2.0", "position.rope_mscale_all_dim"]),
-    "negative": ({"position.rope_mscale_all_dim": -1.0}, ["position.rope_mscale_all_dim=-1.0"]),
-    "base": ({"position.rope_theta": 1.0}, ["position.rope_theta > 1", "not 1.0"]),
-    "other positions": ({"position.encoding": "learned_absolute"}, ["position.rope_scaling=yarn", "learned_absolute"]),
-    "t5": ({"kind": "t5"}, ["position.rope_scaling=yarn", "model.kind=gpt", "t5"]),
-    "bert": ({"kind": "bert"}, ["position.rope_scaling=yarn", "model.kind=gpt", "bert"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_invalid_values_are_named(case):
-    values, parts = REFUSED[case]
-    model = ModelConfig().with_values(YARN)
-    Recipe(model=model).check()
-    with pytest.raises(UserError) as error:
-        Recipe(model=model.with_values(values)).check()
-    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value), str(error.value)
