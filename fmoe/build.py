@@ -141,8 +141,8 @@ class Spec:
         gate = GATES.get(self.gate or "naive") if isinstance(self.gate, str | None) else self.gate
         unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and getattr(gate, "__module__", "").startswith("fmoe."):  # a gate of yours may have other losses
-            known = ", ".join(DEFAULT_LOSS_WEIGHTS)
-            raise UserError(f"loss_weights has the unknown loss {sorted(unknown)[0]!r}; the known losses are {known}")
+            names = ", ".join(DEFAULT_LOSS_WEIGHTS)
+            raise UserError(f"loss_weights has the unknown loss {sorted(unknown)[0]!r}; the known losses are {names}")
         if self.granularity > 1:
             if self.top_k is not None and not 1 <= self.top_k <= self.num_experts:
                 raise UserError(f"top_k={self.top_k} is not between 1 and num_experts={self.num_experts}")
@@ -160,10 +160,10 @@ class Spec:
         Raises:
             UserError: an unknown or invalid option.
         """
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for key in options:
-            if key not in known:
-                raise UserError(f"unknown option {key}={options[key]!r} of a layer; {known_names(key, known)}")
+            if key not in names:
+                raise UserError(f"unknown option {key}={options[key]!r} of a layer; {known_names(key, names)}")
         return cls(**options)
 
     def arguments(
@@ -219,9 +219,9 @@ class Spec:
                 is_default_width=self.is_default_width,
             )
         if self.shared_expert is not None:
-            given = self.expert_options if self.shared_options is None else self.shared_options
+            options = self.expert_options if self.shared_options is None else self.shared_options
             # SonicMoE takes a multiple of 4 experts.
-            options = {**given, "backend": "auto" if self.backend == "sonicmoe" else self.backend}
+            options = {**options, "backend": "auto" if self.backend == "sonicmoe" else self.backend}
             with random.keyed("shared expert", seed):
                 shared = SharedExpert(self.d_model, self.shared_expert, gated_output=self.shared_gate, options=options)
         return {"gate": gate, "experts": experts, "shared": shared}

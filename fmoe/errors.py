@@ -92,14 +92,14 @@ def parameters_of(factory: Any) -> tuple[dict[str, inspect.Parameter], bool]:
     calls = [factory]
     if isinstance(factory, type):
         calls = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
-    found: dict[str, inspect.Parameter] = {}
+    accepted: dict[str, inspect.Parameter] = {}
     for call in calls:
         parameters = inspect.signature(call).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
-        found = {p.name: p for p in named} | found
+        accepted = {p.name: p for p in named} | accepted
         if all(p.kind != p.VAR_KEYWORD for p in parameters):
-            return found, True
-    return found, False
+            return accepted, True
+    return accepted, False
 
 
 def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: str, own: Iterable[str]) -> None:
@@ -116,8 +116,8 @@ def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: s
     parameters, is_complete = parameters_of(factory)
     for name, value in options.items():
         if name in own or (is_complete and name not in parameters):
-            known = known_names(name, sorted({*parameters} - {*own}))
-            raise UserError(f"{table}.{name}={value!r} is not an option of {owner}; {known}")
+            names = known_names(name, sorted({*parameters} - {*own}))
+            raise UserError(f"{table}.{name}={value!r} is not an option of {owner}; {names}")
         if name in parameters and (wrong := wrong_type(parameters[name].annotation, value)):
             raise UserError(f"{table}.{name}={value!r} is not {wrong}")
 

@@ -16,3 +16,9 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float, name: str) -> N
     assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     error = relative_error(actual, expected)
     assert error <= limit, f"{name}: relative error {error:.3g}, limit {limit:.3g}"
+
+
+def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """`assert_close` for each tensor of ``expected``."""
+    for name, value in expected.items():
+        assert_close(actual[name], value, limit, name)

@@ -41,11 +41,14 @@ class Config:
 class Buffer:
     """As ``deep_ep.Buffer``, between the GPUs of a node."""
 
-    num_sms, dtypes = 20, (torch.bfloat16,)
+    num_sms = 20
+    dtypes = (torch.bfloat16,)
 
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
         assert num_nvl_bytes > 0
-        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        self.group = group
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
 
     @staticmethod
     def set_num_sms(num_sms):
@@ -93,7 +96,8 @@ class Buffer:
         local = len(num_tokens_per_expert) // self.group.size()
         tokens = [is_token_in_rank[:, rank].nonzero().squeeze(1) for rank in range(self.group.size())]
         assert num_tokens_per_rank.tolist() == [len(t) for t in tokens]
-        experts, weights = [], []
+        experts = []
+        weights = []
         for rank, rows in enumerate(tokens):
             expert = topk_idx[rows] - rank * local
             is_here = (topk_idx[rows] >= 0) & (expert >= 0) & (expert < local)
@@ -136,7 +140,8 @@ class SymmetricMemory:
     """
 
     def __init__(self):
-        self.storages, self.is_fenced = {}, True
+        self.storages = {}
+        self.is_fenced = True
         self.library = torch.library.Library("symm_mem", "IMPL")
         self.library.impl("all_to_all_vdev_2d", self.there, "CPU")
         self.library.impl("all_to_all_vdev_2d_offset", self.back, "CPU")
@@ -171,7 +176,8 @@ class SymmetricMemory:
 
     def there(self, given, taken, splits, found, group_name, major_align=None):
         group = self.check(given, taken, splits, found, group_name)
-        ranks, local = group.size(), len(splits) // group.size()
+        ranks = group.size()
+        local = len(splits) // group.size()
         parts = given[: splits.sum()].split(splits.view(ranks, local).sum(1).tolist())
         received = torch.empty_like(splits)
         dist.all_to_all_single(received, splits, group=group)
@@ -183,7 +189,8 @@ class SymmetricMemory:
 
     def back(self, given, taken, splits, found, group_name):
         group = self.check(given, taken, splits, found, group_name)
-        ranks, local = group.size(), splits.shape[1] // group.size()
+        ranks = group.size()
+        local = splits.shape[1] // group.size()
         segments = [given[at : at + n] for n, at in splits.t().tolist()]  # by expert and then by rank
         parts = [torch.cat(segments[rank::ranks]) for rank in range(ranks)]
         counts = splits[0].view(local, ranks).t().contiguous()
@@ -214,11 +221,14 @@ def installed(dtype=torch.bfloat16):
     """
     if not _memory:
         _memory.append(SymmetricMemory())
-    memory, package = _memory[0], ModuleType("deep_ep")
+    memory = _memory[0]
+    package = ModuleType("deep_ep")
     package.Buffer = type("Buffer", (Buffer,), {"dtypes": (dtype,)})
     was = sys.modules.get("deep_ep"), symmetric.why, symmetric.empty, symmetric.fence, deepep.SENT
-    sys.modules["deep_ep"], symmetric.why = package, lambda: None
-    symmetric.empty, symmetric.fence = memory.empty, memory.fence
+    sys.modules["deep_ep"] = package
+    symmetric.why = lambda: None
+    symmetric.empty = memory.empty
+    symmetric.fence = memory.fence
     deepep.SENT = dtype
     sent.update(bytes=0, calls=0)
     try:

@@ -39,7 +39,7 @@ def _of_ours(block: MegatronMoE) -> Iterator[Mark]:
     yield block.gate, "forward", "router"
     if block.exchange.group is not None:  # the exchange of counts
         yield block.exchange, "open", "plan"
-    # A changed `forward` of experts would keep the layer from the native operation (`ExpertCall.fused`).
+    # A changed `forward` of experts would keep the layer from the native operation (`ExpertCall`).
     yield block.experts, "forward" if block.experts.backend == "torch" else "fused_forward", "experts"
 
 

@@ -75,9 +75,9 @@ class AllGatherExchange(GroupExchange):
         tokens = []
         for x in inputs:
             wire_dtype = self.wire_dtype if x.is_floating_point() else None
-            tokens.append(_Gather.apply(join_graph(x, needs_grad), longest, self.group, wire_dtype))
+            tokens.append(_GatherPadded.apply(join_graph(x, needs_grad), longest, self.group, wire_dtype))
         padded_TK = torch.nn.functional.pad(join_graph(weight_TK, needs_grad), (0, top_k - weight_TK.shape[1]))
-        weights = _Gather.apply(padded_TK, longest, self.group, None)
+        weights = _GatherPadded.apply(padded_TK, longest, self.group, None)
         # 2. Compute the share of this rank's experts in the outputs of all tokens.
         shares = tie(experts.combined(tokens, weights, plan), [*tokens, weights], needs_grad)
         # 3. Sum the shares of all ranks, each for its own tokens.
@@ -98,7 +98,7 @@ def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.d
     return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPadded(torch.autograd.Function):
     """Gather ``x`` of all ranks, padded with zeros to ``longest`` rows per rank."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """Differentiable `_sum_scatter`, the adjoint of `_Gather`."""
+    """Differentiable `_sum_scatter`, the adjoint of `_GatherPadded`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
@@ -125,4 +125,4 @@ class _SumScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Gather.apply(grad, ctx.longest, ctx.group, ctx.wire), None, None, None
+        return _GatherPadded.apply(grad, ctx.longest, ctx.group, ctx.wire), None, None, None

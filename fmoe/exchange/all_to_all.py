@@ -51,6 +51,7 @@ class AllToAllExchange(GroupExchange):
     """
 
     order_E: list[int] | None = None  # expert ids in the order in which a rank sends rows; None for ascending ids
+    compared: tuple[str, ...] = ("chunks", "max_rows", "wire_dtype", "shadow", "cost")
 
     def __init__(
         self,
@@ -103,12 +104,6 @@ class AllToAllExchange(GroupExchange):
             raise UserError(f"exchange_options.shadow={self.shadow} is not supported with fully_shard: use shadow=0")
         shadow: Any = experts.shadow
         return shadow(0)
-
-    def describe(self) -> str:
-        return (
-            f"{type(self).__name__}(chunks={self.chunks}, max_rows={self.max_rows}, wire_dtype={self.wire_dtype}, "
-            f"shadow={self.shadow}, cost={self.cost})"
-        )
 
     def open(self, plan: DispatchPlan, needs_grad: bool) -> Forward:
         agreed = self._agree(plan.count_E, needs_grad)

@@ -104,9 +104,11 @@ class GroupExchange:
             rows' own dtype.
 
     Attributes:
+        compared: names of the options that must be equal on all ranks.
         is_training: whether the layer of the current forward pass is in training mode.
     """
 
+    compared: tuple[str, ...] = ("wire_dtype",)
     is_training = True
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
@@ -158,7 +160,7 @@ class GroupExchange:
 
     def describe(self) -> str:
         """Return the class and the options of this exchange, which `prepare` compares between ranks."""
-        return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in self.compared)})"
 
     def plan(self, routing: Routing) -> Any:
         """Prepare a routing for `open`. By default, sort its assignments by expert (`DispatchPlan`)."""

@@ -134,9 +134,9 @@ class GroupMonitor:
                 # It may have completed just after the wait for it timed out.
                 if work.is_completed() and not _has_succeeded(work):
                     raise self.broken(error, what, number, begin) from error
-            rest = begin + self._timeout() - time.monotonic()
-            self._look(what, number, rest <= 0)
-            patience = max(0.001, min(PATIENCE, rest))
+            remaining = begin + self._timeout() - time.monotonic()
+            self._look(what, number, remaining <= 0)
+            patience = max(0.001, min(PATIENCE, remaining))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
         """Wait until ``work`` on a GPU is complete, so that the host can read its result.
@@ -223,9 +223,9 @@ class GroupMonitor:
         def failure(store: dist.Store) -> Any:
             return json.loads(store.get("fmoe/failed")) if store.check(["fmoe/failed"]) else None
 
-        found = self._ask(failure)
-        if found is not None and found[1] != self.rank and found[0] < number:
-            raise PeerError(found[2])
+        report = self._ask(failure)  # number of started collectives, rank, message
+        if report is not None and report[1] != self.rank and report[0] < number:
+            raise PeerError(report[2])
 
     def _absent(self, number: int) -> list[int] | None:
         """Return the ranks that have not reported this collective or a later one; None if the store is gone."""

@@ -53,6 +53,8 @@ class DeepEPExchange(GroupExchange):
         UserError: deep_ep cannot be imported, or an option is invalid.
     """
 
+    compared = ("num_sms", "wire_dtype")
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -70,9 +72,6 @@ class DeepEPExchange(GroupExchange):
         self.buffer: Any = None
         if dist.get_backend(group) != "fake":  # a dry run counts the memory of another machine
             self._package = _package()
-
-    def describe(self) -> str:
-        return f"DeepEPExchange(num_sms={self.num_sms}, wire_dtype={self.wire_dtype})"
 
     def prepare(self, facts: Mapping[str, Any], experts: torch.nn.Module, device: torch.device) -> None:
         super().prepare(facts, experts, device)  # all ranks have the same facts: what follows raises on all or on none
@@ -168,7 +167,7 @@ class _Sent:
         # 1. Send the tokens and weights.
         x_TD, weight_TK = (join_graph(t, self.needs_grad) for t in (inputs[0], weight_TK))
         weight_TK = F.pad(weight_TK, (0, self.expert_TK.shape[1] - weight_TK.shape[1]))
-        received_RD, weight_RK = _Dispatch.apply(x_TD.to(SENT), weight_TK.float(), self)
+        received_RD, weight_RK = _DispatchTokens.apply(x_TD.to(SENT), weight_TK.float(), self)
         received_RD = received_RD.to(x_TD.dtype)
         # 2. Compute the share of this rank's experts.
         expert_RK = self.received_RK
@@ -177,7 +176,7 @@ class _Sent:
         shares = experts.combined([received_RD], weight_RK, plan.kept_only(self.counts))
         shares = tie(shares, [received_RD, weight_RK], self.needs_grad)
         # 3. Return the shares, and sum those of each token.
-        return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in shares]
+        return [_CombineTokens.apply(share.to(SENT), self).to(share.dtype) for share in shares]
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens and weights; return the received ones. The host waits for the counts of received tokens."""
@@ -223,7 +222,7 @@ class _Sent:
             raise monitor.broken(error, what, monitor.started + 1, begin) from error
 
 
-class _Dispatch(torch.autograd.Function):
+class _DispatchTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, sent: _Sent) -> tuple[Tensor, Tensor]:
         ctx.sent = sent
@@ -235,7 +234,7 @@ class _Dispatch(torch.autograd.Function):
         return *ctx.sent.combine(grad_RD, grad_RK), None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, sent: _Sent) -> Tensor:
         ctx.sent = sent

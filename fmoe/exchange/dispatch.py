@@ -67,10 +67,11 @@ class Dispatch:
         return tie(experts.rows(rows[:-1], self.counts, rows[-1]), rows, True)
 
 
+@dataclass(frozen=True, eq=False)
 class ChunkedDispatch:
     """Sends rows in chunks. While the experts compute a chunk, the next one is sent and the previous one is returned.
 
-    Args:
+    Attributes:
         plan: order of this rank's rows: by chunk, with the rows of shadowed experts at the end.
         chunks: a dispatch for each chunk.
         shadowed: experts whose weights are sent to all ranks, so that their rows stay on this rank; None if there are
@@ -78,27 +79,22 @@ class ChunkedDispatch:
         is_bounded: process the chunks one after the other without overlap, and recompute them in the backward pass.
     """
 
-    def __init__(
-        self,
-        plan: DispatchPlan | PaddedPlan,
-        chunks: list[Dispatch],
-        shadowed: Shadowed | None = None,
-        is_bounded: bool = False,
-    ):
-        self.plan = plan
-        self.chunks = chunks
-        self.shadowed = shadowed
-        self.is_bounded = is_bounded
-        self.sizes = [chunk.num_rows for chunk in chunks] + ([shadowed.num_rows] if shadowed else [])
+    plan: DispatchPlan | PaddedPlan
+    chunks: list[Dispatch]
+    shadowed: Shadowed | None = None
+    is_bounded: bool = False
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Run the rest of a forward pass (`fmoe.exchange.base.GroupExchange.open`)."""
         plan = self.plan
         needs_grad = self.chunks[0].needs_grad
-        rows = [plan.permute(join_graph(x, needs_grad), sum(self.sizes)) for x in inputs]
+        sizes = [chunk.num_rows for chunk in self.chunks]
+        if self.shadowed:
+            sizes.append(self.shadowed.num_rows)
+        rows = [plan.permute(join_graph(x, needs_grad), sum(sizes)) for x in inputs]
         if needs_grad:
-            rows.append(plan.weights(join_graph(weight_TK, True), sum(self.sizes)))
-        parts = list(zip(*(r.split(self.sizes) for r in rows), strict=True))
+            rows.append(plan.weights(join_graph(weight_TK, True), sum(sizes)))
+        parts = list(zip(*(r.split(sizes) for r in rows), strict=True))
         at_home = list(parts.pop()) if self.shadowed else []
         outputs: list[list[Tensor]] = []
         if self.is_bounded:

@@ -63,6 +63,8 @@ class HierarchicalExchange(AllToAllExchange):
             is invalid.
     """
 
+    compared = (*AllToAllExchange.compared, "node_size")
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -133,6 +135,3 @@ class HierarchicalExchange(AllToAllExchange):
             HopCounts(self.node, send, near, tensors[1][:, :-1], near_key),
             HopCounts(self.peers, pass_on, far, tensors[2][:, :-1], far_key),
         ]
-
-    def describe(self) -> str:
-        return f"{super().describe()}(node_size={self.node_size})"

@@ -36,6 +36,8 @@ class PaddedExchange(GroupExchange):
         UserError: an option is invalid; in a forward pass, if ``Routing.max_load`` exceeds ``slots``.
     """
 
+    compared = ("chunks", "slots", "wire_dtype")
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -96,6 +98,3 @@ class PaddedExchange(GroupExchange):
             hop = self._counts[slots, device].chunk(chunk, self.chunks).hop(self.wire_dtype)
             chunks.append(Dispatch(plan, [hop], rows, needs_grad))
         return chunks[0].run if self.chunks == 1 else ChunkedDispatch(plan, chunks).run
-
-    def describe(self) -> str:
-        return f"PaddedExchange(chunks={self.chunks}, slots={self.slots}, wire_dtype={self.wire_dtype})"

@@ -164,10 +164,10 @@ def broadcast_parameters(
     Args:
         is_trained: whether the backward pass of any rank reaches the tensors.
     """
-    own = tensors if owner == group.rank() else [t.detach() for t in tensors]
+    parameters = tensors if owner == group.rank() else [t.detach() for t in tensors]
     # All ranks join the backward pass, even those whose own experts are not trained.
     joins = torch.empty(0, requires_grad=is_trained, dtype=torch.float32, device="cpu")
-    return list(_Broadcast.apply(group, owner, joins, *own))
+    return list(_Broadcast.apply(group, owner, joins, *parameters))
 
 
 class _Broadcast(torch.autograd.Function):

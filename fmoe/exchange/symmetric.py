@@ -59,11 +59,11 @@ class SymmetricExchange(AllToAllExchange):
         sent, received = (counts[:, :-1] for counts in tensors)
         key_WL = torch.arange(received.shape[1], device=received.device, dtype=torch.int64).expand_as(received)
         capacity = on_host[0][0][-1]
-        return [_Counts(self.group, send, receive, received, key_WL, sent, capacity)]
+        return [_SymmetricCounts(self.group, send, receive, received, key_WL, sent, capacity)]
 
 
 @dataclass(frozen=True, eq=False)
-class _Counts(HopCounts):
+class _SymmetricCounts(HopCounts):
     """`HopCounts` for symmetric memory."""
 
     send: Tensor  # ``send_PX`` on the device
@@ -74,21 +74,21 @@ class _Counts(HopCounts):
         receive = [sum(row) for row in self.receive_PX]
         return _SymmetricHop(self.group, send, receive, None, wire_dtype, counts=self)
 
-    def chunk(self, chunk: int, num_chunks: int) -> "_Counts":
+    def chunk(self, chunk: int, num_chunks: int) -> "_SymmetricCounts":
         if num_chunks == 1:
             return self
         part = super().chunk(chunk, num_chunks)
         sent = chunk_of(self.send, chunk, num_chunks)
         # Each segment is rounded up once.
         capacity = min(self.capacity, -(-self.capacity // num_chunks) + self.key_PX.numel())
-        return _Counts(self.group, part.send_PX, part.receive_PX, part.receive, self.key_PX, sent, capacity)
+        return _SymmetricCounts(self.group, part.send_PX, part.receive_PX, part.receive, self.key_PX, sent, capacity)
 
 
 @dataclass(frozen=True, eq=False)
 class _SymmetricHop(Hop):
     """`Hop` in symmetric memory, to the experts' ranks and back. Rows arrive there sorted by expert."""
 
-    counts: _Counts | None = None
+    counts: _SymmetricCounts | None = None
 
     def launch(self, rows: Tensor, back: bool) -> Pending:
         counts = self.counts
@@ -121,7 +121,7 @@ class _Workspace:
         self._device = device
         self._buffers: list[Tensor] = []
 
-    def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
+    def move(self, rows: Tensor, counts: _SymmetricCounts, num_out: int, back: bool) -> Tensor:
         """Send rows to their experts' ranks or, if ``back``, from there. Return the ``num_out`` rows received."""
         group = self._group()
         assert group is not None
@@ -132,18 +132,18 @@ class _Workspace:
             self._grow(group, num_bytes, num_splits)
         else:  # copies are one-sided: all ranks must have finished the previous ones, which used these buffers
             fence(group, self._device)
-        given, taken = (buffer[:num_bytes].view(rows.dtype).view(shape) for buffer in self._buffers[:2])
-        splits, found = (buffer.view(-1)[: 2 * num_splits].view(2, num_splits) for buffer in self._buffers[2:])
-        given[: len(rows)].copy_(rows.reshape(len(rows), shape[1]))
+        sent, received = (buffer[:num_bytes].view(rows.dtype).view(shape) for buffer in self._buffers[:2])
+        splits, splits_out = (buffer.view(-1)[: 2 * num_splits].view(2, num_splits) for buffer in self._buffers[2:])
+        sent[: len(rows)].copy_(rows.reshape(len(rows), shape[1]))
         ops = torch.ops.symm_mem
         if back:  # segments are sorted by local expert and then by rank
             splits[0].copy_(counts.receive.t().reshape(-1))
             splits[1].copy_(splits[0].cumsum(0) - splits[0])
-            ops.all_to_all_vdev_2d_offset(given, taken, splits, found, group.group_name)
+            ops.all_to_all_vdev_2d_offset(sent, received, splits, splits_out, group.group_name)
         else:
             splits[0].copy_(counts.send.reshape(-1))
-            ops.all_to_all_vdev_2d(given, taken, splits[0], found, group.group_name)
-        return taken[:num_out].clone().view(num_out, *rows.shape[1:])
+            ops.all_to_all_vdev_2d(sent, received, splits[0], splits_out, group.group_name)
+        return received[:num_out].clone().view(num_out, *rows.shape[1:])
 
     def _grow(self, group: dist.ProcessGroup, num_bytes: int, num_splits: int) -> None:
         """Replace the buffers by larger ones, on every rank at the same time."""
@@ -165,8 +165,8 @@ _workspaces: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _W
 
 
 def _workspace_of(group: dist.ProcessGroup, device: torch.device) -> _Workspace:
-    known = _workspaces.setdefault(group, {})
-    return known.setdefault(device, _Workspace(group, device))
+    workspaces = _workspaces.setdefault(group, {})
+    return workspaces.setdefault(device, _Workspace(group, device))
 
 
 def why() -> str | None:

@@ -187,7 +187,7 @@ def make_stacked(
 ) -> nn.Module:
     """Call a factory of all experts of a rank, which may take ``first_expert`` and ``seed``."""
     names, is_complete = parameters_of(factory)
-    own = {"first_expert": first_expert, "seed": seed}
-    taken = {name: value for name, value in own.items() if name in names or not is_complete}
+    layer_options = {"first_expert": first_expert, "seed": seed}
+    taken = {name: value for name, value in layer_options.items() if name in names or not is_complete}
     sizes = {"num_experts": num_experts, "d_model": d_model, "d_hidden": d_hidden}
     return make(factory, sizes, {**taken, **options})

@@ -56,10 +56,12 @@ class Stacked(nn.Module):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        own = dict(self.named_parameters(recurse=False))
+        parameters = dict(self.named_parameters(recurse=False))
         # Norms of weight_norm may lack the axis of the experts. Its deprecated version keeps them as own parameters.
-        directions = {name: own.get(f"{name.removesuffix('_g')}_v", parameter) for name, parameter in own.items()}
-        groups: list[list[Any]] = [[own[name], direction] for name, direction in directions.items()]
+        directions = {
+            name: parameters.get(f"{name.removesuffix('_g')}_v", parameter) for name, parameter in parameters.items()
+        }
+        groups: list[list[Any]] = [[parameters[name], direction] for name, direction in directions.items()]
         parametrizations: dict[str, Any] = getattr(self, "parametrizations", {})
         groups += [list(parametrization.parameters(recurse=False)) for parametrization in parametrizations.values()]
         for group in groups:
@@ -131,10 +133,10 @@ class FFNExperts(Stacked):
         if d_hidden < 1:
             raise UserError(f"d_hidden={d_hidden} must be at least 1")
         if isinstance(activation, str):
-            known = ACTIVATIONS | GATED_ACTIVATIONS
-            if activation not in known:
-                raise UserError(f"activation={activation!r} is not known; valid names: {', '.join(known)}")
-            activation = known[activation]
+            activations = ACTIVATIONS | GATED_ACTIVATIONS
+            if activation not in activations:
+                raise UserError(f"activation={activation!r} is not known; valid names: {', '.join(activations)}")
+            activation = activations[activation]
         if isinstance(activation, SwiGLUOAI) and not gated:
             raise UserError(f"activation={activation} needs gated=True: it multiplies gates and values")
         if not callable(activation):

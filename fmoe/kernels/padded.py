@@ -55,11 +55,11 @@ class PaddedPlan:
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
         """Return the token of each slot, zero in empty slots: [T, D] -> [num_rows, D], a row per slot."""
-        return _Permute.apply(x_TD, self)
+        return _PermuteSlots.apply(x_TD, self)
 
     def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's rows: [P, D] -> [T, D], for P slots in all."""
-        return _Combine.apply(rows_PD, weight_TK, self)
+        return _CombineSlots.apply(rows_PD, weight_TK, self)
 
     def sum_rows(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
         """Return the result of `combine`. Not differentiable: call it in a `torch.autograd.Function`."""
@@ -85,7 +85,7 @@ class PaddedPlan:
         return rows.masked_fill_(~self.valid_P.unsqueeze(1), 0)
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, plan: PaddedPlan) -> Tensor:
         ctx.plan = plan
@@ -96,7 +96,7 @@ class _Permute(torch.autograd.Function):
         return gather_sum(grad_PD, None, ctx.plan.inverse_TK, ctx.plan.kept_TK), None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_PD: Tensor, weight_TK: Tensor, plan: PaddedPlan) -> Tensor:
         ctx.plan = plan

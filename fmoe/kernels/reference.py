@@ -88,7 +88,7 @@ def gradients(
         grad: gradient of the function's result.
     """
     with torch.enable_grad():
-        own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
-        wanted = [t for t, needed in zip(own, needs, strict=True) if needed and t is not None]
-        found = iter(torch.autograd.grad(function(*own), wanted, grad, create_graph=True, materialize_grads=True))
-    return [next(found) if needed else None for needed in needs]
+        views = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
+        wanted = [t for t, needed in zip(views, needs, strict=True) if needed and t is not None]
+        gradients = iter(torch.autograd.grad(function(*views), wanted, grad, create_graph=True, materialize_grads=True))
+    return [next(gradients) if needed else None for needed in needs]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe.optim import fused_lamb
+from fmoe.kernels import fused_lamb
 from fmoe.optim.checks import check
 from fmoe.optim.trust import Plan, Slot, TrustOptimizer, write_back
 

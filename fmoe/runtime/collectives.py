@@ -42,8 +42,8 @@ class Started:
 
     def error(self) -> Exception | None:
         """Return the error of a complete collective; None if it succeeded or the backend reports none."""
-        found = None if self._work is None else self._work.exception()
-        return found if found is None or isinstance(found, Exception) else RuntimeError("the backend reports an error")
+        error = None if self._work is None else self._work.exception()
+        return error if error is None or isinstance(error, Exception) else RuntimeError("the backend reports an error")
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait as `torch.distributed.Work.wait` does."""

@@ -29,17 +29,17 @@ def is_launched() -> bool:
     Raises:
         UserError: RANK or WORLD_SIZE is set, but another variable of a launcher is missing or invalid.
     """
-    given = [f"{name}={os.environ[name]}" for name in _NAMES[:2] if name in os.environ]
-    if not given:
+    variables = [f"{name}={os.environ[name]}" for name in _NAMES[:2] if name in os.environ]
+    if not variables:
         return False
     for name in _NAMES:
         if name not in os.environ:
             raise UserError(
-                f"{name} is not set, but other variables of torchrun are ({', '.join(given)}): set all of "
+                f"{name} is not set, but other variables of torchrun are ({', '.join(variables)}): set all of "
                 f"{', '.join(_NAMES)}, or none of them for a single process"
             )
     if number("RANK", 0) >= number("WORLD_SIZE", 1):
-        raise UserError(f"the environment variable {given[0]} must be less than {given[1]}")
+        raise UserError(f"the environment variable {variables[0]} must be less than {variables[1]}")
     if number("MASTER_PORT", 0) >= 1 << 16:
         raise UserError(f"the environment variable MASTER_PORT={os.environ['MASTER_PORT']} must be at most 65535")
     return True

@@ -9,7 +9,8 @@ import torch
 from compare import assert_close
 from emulator import on_cpu
 
-from fmoe.optim import Lamb, fused_lamb
+from fmoe.kernels import fused_lamb
+from fmoe.optim import Lamb
 from fmoe.optim.layout import Blocks, Layout
 
 FLOAT = torch.float32

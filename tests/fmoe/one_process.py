@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fmoe
 from fmoe.exchange import Cost, collectives
 
-WIDTH, EXPERTS = 16, 4
+WIDTH = 16
+EXPERTS = 4
 
 
 class AlwaysShadow(Cost):
@@ -146,9 +147,11 @@ def _compared(exchange, exchange_options, kind):
     if kind.experts is not None:
         options["expert"] = [cls(WIDTH, WIDTH) if cls is nn.Linear else cls(WIDTH) for cls in kind.experts]
     group = {"moe_group": dist.group.WORLD, "exchange": exchange, "exchange_options": exchange_options}
-    alone, spread = fmoe.FMoE(**copy.deepcopy(options)), fmoe.FMoE(**group, **options)
+    alone = fmoe.FMoE(**copy.deepcopy(options))
+    spread = fmoe.FMoE(**group, **options)
     if kind.dtype != torch.float32:
-        alone, spread = alone.to(kind.dtype), spread.to(kind.dtype)
+        alone = alone.to(kind.dtype)
+        spread = spread.to(kind.dtype)
     if rank in kind.frozen_on:
         spread.experts.requires_grad_(False)
     torch.manual_seed(rank)

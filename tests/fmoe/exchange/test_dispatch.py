@@ -109,13 +109,15 @@ def test_experts_in_no_chunk_come_last_in_the_order_given():
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_padded_rows_lie_by_chunk_expert_and_slot(chunks):
-    num_experts, slots = 3, 6
+    num_experts = 3
+    slots = 6
     generator = torch.Generator().manual_seed(1)
     expert_TK = torch.tensor([[0, 2], [-1, 0], [2, 0], [1, -1], [2, 0], [0, 2]])
     x_TD, weight_TK, grad_PD, grad_TD = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(6, 4), (6, 2), (18, 4), (6, 4)]
     )
-    place_TK, taken = torch.full_like(expert_TK, -1), [0] * num_experts
+    place_TK = torch.full_like(expert_TK, -1)
+    taken = [0] * num_experts
     for assignment, expert in enumerate(expert_TK.flatten().tolist()):
         if expert >= 0:
             chunk, slot = divmod(taken[expert], slots // chunks)
@@ -130,7 +132,8 @@ def test_padded_rows_lie_by_chunk_expert_and_slot(chunks):
     assert torch.equal(rows_PD, torch.einsum("tkp,td->pd", put_TKP, x_TD))
     assert_close(x_TD.grad, torch.einsum("tkp,pd->td", put_TKP, grad_PD), 1e-12, "gradient of the tokens")
     given = [grad_PD.requires_grad_(), weight_TK.requires_grad_()]
-    found, expected = plan.combine(*given), torch.einsum("tkp,pd,tk->td", put_TKP, *given)
+    found = plan.combine(*given)
+    expected = torch.einsum("tkp,pd,tk->td", put_TKP, *given)
     assert_close(found, expected, 1e-12, "output")
     for name, a, b in zip(
         ("rows", "weights"), *(torch.autograd.grad(y, given, grad_TD) for y in (found, expected)), strict=True
@@ -258,14 +261,16 @@ def test_the_bound_holds_for_rows_that_pass_through(four_ranks):
 def other_groups():
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    near, far = pairs[rank // 2], pairs[2 + rank % 2]
+    near = pairs[rank // 2]
+    far = pairs[2 + rank % 2]
     hierarchical = (build_exchange, dist.group.WORLD, EXPERTS, "hierarchical")
     return refused(*hierarchical, {"groups": (near, far)}), refused(*hierarchical, {"groups": (far, near)})
 
 
 def test_groups_that_are_no_nodes_are_an_error(four_ranks):
     for rank, (accepted, (_, message)) in enumerate(values(four_ranks.run(other_groups))):
-        wrong, right = ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1])
+        wrong = [rank % 2, rank % 2 + 2]
+        right = [rank // 2 * 2, rank // 2 * 2 + 1]
         assert accepted is None and f"groups must have the ranks {right} for this node, not {wrong}" in message
 
 
@@ -289,7 +294,8 @@ def test_a_larger_batch_than_the_slots_is_an_error(two_ranks):
 def fails_before_the_counts(exchange):
     """Rank 1 fails between its gate and the exchange of counts, for which rank 0 waits; then both go on."""
     with installed(torch.float32):
-        layer, x = layer_of(exchange), torch.randn(6, WIDTH)
+        layer = layer_of(exchange)
+        x = torch.randn(6, WIDTH)
         layer(x)
         plan = layer.exchange.plan
 

@@ -66,7 +66,8 @@ def labelled(use_checkpoint):
 
 
 def test_recomputation_leaves_no_losses_behind_and_says_nothing(caplog):
-    (plain, _), (again, left) = labelled(False), labelled(True)
+    (plain, _) = labelled(False)
+    (again, left) = labelled(True)
     assert left == [] and not caplog.records
     for (loss, grad), (other, other_grad) in zip(plain, again, strict=True):
         assert loss == other and torch.equal(grad, other_grad)

@@ -9,7 +9,9 @@ import fmoe
 from bench.traffic import Traffic
 from fmoe.exchange import Cost
 
-EXPERTS, WIDTH, TOKENS = 4, 8, 24
+EXPERTS = 4
+WIDTH = 8
+TOKENS = 24
 # Of no cost that pays: all that may be shadowed is.
 FREE = Cost(row_seconds=1.0, row_bytes=1.0, expert_bytes=0.0, bandwidth=1.0)
 CASES = {

@@ -25,7 +25,8 @@ def test_a_thousand_ranks_exit_with_0(forks, provocation, is_whole, part):
 
 
 def started_and_settled():
-    x, parts = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
+    x = torch.ones(3)
+    parts = [torch.zeros(3), torch.zeros(3)]
     one = collectives.start(dist.all_reduce, x)
     is_known = one in collectives._started
     one.wait()
@@ -47,7 +48,8 @@ def test_works_of_completed_collectives_are_released_before_exit(forks):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_tensors_that_a_thread_holds_are_kept_at_exit(kind, monkeypatch):
-    tensor, own = torch.zeros(3).to(kind), torch.zeros(3).to(kind)
+    tensor = torch.zeros(3).to(kind)
+    own = torch.zeros(3).to(kind)
     view_of = tensor.view(3)  # a reference of C++ code, as a work has
     kept = []
     monkeypatch.setattr(collectives, "_leak", kept.extend)

@@ -95,7 +95,8 @@ def traffic(exchange):
     )
     x = torch.randn(24 + 6 * dist.get_rank(), WIDTH, requires_grad=True)
     layer(x).sum().backward()
-    before, exchange_libraries.sent["bytes"] = layer.exchange.traffic.sent, 0
+    before = layer.exchange.traffic.sent
+    exchange_libraries.sent["bytes"] = 0
     layer(x).sum().backward()
     return layer.exchange.traffic.sent - before, exchange_libraries.sent["bytes"]
 
@@ -109,7 +110,8 @@ def test_traffic(two_ranks, exchange, fences, head):
 
 def buffers():
     """Sizes of the symmetric buffers after layers of several sizes; and how many times DeepEP's was made."""
-    made, sizes = [], []
+    made = []
+    sizes = []
     group = {"moe_group": dist.group.WORLD, "num_experts": EXPERTS, "seed": 1}
     package = sys.modules["deep_ep"]
 

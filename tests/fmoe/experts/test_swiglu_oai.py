@@ -13,16 +13,21 @@ from fmoe.kernels.native import ops
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
-COUNTS, WIDTH, HIDDEN = [3, 0, 40, 1], 21, 37
+COUNTS = [3, 0, 40, 1]
+WIDTH = 21
+HIDDEN = 37
 
 
 def loop(x, w_in, b_in, w_out, b_out):
     """What transformers computes for each expert, from gates and values in two halves."""
-    out, begin = [], 0
+    out = []
+    begin = 0
     for expert, count in enumerate(COUNTS):
         rows = x[begin : begin + count] @ w_in[expert].t() + b_in[expert]
-        gates, values = rows[:, :HIDDEN], rows[:, HIDDEN:]
-        gates, values = torch.clamp(gates, max=7.0), torch.clamp(values, -7.0, 7.0)
+        gates = rows[:, :HIDDEN]
+        values = rows[:, HIDDEN:]
+        gates = torch.clamp(gates, max=7.0)
+        values = torch.clamp(values, -7.0, 7.0)
         out.append((values + 1) * (gates * torch.sigmoid(1.702 * gates)) @ w_out[expert].t() + b_out[expert])
         begin += count
     return torch.cat(out)
@@ -98,7 +103,8 @@ def test_native(precision, own_gemms, fused, monkeypatch):
 
 def test_far_from_zero():
     """NaN stays, and infinities are clamped, in both paths."""
-    nan, inf = torch.nan, torch.inf
+    nan = torch.nan
+    inf = torch.inf
     hidden = torch.tensor([[nan, 1.0], [inf, 2.0], [100.0, -100.0], [7.0, inf], [-100.0, -inf], [1.0, nan], [0.5, 7.0]])
     expected = gate(SwiGLUOAI(), hidden)
     assert expected.isnan().flatten().tolist() == [True, False, False, False, False, True, False]

@@ -146,7 +146,8 @@ def test_what_is_exported_is_in_use(small_blocks, kind, export):
 def test_a_released_export_gives_its_memory_back(small_blocks, kind):
     parameter = torch.nn.Parameter(torch.zeros(SHAPE))
     first = taken(kind, parameter)
-    address, held = first.data_ptr(), first.numpy()
+    address = first.data_ptr()
+    held = first.numpy()
     storage = first.untyped_storage()
     del first
     assert taken(kind, parameter).data_ptr() != address or kind == "gradient"
@@ -171,7 +172,9 @@ def in_threads(run, number=4):
 @pytest.mark.parametrize("kind", ["rows", "gradient"])
 def test_threads_never_get_the_same_memory(small_blocks, monkeypatch, kind):
     parameter = torch.nn.Parameter(torch.zeros(SHAPE))
-    is_free, held, twice = memory._is_free, set(), []
+    is_free = memory._is_free
+    held = set()
+    twice = []
 
     def slow(block):
         answer = is_free(block)
@@ -248,7 +251,8 @@ def test_backward_passes_in_threads_lose_no_counts():
 
 
 def test_reports_that_reset_lose_no_counts():
-    metrics, stats = LayerMetrics(2, ()), statistics(2)
+    metrics = LayerMetrics(2, ())
+    stats = statistics(2)
 
     def run(number):
         if number == 0:

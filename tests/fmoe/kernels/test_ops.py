@@ -25,30 +25,38 @@ def random_plan(generator, num_tokens, top_k, num_experts, drop):
     return DispatchPlan.from_routing(Routing(expert, weight), num_experts), expert, weight
 
 
+def drawn(*shapes):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64, generator=g).requires_grad_() for shape in shapes]
+
+
+def assert_as_reference(run, inputs):
+    """Compare ``run(module, *inputs)`` of `kernels` and of `reference`: value and gradients."""
+    results = []
+    for module in (kernels, reference):
+        out = run(module, *inputs)
+        grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(4))
+        trained = [x for x in inputs if x is not None]
+        results.append([out, *torch.autograd.grad(out, trained, grad)])
+    for number, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert_close(found, expected, 1e-12, f"the output, or the gradient of input {number - 1}")
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_permute_combine_grouped_linear(seed):
     g = torch.Generator().manual_seed(seed)
     num_tokens = [0, 1, 7, 40][seed % 4]
-    top_k, num_experts, drop = 1 + seed % 3, [1, 3, 8][seed % 3], [0.0, 0.3, 1.0][seed // 10]
+    top_k = 1 + seed % 3
+    num_experts = [1, 3, 8][seed % 3]
+    drop = [0.0, 0.3, 1.0][seed // 10]
     plan, _, weight = random_plan(g, num_tokens, top_k, num_experts, drop)
-    results = []
-    for module in (kernels, reference):
-        x = torch.randn(
-            num_tokens, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
-        )
-        w = torch.randn(
-            num_experts, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True
-        )
-        b = torch.randn(
-            num_experts, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True
-        )
-        mix = weight.clone().requires_grad_()
+
+    def run(module, x, w, b, weight):
         rows = module.permute(x, plan.perm_N, plan.inverse_TK, sum(plan.counts))
-        out = module.combine(module.grouped_linear(rows, w, b, plan.counts), mix, plan.inverse_TK)
-        (out * torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))).sum().backward()
-        results.append({"rows": rows, "out": out, "dx": x.grad, "dw": w.grad, "db": b.grad, "dmix": mix.grad})
-    for name, expected in results[1].items():
-        assert_close(results[0][name], expected, 1e-12, name)
+        return module.combine(module.grouped_linear(rows, w, b, plan.counts), weight, plan.inverse_TK)
+
+    inputs = drawn((num_tokens, 6), (num_experts, 5, 6), (num_experts, 5))
+    assert_as_reference(run, [*inputs, weight.requires_grad_()])
 
 
 def test_plan_is_sorted_stable_and_of_fixed_size():
@@ -71,10 +79,12 @@ def test_plan_is_sorted_stable_and_of_fixed_size():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_row_that_is_not_finite_stays_with_its_token(dtype, slots, drop):
     plan, expert, weight = random_plan(torch.Generator().manual_seed(3), 50, 2, 4, drop)
-    num_rows, rows_NK = sum(plan.counts), plan.inverse_TK
+    num_rows = sum(plan.counts)
+    rows_NK = plan.inverse_TK
     if slots is not None:
         plan = PaddedPlan(plan, slots, 1)
-        num_rows, rows_NK = 4 * slots, plan.inverse_TK
+        num_rows = 4 * slots
+        rows_NK = plan.inverse_TK
     sick = int(rows_NK[expert >= 0].max())  # the last row, which stood in for assignments without one
     hit_T = ((rows_NK == sick) & (expert >= 0)).any(1)
     x = torch.ones(50, 6, dtype=dtype, requires_grad=True)
@@ -128,32 +138,17 @@ def _softened(x):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
 def test_expert_ffn(gated, bias, activation):
-    counts, width, hidden = [3, 0, 5, 1], 6, 7
-    height = hidden * (1 + gated)
-    results = []
-    for module in (kernels, reference):
-        g = torch.Generator().manual_seed(0)
-        shapes = {"rows": (9, width), "w_in": (4, height, width), "b_in": (4, height)}
-        shapes |= {"w_out": (4, width, hidden), "b_out": (4, width)}
-        t = {n: torch.randn(s, dtype=torch.float64, generator=g).requires_grad_() for n, s in shapes.items()}
-        b_in, b_out = (t["b_in"], t["b_out"]) if bias else (None, None)
-        out = module.expert_ffn(t["rows"], t["w_in"], b_in, t["w_out"], b_out, counts, activation, gated)
-        (out * torch.randn(out.shape, dtype=torch.float64, generator=g)).sum().backward()
-        results.append({"out": out} | {n: v.grad for n, v in t.items() if v.grad is not None})
-    assert results[0].keys() == results[1].keys()
-    for name, expected in results[1].items():
-        assert_close(results[0][name], expected, 1e-12, name)
-
-
-def drawn(*shapes):
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64, generator=g).requires_grad_() for shape in shapes]
+    height = 7 * (1 + gated)
+    x, w_in, b_in, w_out, b_out = drawn((9, 6), (4, height, 6), (4, height), (4, 6, 7), (4, 6))
+    inputs = [x, w_in, b_in, w_out, b_out] if bias else [x, w_in, None, w_out, None]
+    assert_as_reference(lambda module, *t: module.expert_ffn(*t, [3, 0, 5, 1], activation, gated), inputs)
 
 
 @pytest.mark.parametrize("activation", [F.gelu, F.silu, _softened], ids=["gelu", "silu", "unknown"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_second_derivatives_of_the_experts(activation, gated):
-    counts, height = [2, 0, 1], 3 * (1 + gated)
+    counts = [2, 0, 1]
+    height = 3 * (1 + gated)
     inputs = drawn((3, 2), (3, height, 2), (3, height), (3, 2, 3), (3, 2))
     run = functools.partial(kernels.expert_ffn, counts=counts, activation=activation, gated=gated)
     assert torch.autograd.gradgradcheck(run, inputs)
@@ -169,7 +164,8 @@ def test_second_derivatives_of_moving_rows(slots, drop):
     plan, _, _ = random_plan(torch.Generator().manual_seed(1), 4, 2, 3, drop)
     num_rows = sum(plan.counts)
     if slots is not None:
-        plan, num_rows = PaddedPlan(plan, slots, 1), 3 * slots
+        plan = PaddedPlan(plan, slots, 1)
+        num_rows = 3 * slots
 
     def move(x, weight):
         return plan.combine(plan.permute(x, num_rows).square(), weight)

@@ -11,7 +11,10 @@ from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan, combine_unsaved, weigh_gradient
 from fmoe.routing import Routing, RoutingGroups
 
-TOKENS, TOP_K, EXPERTS, WIDTH = 12, 3, 5, 6
+TOKENS = 12
+TOP_K = 3
+EXPERTS = 5
+WIDTH = 6
 SLOTS = 8
 
 
@@ -36,7 +39,8 @@ def unsaved(plan, rows, weight_TK):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_bits_of_combine(dtype, tokens, padded):
     plan, rows, weight_TK = drawn(padded, tokens, dtype)
-    found, expected = unsaved(plan, rows, weight_TK), plan.combine(rows, weight_TK)
+    found = unsaved(plan, rows, weight_TK)
+    expected = plan.combine(rows, weight_TK)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert torch.equal(found, expected)
     options = {"allow_unused": True, "materialize_grads": True}
@@ -62,7 +66,8 @@ def sent_forward(exchange, options):
     layer = fmoe.FMoE(d_model=WIDTH, num_experts=4, d_hidden=8, top_k=2, gate="naive", seed=3, **group)
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     away = int((layer.gate(x, RoutingGroups(1, TOKENS)).expert_TK // 2 != dist.get_rank()).sum())
-    sent, outputs = [], []
+    sent = []
+    outputs = []
     for has_grad in (True, False):
         before = layer.exchange.traffic.sent
         with torch.set_grad_enabled(has_grad):
@@ -96,7 +101,8 @@ def different_gradients(case):
 class PlainGate(torch.nn.Linear):
     """A gate of plain operations, which get no gradient where none comes in; optionally with constant weights."""
 
-    top_k, is_constant = 2, False
+    top_k = 2
+    is_constant = False
 
     def __init__(self):
         super().__init__(WIDTH, 4, bias=False)

@@ -16,7 +16,8 @@ from fmoe.kernels import backends
 from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES
 from fmoe.kernels.cuda.launch import Geometry
-from fmoe.optim.trust import Slot
+
+Slot = Any  # `fmoe.optim.trust.Slot`, which is on a higher level
 
 CHUNK = 1 << 16  # elements per thread block
 
@@ -29,7 +30,8 @@ def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
     if not backends.cuda_is_loaded(device):
         return False
     for tensor in {slot.tensor: None for slot in slots}:
-        gradient, moments = tensor.grad, [state[tensor][name] for name in ("exp_avg", "exp_avg_sq")]
+        gradient = tensor.grad
+        moments = [state[tensor][name] for name in ("exp_avg", "exp_avg_sq")]
         if gradient is None or tensor.dtype not in DTYPES or gradient.dtype not in (tensor.dtype, torch.float32):
             return False
         if any(m.dtype != torch.float32 for m in moments):
@@ -83,7 +85,8 @@ class FusedLamb:
         Raises:
             RuntimeError: the kernels are not loaded for the device.
         """
-        start, device = launch.launcher(squares.device), squares.device
+        device = squares.device
+        start = launch.launcher(device)
         if start is None:
             raise RuntimeError(f"no kernels are loaded for {device}")
         num_blocks = squares.shape[1]
@@ -102,15 +105,16 @@ class FusedLamb:
                     squares += sums
         reduce()
         for table, rows in zip(self._tables, options, strict=True):
-            given = (table.chunks, rows, squares, num_blocks, ratios)
-            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), given, device)
+            arguments = (table.chunks, rows, squares, num_blocks, ratios)
+            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), arguments, device)
 
     def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
         addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]
         key = tuple((id(slot), *pointers) for slot, pointers in zip(slots, addresses, strict=True))
         if key == self._key:
             return
-        self._key, self._tables = key, []
+        self._key = key
+        self._tables = []
         alike = defaultdict(list)
         for slot, pointers in zip(slots, addresses, strict=True):
             alike[slot.tensor.dtype, slot.gradient.dtype].append((slot, pointers))
