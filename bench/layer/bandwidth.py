@@ -45,7 +45,7 @@ def kernels_of(problem: Problem) -> Iterator[Kernel]:
     weight_TK = torch.rand(t, k, device=device)
     logits_TE = torch.randn(t, e, device=device)
     call = functools.partial
-    yield Kernel("route", 4 * t * (2 * e + k + 2) + 8 * n, call(calls.route, logits_TE, None, None, k))
+    yield Kernel("route", 4 * t * (2 * e + k + 2) + 8 * n, call(calls.route, logits_TE, None, None, k, calls.Rule()))
     yield Kernel("place", 25 * n + 12 * e, call(calls.place, expert_TK.view(-1), e))
     yield Kernel("gather", size * d * (t + n) + 8 * n, call(calls.gather, x_TD, order, k, n, limit=kept))
     activate = call(calls.activate, hidden_NP, None, end, kept, code, shape.gated)

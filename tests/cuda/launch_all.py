@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import astuple
 from itertools import product
 
 import torch
@@ -118,8 +119,9 @@ def route(dtype, tokens, count, top_k, capacity, half_width=0.01, groups=0, sequ
     rule = Rule(groups=groups, kept_groups=max(1, groups // 2), best_of=1 + (groups > 0))
     if router.fits(count, top_k, rule, capacity is not None):
         shape = (length, sequences, length)
-        flags = (False, True, 1.0, groups, rule.kept_groups, rule.best_of)
-        found = router._router(x, weight, None, top_k, *flags, *shape, capacity or 0.0, half_width, 2**63 - 1, 7)
+        found = router._router(
+            x, weight, None, top_k, *astuple(rule), *shape, capacity or 0.0, half_width, 2**63 - 1, 7
+        )
         expert, _, weights, balance, z, stats, _, logits, logsumexp, fraction, jittered = found
         given = (weights, balance, z, torch.zeros_like(x), jittered if half_width else x, weight, None, expert, stats)
         sizes = (True, 1.0, *shape, half_width, 2**63 - 1, 7, [True, True])

@@ -1,6 +1,7 @@
 """The custom operations, their kernels run on the CPU: against the references, and against torch's rules."""
 
 import functools
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -295,10 +296,10 @@ def test_torch_takes_the_operations(number):
 def test_torch_takes_the_router():
     """Schemas and fake kernels; `_Route` has the derivative, and test_cuda_layer.py compiles it."""
     x, weight = (draw(n, D, seed=n, requires_grad=False) for n in (T, 40))
-    flags = (True, True, 1.0, 0, 1, 1)
+    rule = astuple(routing.Rule(by_logits=True))
     checks = ("test_schema", "test_faketensor")
     for factor, jitter in ((0.0, 0.0), (0.5, 0.1)):
-        given = (x, weight, None, K, *flags, 7, 1, T, factor, jitter, 3, 0)
+        given = (x, weight, None, K, *rule, 7, 1, T, factor, jitter, 3, 0)
         torch.library.opcheck(router._router, given, test_utils=checks)
         expert, _, weights, balance, z, stats, _, *inner, jittered = router._router(*given)
         tokens = jittered if jitter else x

@@ -31,6 +31,29 @@ def _start(kernel: str, geometry: Geometry, first: Tensor, *others: Argument) ->
 
 
 @dataclass(frozen=True)
+class Rule:
+    """Routing rule: choose the K experts with the largest ranking values, and weight them by their scores.
+
+    Args:
+        is_sigmoid: scores are sigmoids of the logits; by default their softmax.
+        by_logits: ranking values are the logits; by default the scores. ``bias_E`` of `route` is added in both cases.
+        normalize: divide the weights by their sum over the K chosen experts.
+        scale: factor of the weights.
+        groups: number of groups into which the experts are divided; 0 for no groups.
+        kept_groups: number of groups from which a token's experts are chosen, those with the largest group values.
+        best_of: a group value is the sum of the group's ``best_of`` largest ranking values.
+    """
+
+    is_sigmoid: bool = False
+    by_logits: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 0
+    kept_groups: int = 1
+    best_of: int = 1
+
+
+@dataclass(frozen=True)
 class TokenTiles:
     """Split of each routing group (tokens that share expert capacity) into tiles of consecutive tokens.
 
@@ -520,49 +543,25 @@ def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor
 
 
 def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    mask_T: Tensor | None,
-    top_k: int,
-    *,
-    is_sigmoid: bool = False,
-    by_logits: bool = False,
-    normalize: bool = True,
-    scale: float = 1.0,
-    groups: int = 0,
-    kept_groups: int = 1,
-    best_of: int = 1,
-    with_scores: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Choose the experts of each token, and compute their combine weights, by a `fmoe.kernels.cuda.routing.Rule`.
+    logits_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None, top_k: int, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Choose the experts of each token, and compute their combine weights, by a rule.
 
     Returns:
-        (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T); score_TE is None without ``with_scores``.
+        (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T).
     """
     tokens = logits_TE.shape[0]
-    score_TE = torch.empty_like(logits_TE, dtype=torch.float32) if with_scores else None
+    score_TE = torch.empty_like(logits_TE, dtype=torch.float32)
     entropy_T = logits_TE.new_empty(tokens, dtype=torch.float32)
-    flags = (is_sigmoid, by_logits, normalize, float(scale), groups, kept_groups, best_of)
     tiles = TokenTiles(tokens, max(1, tokens))
     expert_TK, weight_TK, logsumexp_T = _route(
-        logits_TE, bias_E, mask_T, top_k, flags, tiles, False, score_TE, entropy_T, None
+        logits_TE, bias_E, mask_T, top_k, rule, tiles, False, score_TE, entropy_T, None
     )
     return expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T
 
 
 def route_counted(
-    logits_TE: Tensor,
-    mask_T: Tensor | None,
-    top_k: int,
-    tiles: TokenTiles,
-    *,
-    by_choice: bool,
-    by_logits: bool,
-    normalize: bool,
-    scale: float,
-    groups: int,
-    kept_groups: int,
-    best_of: int,
+    logits_TE: Tensor, mask_T: Tensor | None, top_k: int, rule: Rule, tiles: TokenTiles, *, by_choice: bool
 ) -> tuple[Tensor, Tensor, Tensor, Counted]:
     """Route by the softmax of the logits as `route` does, and count assignments by tile.
 
@@ -581,8 +580,7 @@ def route_counted(
         sum_B3=new(tiles.count, 3, dtype=torch.float32),
         ticket=new(1, dtype=torch.int32),
     )
-    flags = (False, by_logits, normalize, float(scale), groups, kept_groups, best_of)
-    return *_route(logits_TE, None, mask_T, top_k, flags, tiles, by_choice, None, None, counted), counted
+    return *_route(logits_TE, None, mask_T, top_k, rule, tiles, by_choice, None, None, counted), counted
 
 
 def _route(
@@ -590,7 +588,7 @@ def _route(
     bias_E: Tensor | None,
     mask_T: Tensor | None,
     top_k: int,
-    flags: tuple[int | float, ...],
+    rule: Rule,
     tiles: TokenTiles,
     by_choice: bool,
     score_TE: Tensor | None,
@@ -608,7 +606,7 @@ def _route(
     counts: tuple[Argument, ...] = (None,) * 4
     if counted is not None:
         counts = (counted.count_BCE, counted.sum_BE, counted.sum_B3, counted.ticket)
-    width, of_block, of_warp = route_words(experts, top_k, int(flags[4]), counted is not None, by_choice)
+    width, of_block, of_warp = route_words(experts, top_k, rule.groups, counted is not None, by_choice)
     warps = num_warps(4 * of_block, 4 * of_warp)
     _start(
         f"route<{DTYPES[logits_TE.dtype]}, {width}>",
@@ -619,7 +617,13 @@ def _route(
         tokens,
         experts,
         top_k,
-        *flags,
+        rule.is_sigmoid,
+        rule.by_logits,
+        rule.normalize,
+        float(rule.scale),
+        rule.groups,
+        rule.kept_groups,
+        rule.best_of,
         *tiles.sizes,
         by_choice,
         expert_TK,

@@ -6,17 +6,17 @@ in plain torch.
 Shape letters: T tokens, D width, E experts, K experts per token, G routing groups.
 """
 
-from dataclasses import dataclass
-from typing import Any, List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fmoe.kernels.cuda import calls, launch
-from fmoe.kernels.cuda.calls import TokenTiles
+from fmoe.kernels.cuda.calls import Rule, TokenTiles
 from fmoe.kernels.cuda.instances import MAX_EXPERTS
-from fmoe.kernels.cuda.routing import Rule
+from fmoe.kernels.cuda.routing import RULE
 
 LOSSES = ("balance", "z")  # in the order of `Result.stats`
 
@@ -84,34 +84,24 @@ def route(
     """
     assert not rule.is_sigmoid
     mask_T = None if mask_T is None else mask_T.contiguous()
-    rule_options = (rule.by_logits, rule.normalize, rule.scale, rule.groups, rule.kept_groups, rule.best_of)
     tile_options = (tiles.group_size, tiles.sequences, tiles.sequence_length)
     noise = (0.0, 0, 0) if jitter is None else (jitter.half_width, jitter.key, jitter.first_group)
-    options = (top_k, *rule_options, *tile_options, float(factor or 0.0), *noise)
+    options = (top_k, *astuple(rule), *tile_options, float(factor or 0.0), *noise)
     return Result(*_Route.apply(x_TD.contiguous(), weight_ED.contiguous(), mask_T, options))
 
 
-@torch.library.custom_op("fmoe_cuda::router", mutates_args=())
-def _router(
-    x: Tensor,
-    weight: Tensor,
-    mask: Optional[Tensor],  # noqa: UP045
-    top_k: int,
-    by_logits: bool,
-    normalize: bool,
-    scale: float,
-    groups: int,
-    kept_groups: int,
-    best_of: int,
-    group_size: int,
-    sequences: int,
-    sequence_length: int,
-    factor: float,
-    half_width: float,
-    key: int,
-    first_group: int,
-) -> List[Tensor]:  # noqa: UP006
+_TILES = "SymInt group_size, SymInt sequences, SymInt sequence_length"
+_NOISE = "float half_width, int key, SymInt first_group"
+
+
+@torch.library.custom_op(
+    "fmoe_cuda::router",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor weight, Tensor? mask, int top_k, {RULE}, {_TILES}, float factor, {_NOISE}) -> Tensor[]",
+)
+def _router(x, weight, mask, top_k, *options):
     """Return the routing, and tensors for the backward pass; absent tensors are empty."""
+    *rule, group_size, sequences, sequence_length, factor, half_width, key, first_group = options
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     jittered = x.new_empty(0)
     logits = _product32(x, weight.t())
@@ -120,17 +110,7 @@ def _router(
         # Rounding the change ``x * (noise - 1)`` loses 2^-9 of it; rounding ``x * noise`` would lose 2^-9 of x.
         logits = _product32(change, weight.t(), logits)
     expert, weights, logsumexp, counted = calls.route_counted(
-        logits,
-        mask,
-        top_k,
-        tiles,
-        by_choice=factor > 0,
-        by_logits=by_logits,
-        normalize=normalize,
-        scale=scale,
-        groups=groups,
-        kept_groups=kept_groups,
-        best_of=best_of,
+        logits, mask, top_k, Rule(*rule), tiles, by_choice=factor > 0
     )
     queued = calls.queue(counted, top_k, factor)
     kept = expert.new_empty(0)
@@ -169,31 +149,16 @@ def _(x, weight, mask, top_k, *flags_and_sizes):
     ]
 
 
-@torch.library.custom_op("fmoe_cuda::router_backward", mutates_args=())
-def _router_backward(
-    d_weights: Optional[Tensor],  # noqa: UP045
-    d_balance: Optional[Tensor],  # noqa: UP045
-    d_z: Optional[Tensor],  # noqa: UP045
-    d_tokens: Optional[Tensor],  # noqa: UP045
-    x: Tensor,
-    weight: Tensor,
-    mask: Optional[Tensor],  # noqa: UP045
-    expert: Tensor,
-    stats: Tensor,
-    logits: Tensor,
-    logsumexp: Tensor,
-    fraction: Tensor,
-    normalize: bool,
-    scale: float,
-    group_size: int,
-    sequences: int,
-    sequence_length: int,
-    half_width: float,
-    key: int,
-    first_group: int,
-    needs: List[bool],  # noqa: UP006
-) -> Tuple[Tensor, Tensor]:  # noqa: UP006
+@torch.library.custom_op(
+    "fmoe_cuda::router_backward",
+    mutates_args=(),
+    schema="(Tensor? d_weights, Tensor? d_balance, Tensor? d_z, Tensor? d_tokens, Tensor x, Tensor weight, "
+    "Tensor? mask, Tensor expert, Tensor stats, Tensor logits, Tensor logsumexp, Tensor fraction, "
+    f"bool normalize, float scale, {_TILES}, {_NOISE}, bool[] needs) -> (Tensor, Tensor)",
+)
+def _router_backward(d_weights, d_balance, d_z, d_tokens, x, weight, mask, expert, stats, logits, logsumexp, *others):
     """Return the gradients of the tokens, which include the experts' gradient ``d_tokens``, and of ``weight``."""
+    fraction, normalize, scale, group_size, sequences, sequence_length, half_width, key, first_group, needs = others
     # `x` is the tokens with any jitter applied.
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
@@ -241,7 +206,7 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, mask: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
         expert, kept, weights, balance, z, stats, tile_count, *inner = _router(x, weight, mask, *options)
         logits, logsumexp, fraction, jittered = inner
-        _, _, normalize, scale, _, _, _, *shape, factor, half_width, key, first_group = options
+        _, _, _, normalize, scale, _, _, _, *shape, factor, half_width, key, first_group = options
         ctx.save_for_backward(jittered if half_width else x, weight, mask, expert, stats, logits, logsumexp, fraction)
         ctx.options = (normalize, scale, *shape, half_width, key, first_group)
         chosen = kept if factor else expert

@@ -6,6 +6,8 @@ fails, layers run in plain torch.
 Shape letters: T tokens, K experts per token, E experts, D width, H hidden width.
 """
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,11 +15,16 @@ from torch.nn import functional as F
 from fmoe.kernels import reference
 from fmoe.kernels.backends import activation_code
 from fmoe.kernels.cuda import router, rows
+from fmoe.kernels.cuda.calls import Rule
 from fmoe.kernels.cuda.variants import Batch, backward, forward
 from fmoe.kernels.fused import NAMES
 from fmoe.kernels.rows import DispatchPlan
 
-_T, _K, _E, _D, _H = 45, 2, 5, 24, 16
+_T = 45
+_K = 2
+_E = 5
+_D = 24
+_H = 16
 _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to detect are far larger
 
 
@@ -97,8 +104,8 @@ def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor) ->
     group = (_T, 1, _T)
     x = x_TD.to(device, copy=True)
     weight = weight_ED.to(device, copy=True)
-    flags = (False, False, 1.0, 0, 1, 1)  # weighted by the softmax over all experts
-    routed = router._router(x, weight, None, _K, *flags, *group, factor, half_width, 3, 0)
+    rule = astuple(Rule(normalize=False))  # weighted by the softmax over all experts
+    routed = router._router(x, weight, None, _K, *rule, *group, factor, half_width, 3, 0)
     expert, kept, weights, balance, z, stats, _, logits, logsumexp, fraction, jittered = routed
     d_outputs = (torch.ones_like(weights), torch.ones_like(balance), torch.ones_like(z), None)
     saved = (jittered, weight, None, expert, stats, logits, logsumexp, fraction)
