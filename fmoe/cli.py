@@ -43,15 +43,15 @@ SUMMARIES = {
 def commands() -> dict[str, EntryPoint]:
     """Return the commands by name. Those of fmoe come first, in the order of `SUMMARIES`."""
     order = {name: index for index, name in enumerate(SUMMARIES)}
-    found = sorted(entries("fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
-    return {entry.name: entry for entry in found}
+    points = sorted(entries("fmoe.commands"), key=lambda point: (order.get(point.name, len(order)), point.name))
+    return {point.name: point for point in points}
 
 
 def usage() -> str:
     """Return the text of ``fmoe --help``."""
-    known = commands()
-    width = max(map(len, known), default=0)
-    return "\n".join([USAGE, "", *(f"  {name:{width}}  {SUMMARIES.get(name, '')}".rstrip() for name in known)])
+    names = commands()
+    width = max(map(len, names), default=0)
+    return "\n".join([USAGE, "", *(f"  {name:{width}}  {SUMMARIES.get(name, '')}".rstrip() for name in names)])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -118,32 +118,37 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
         UserError: a callback is unknown, listed twice, fails with its options or is not a ``Callback``; or options are
             set for a callback that is not listed.
     """
-    names, options = recipe.run.callbacks, recipe.run.callback_options
-    for name in options:
+    names = recipe.run.callbacks
+    tables = recipe.run.callback_options
+    for name in tables:
         if name not in names:
             raise UserError(f"run.callback_options.{name} is set, but run.callbacks={list(names)} lacks {name}")
-    built = []
+    callbacks = []
     for name in names:
         if name not in CALLBACKS:
             raise UserError(f"run.callbacks={name} is not known; {known_names(name, sorted(CALLBACKS))}")
         if names.count(name) > 1:
             raise UserError(f"run.callbacks={list(names)} has {name} twice")
-        given, known = options.get(name, {}), option_names(CALLBACKS[name])
-        if not isinstance(given, Mapping):
-            raise UserError(f"run.callback_options.{name}={given!r} must be a table")
-        for option, value in given.items():
-            if known is not None and option not in known:
+        options = tables.get(name, {})
+        if not isinstance(options, Mapping):
+            raise UserError(f"run.callback_options.{name}={options!r} must be a table")
+        accepted = option_names(CALLBACKS[name])
+        for option, value in options.items():
+            if accepted is not None and option not in accepted:
                 raise UserError(
                     f"run.callback_options.{name}.{option}={value} is not an option of {name}; "
-                    f"{known_names(option, [other for other in known if other != 'recipe'])}"
+                    f"{known_names(option, [other for other in accepted if other != 'recipe'])}"
                 )
         try:
-            built.append(CALLBACKS[name](recipe, **given))
+            callback = CALLBACKS[name](recipe, **options)
         except (TypeError, ValueError) as error:
-            raise UserError(f"run.callbacks={name} fails with the options {dict(given)}: {one_line(error)}") from error
-        if not isinstance(built[-1], Callback):
             raise UserError(
-                f"run.callbacks={name} must build a pretrain.callbacks.Callback, not {type(built[-1]).__name__}"
+                f"run.callbacks={name} fails with the options {dict(options)}: {one_line(error)}"
+            ) from error
+        if not isinstance(callback, Callback):
+            raise UserError(
+                f"run.callbacks={name} must build a pretrain.callbacks.Callback, not {type(callback).__name__}"
             )
-        built[-1].registered = name
-    return built
+        callback.registered = name
+        callbacks.append(callback)
+    return callbacks

@@ -28,7 +28,9 @@ class Checkpointing(Callback):
     def __init__(
         self, folder: Path, config: CheckpointConfig, on_saved: Callable[[int, Path], None] = lambda step, folder: None
     ):
-        self.folder, self.config, self._on_saved = folder, config, on_saved
+        self.folder = folder
+        self.config = config
+        self._on_saved = on_saved
         self._writer: BackgroundWriter | None = None
         self._buffers: HostBuffers | None = None
         self._saved: int | None = None
@@ -38,7 +40,8 @@ class Checkpointing(Callback):
         if trainer.processes.is_main:
             remove_leftovers(self.folder)
         if self.config.asynchronous:
-            self._writer, self._buffers = BackgroundWriter(), HostBuffers()
+            self._writer = BackgroundWriter()
+            self._buffers = HostBuffers()
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         if self._writer is not None:

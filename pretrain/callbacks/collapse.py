@@ -26,7 +26,8 @@ class CollapseWarning(Callback):
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):
-        self.config, self.layers = config, layers
+        self.config = config
+        self.layers = layers
         self._steps = 0
         self._load: dict[int, list[float]] = {}  # sums over the window, by layer
         self._entropy: dict[int, float] = {}
@@ -48,7 +49,8 @@ class CollapseWarning(Callback):
         }
         collapsed = {layer: text for layer, text in described.items() if text}
         metrics["guard/collapsed_layers"] = len(collapsed)
-        if trainer.processes.is_main and (new := [n for n in collapsed if n not in self._collapsed]):
+        new = [layer for layer in collapsed if layer not in self._collapsed]
+        if new and trainer.processes.is_main:
             logger.warning(
                 "step %d: routers have collapsed over the last %d steps: %s",
                 trainer.step,
@@ -56,7 +58,9 @@ class CollapseWarning(Callback):
                 "; ".join(f"layer {layer}: {collapsed[layer]}" for layer in new),
             )
         self._collapsed = set(collapsed)
-        self._steps, self._load, self._entropy = 0, {}, {}
+        self._steps = 0
+        self._load = {}
+        self._entropy = {}
 
     def state_dict(self) -> dict[str, Any]:
         load = {str(layer): sums for layer, sums in self._load.items()}
@@ -64,7 +68,8 @@ class CollapseWarning(Callback):
         return {"steps": self._steps, "load": load, "entropy": entropy, "collapsed": sorted(self._collapsed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps, self._collapsed = state["steps"], set(state["collapsed"])
+        self._steps = state["steps"]
+        self._collapsed = set(state["collapsed"])
         self._load = {int(layer): sums for layer, sums in state["load"].items()}
         self._entropy = {int(layer): entropy for layer, entropy in state.get("entropy", {}).items()}
 
@@ -73,7 +78,8 @@ def _describe(config: GuardConfig, load: list[float], entropy: float) -> str:
     """Describe why a layer with this load and mean entropy counts as collapsed; empty if it does not."""
     if not any(load):
         return ""
-    cv, dead = coefficient_of_variation(load), sum(x == 0 for x in load)
+    cv = coefficient_of_variation(load)
+    dead = sum(x == 0 for x in load)
     wrong = []
     if cv > config.collapse_cv:
         wrong.append(f"load CV {cv:.2f} above guard.collapse_cv={config.collapse_cv:g}")

@@ -28,7 +28,9 @@ class Events(Callback):
     """
 
     def __init__(self, path: Path, resumed_from: Path | None, changes: Sequence[str] = ()):
-        self.path, self.resumed_from, self.changes = path, resumed_from, changes
+        self.path = path
+        self.resumed_from = resumed_from
+        self.changes = changes
         self._log: EventLog | None = None
         self._handler: _Handler | None = None
 
@@ -78,7 +80,8 @@ class _Handler(logging.Handler):
 
     def __init__(self, add: Callable[[tuple[int, str] | None, str], None]):
         super().__init__(logging.WARNING)
-        self._add_event, self._process = add, os.getpid()
+        self._add_event = add
+        self._process = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
         # Python itself prints only warnings that reach no handler, but they reach this one.

@@ -80,7 +80,8 @@ class StepGuard(Callback):
         return reason
 
     def _spike(self, loss: float, grad_norm: float) -> str | None:
-        sigma, window = self.config.spike_sigma, len(self._losses)
+        sigma = self.config.spike_sigma
+        window = len(self._losses)
         if not sigma or not self.config.spike_window or window < self.config.spike_history:
             return None
         limit = limit_of(self._losses, sigma, _LOSS_FLOOR * abs(median(self._losses)))

@@ -11,7 +11,8 @@ class Validation(Callback):
     """
 
     def __init__(self, every: int, sequences: int):
-        self.every, self.sequences = every, sequences
+        self.every = every
+        self.sequences = sequences
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.step == 0:

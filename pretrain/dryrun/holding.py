@@ -22,7 +22,9 @@ from pretrain.start.process import Processes
 
 # torchao's 8-bit moments, for tensors of at least `_MIN_8_BIT` elements that divide into blocks of `_BLOCK`: a code per
 # element, a scale per block, and a table of all `_CODES` codes per tensor.
-_BLOCK, _MIN_8_BIT, _CODES = 256, 4096, 256
+_BLOCK = 256
+_MIN_8_BIT = 4096
+_CODES = 256
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,8 @@ def build(recipe: Recipe, processes: Processes) -> Engine:
 def hold(engine: Engine) -> Holding:
     """Return the memory that the engine's rank holds."""
     parameters = list(engine.gpt.parameters())
-    found = list(shards(engine.optimizer))
     buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    own = [(p, _parts(p)) for p in parameters if not getattr(p, "shared", False)]
+    distinct = [(p, _parts(p)) for p in parameters if not getattr(p, "shared", False)]
     memory = sum(memory.length * len(memory.layers) for memory in engine.memories)  # hidden states of one stream
     memory *= engine.recipe.model.hidden_size * engine.config.params_dtype.itemsize * engine.recipe.streams
     layers = sorted(layer.layer_number + offset for layer, offset in _layers(engine))
@@ -107,11 +108,11 @@ def hold(engine: Engine) -> Holding:
         parameters=sum(p.numel() for p in parameters),
         weights=sum(map(_bytes, parameters)),
         gradients=sum(_bytes(buffer.grad_data) for buffer in buffers),
-        masters=sum(_bytes(shard.main) for shard in found if shard.has_master),
+        masters=sum(_bytes(shard.main) for shard in shards(engine.optimizer) if shard.has_master),
         moments=sum(map(_state_bytes, optimizers(engine.optimizer))),
         memories=memory // engine.data_group.size(),
-        distinct=sum(p.numel() * parts for p, parts in own),
-        saved=sum(_saved_bytes(p, engine) * parts for p, parts in own) + memory,
+        distinct=sum(p.numel() * parts for p, parts in distinct),
+        saved=sum(_saved_bytes(p, engine) * parts for p, parts in distinct) + memory,
     )
 
 

@@ -86,7 +86,8 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
     cpu.install()
     check_parts(recipe)
     build_callbacks(recipe)
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
+    train = recipe.train
     size = parallel.world_size
     kinds: list[RankKind] = []
     axes: Any = None  # group sizes, the same on every rank
@@ -110,14 +111,15 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 def _alike(recipe: Recipe) -> list[list[int]]:
     """Group pipeline stages by the positions of their layers with experts. First and last stage stay separate."""
-    model, parallel = recipe.model, recipe.parallel
+    model = recipe.model
+    parallel = recipe.parallel
     stages = parallel.pipeline
     if stages == 1:
         return [[0]]
     depth = model.num_layers // (stages * parallel.model_chunks)
-    found: dict[tuple, list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for stage in range(stages):
         firsts = [(chunk * stages + stage) * depth + 1 for chunk in range(parallel.model_chunks)]
         sorts = tuple(number in model.layers_with_experts for first in firsts for number in range(first, first + depth))
-        found.setdefault((stage == 0, stage == stages - 1, sorts), []).append(stage)
-    return list(found.values())
+        alike.setdefault((stage == 0, stage == stages - 1, sorts), []).append(stage)
+    return list(alike.values())

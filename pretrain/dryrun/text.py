@@ -18,7 +18,9 @@ def describe(plan: Plan) -> str:
 
 def summary(plan: Plan) -> str:
     """Format a plan: model, process grid, bytes of each kind of rank, and details of the rank with the most bytes."""
-    grid, axes, train = plan.grid, plan.grid.groups, plan.recipe.train
+    grid = plan.grid
+    axes = grid.groups
+    train = plan.recipe.train
     largest = plan.largest
     held = largest.holding
     lines = [

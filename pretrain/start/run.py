@@ -131,8 +131,11 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     recipe = job.recipe
     folder = job.folder
     guard = recipe.guard
-    checkpoint = start.checkpoint if isinstance(start, Resume) else None
-    events = Events(folder / EVENTS, checkpoint.path if checkpoint else None, start.changes if checkpoint else ())
+    events = Events(folder / EVENTS, None)
+    resume_step = None
+    if isinstance(start, Resume):
+        events = Events(folder / EVENTS, start.checkpoint.path, start.changes)
+        resume_step = start.checkpoint.step
     callbacks: list[Callback] = [events, StepGuard(guard)]
     if guard.collapse_window and recipe.model.layers_with_experts:
         if recipe.model.moe.gate == "random":
@@ -143,7 +146,7 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     if recipe.optimizer.has_trust_ratios and recipe.tracking.trust_every:
         callbacks.append(TrustRatios(recipe.tracking.trust_every))
     callbacks += registered  # before tracking, which logs their metrics
-    callbacks.append(Tracking(recipe, None if checkpoint is None else checkpoint.step))
+    callbacks.append(Tracking(recipe, resume_step))
     if guard.hang_minutes:
         callbacks.append(Watchdog(folder / STACKS, 60 * guard.hang_minutes))
     if recipe.checkpoint.every:  # not watched: a save may take any time
