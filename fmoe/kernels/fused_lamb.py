@@ -105,8 +105,9 @@ class FusedLamb:
                     squares += sums
         reduce()
         for table, rows in zip(self._tables, options, strict=True):
-            arguments = (table.chunks, rows, squares, num_blocks, ratios)
-            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), arguments, device)
+            geometry = _blocks_of(len(table.chunks), 512)
+            inputs = (table.chunks, rows, squares, num_blocks, ratios)
+            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", geometry, inputs, device)
 
     def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
         addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]
