@@ -49,7 +49,9 @@ class RoutingStats:
         """Return a copy on another device, with separate fields; ``self`` if it is on ``device`` already."""
         if self.load_E.device == device:
             return self
-        return RoutingStats(*(x.to(device) for x in (self.load_E, self.dropped, self.entropy, self.tokens)))
+        fields = (self.load_E, self.dropped, self.entropy, self.tokens)
+        load_E, dropped, entropy, tokens = (value.to(device) for value in fields)
+        return RoutingStats(load_E, dropped, entropy, tokens)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -5,14 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-
 from fmoe.cli import Parser
 from fmoe.errors import BuildError, UserError, one_line
-from fmoe.kernels import cache
-from fmoe.kernels.cuda import build as cuda_build
-from fmoe.kernels.cuda import loader as cuda
-from fmoe.kernels.cuda import nvrtc
+from fmoe.kernels import cache, compilation
 from fmoe.kernels.native import build, compiler
 from fmoe.kernels.native import loader as native
 
@@ -36,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers of CUDA kernels")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
+    echo = print if arguments.verbose else None
     try:
         if arguments.clean:
             print(f"{cache.clean()} entries removed from {', '.join(map(str, cache.folders()))}")
@@ -43,10 +39,13 @@ def main(argv: Sequence[str]) -> int:
         if arguments.arch:
             if sanitize:
                 raise UserError(f"--sanitize {arguments.sanitize} is not supported with --arch: omit one of the two")
-            return build_cuda(arguments.arch, arguments.force, arguments.verbose)
+            for line in compilation.compile_cuda(arguments.arch, force=arguments.force, echo=echo):
+                print(line)
+            return 0
         code = _build_native(sanitize, arguments.force, arguments.verbose)
         if not sanitize:
-            _build_cuda_here(arguments.force, arguments.verbose)
+            for line in compilation.compile_cuda_here(force=arguments.force, echo=echo):
+                print(line)
         return code
     except (BuildError, OSError) as error:
         print(f"fmoe build: error: {one_line(error)}", file=sys.stderr)
@@ -86,41 +85,3 @@ def _variables(sanitize: tuple[str, ...]) -> list[str]:
             f'LD_PRELOAD="$({cxx} -print-file-name=libasan.so) $({cxx} -print-file-name=libstdc++.so.6)"',
         ]
     return words
-
-
-def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False) -> int:
-    """Compile the CUDA kernels for each architecture, also on machines without a GPU, and print a report.
-
-    Returns:
-        Exit code: 0.
-
-    Raises:
-        UserError: NVRTC does not support an architecture; raised before any compilation.
-        BuildError: NVRTC is missing, compilation fails, or no cache folder is writable.
-    """
-    found = nvrtc.find()
-    for arch in archs:
-        cuda_build.check_arch(arch, found)
-    for arch in dict.fromkeys(archs):
-        before = cuda_build.cached(arch)
-        begin = time.monotonic()
-        path = cuda_build.library(arch, force=force, echo=print if verbose else None)
-        seconds = time.monotonic() - begin
-        size = f"{path.stat().st_size / 1e6:.1f} MB"
-        if before == path and not force:
-            print(f"{arch}: already built: {path} ({size})")
-        else:
-            print(f"{arch}: built in {seconds:.1f} s with {found.name}: {path} ({size})")
-    if cuda.is_off():
-        print("the CUDA kernels are not used while FMOE_CUDA=0 is set")
-    return 0
-
-
-def _build_cuda_here(force: bool, verbose: bool) -> None:
-    """Compile the kernels for the GPUs of this machine, if any. A failed build is printed, not raised."""
-    if not torch.cuda.is_available():
-        return
-    try:
-        build_cuda(cuda.architectures(), force, verbose)
-    except (BuildError, UserError) as error:  # UserError: a GPU that NVRTC does not support
-        print(f"the CUDA kernels were not built: {error}")

@@ -8,7 +8,7 @@ import torch
 
 import fmoe
 from fmoe.cli import Parser, commands
-from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels import compilation
 from fmoe.kernels.native import loader as native
 from fmoe.packaging import entries, extras
 
@@ -24,7 +24,7 @@ def lines() -> list[str]:
     else:
         report.append(f"devices: cpu, {torch.get_num_threads()} threads (gloo)")
     report.append(f"native: {native.describe()}")
-    report.append(f"cuda: {cuda.describe()}")
+    report.append(f"cuda: {compilation.describe()}")
     for extra, packages in extras().items():
         if extra not in _REPORTED:
             continue

@@ -24,7 +24,7 @@ def _activations(kernel: str) -> tuple[str, ...]:
     return _each(kernel, _T, range(4), ("false", "true")) + _each(kernel, _T, (4,), ("true",))
 
 
-# Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers take only float32 logits.
+# Kernels that `fmoe.kernels` calls. Routers take only float32 logits.
 KERNELS: dict[str, tuple[str, ...]] = {
     "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0))
     + _each("route_backward", ("float",), ("float", "fmoe::bf16")),
