@@ -176,7 +176,16 @@ assert not any(name.split(".")[0] in ("pretrain", "megatron_patch") for name in 
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["data", "--help"], ["compare", "--help"], ["report", "--help"], ["no_such_command"]], ids=str
+    "argv",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["data", "--help"],
+        ["compare", "--help"],
+        ["report", "--help"],
+        ["no_such_command"],
+    ],
+    ids=str,
 )
 def test_commands_without_a_model_do_not_import_torch(argv):
     code = f"""
