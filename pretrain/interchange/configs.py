@@ -7,7 +7,7 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families import FAMILIES
-from pretrain.interchange.family import Family, Key, toml
+from pretrain.interchange.family import Family, KeyPair, toml
 from pretrain.interchange.rope import read_rope, read_yarn
 
 
@@ -64,7 +64,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     return family, ModelConfig().with_values(values)
 
 
-def _value(key: Key, config: Mapping[str, Any]) -> Any:
+def _value(key: KeyPair, config: Mapping[str, Any]) -> Any:
     value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
         raise UserError(f"{key.theirs} is missing or null")

@@ -184,7 +184,8 @@ class DcpFolder:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.position + chunk.length)
         for name, end in sorted(ends.items()):
             path = self._path_of(name)
-            if (size := path.stat().st_size) < end:
+            size = path.stat().st_size
+            if size < end:
                 raise UserError(f"{path} has {size} bytes, but {METADATA} requires {end}")
 
     def _path_of(self, name: str) -> Path:
@@ -242,7 +243,9 @@ def _location(name: str, info: Mapping[str, Any]) -> Location:
     """Return the location of data, from the attributes of its parsed ``_StorageInfo``."""
     if info.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or encrypted")
-    file, position, length = info["relative_path"], info["offset"], info["length"]
+    file = info["relative_path"]
+    position = info["offset"]
+    length = info["length"]
     if not isinstance(file, str) or type(position) is not int or type(length) is not int or min(position, length) < 0:
         raise ValueError(f"{name} has an invalid file, offset or length")
     return Location(file, position, length)
@@ -265,12 +268,15 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
     boxes = []
     for chunk in tensor.chunks:
         region = Region.of(chunk.offset, chunk.shape)
-        if misfit := region.misfit(tensor.shape):
+        misfit = region.misfit(tensor.shape)
+        if misfit is not None:
             raise UserError(f"{path / METADATA}: {name}: {misfit}")
         boxes += [(chunk.file, box) for box in region.boxes]
-    if overlap := first_overlap(boxes):
+    overlap = first_overlap(boxes)
+    if overlap is not None:
         raise UserError(f"{path / METADATA}: {name}: two chunks hold the element at {list(overlap[2])}")
-    if missing := prod(tensor.shape) - sum(box.size for _, box in boxes):
+    missing = prod(tensor.shape) - sum(box.size for _, box in boxes)
+    if missing:
         raise UserError(f"{path / METADATA}: {name}: {missing} of {prod(tensor.shape)} elements are missing")
 
 

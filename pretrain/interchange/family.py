@@ -33,7 +33,7 @@ ONLY_TRAINING = frozenset(
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyPair:
     """A key of config.json that corresponds to a key of the recipe's model.
 
     Attributes:
@@ -103,8 +103,8 @@ class Family:
         varies: further keys of the model that `read` and `write` convert.
         constants: keys of config.json with the same value in every export.
         only: keys of config.json and their supported values, which import requires.
-        read: function from config.json to the keys of the model that no `Key` converts; may raise UserError.
-        write: function from a model to the keys of config.json that no `Key` converts.
+        read: function from config.json to the keys of the model that no `KeyPair` converts; may raise UserError.
+        write: function from a model to the keys of config.json that no `KeyPair` converts.
         ignored: suffixes of tensor names. Import skips such tensors of a folder.
         places: function that returns the tensors of a model, for a family without `tables`.
         files: function that returns further files of an export, by name.
@@ -117,7 +117,7 @@ class Family:
     name: str
     architecture: str
     tables: tuple[tuple[Entry, ...], ...]
-    keys: tuple[Key, ...]
+    keys: tuple[KeyPair, ...]
     fixed: Mapping[str, Any]
     demands: tuple[Demand, ...] = ()
     varies: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class Family:
 
 
 def without(table: Iterable[Any], *names: str) -> tuple[Any, ...]:
-    """Return the rows of a table of `Key`, `Demand` or `Only`, except those of some keys of either format."""
+    """Return the rows of a table of `KeyPair`, `Demand` or `Only`, except those of some keys of either format."""
     rows = list(table)
     for name in names:
         left_out = [row for row in rows if name in (getattr(row, "ours", None), getattr(row, "theirs", None))]

@@ -588,9 +588,10 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 raise UserError("position_ids must increase: several documents in one row are not supported")
         else:
             position_BS = counted_BS
-        if "position_embeddings" in self.embedding:
-            limit = self.config.max_position_embeddings
-            if past + length > limit and (last := int(position_BS.max())) >= limit:
+        limit = self.config.max_position_embeddings
+        if "position_embeddings" in self.embedding and past + length > limit:
+            last = int(position_BS.max())
+            if last >= limit:
                 raise UserError(
                     f"position {last} exceeds the model's last learned position, {limit - 1}: use fewer tokens"
                 )

@@ -326,7 +326,8 @@ def _without(files: Mapping[str, bytes], keys: Sequence[str]) -> dict[str, bytes
 def _suits_llama_cpp(proto: Any) -> bool:
     """Return whether llama.cpp encodes text as the sentencepiece model does."""
     # llama.cpp merges by score, falls back to bytes, and normalizes nothing.
-    spec, trainer = proto.normalizer_spec, proto.trainer_spec
+    spec = proto.normalizer_spec
+    trainer = proto.trainer_spec
     is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
     return trainer.model_type == _BPE and trainer.byte_fallback and not is_normalized
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pretrain.interchange.family import DENSE_ONLY, PLAIN_HEADS, Demand, Family, Key, Only
+from pretrain.interchange.family import DENSE_ONLY, PLAIN_HEADS, Demand, Family, KeyPair, Only
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Same, Transform, Where
 
 OURS = "model/encoder.layers.{layer}"
@@ -54,15 +54,15 @@ MEGATRON_BERT = Family(
     architecture="MegatronBertForMaskedLM",
     tables=(TABLE,),
     keys=(
-        Key("vocab_size", "vocab_size", int),
-        Key("hidden_size", "hidden_size", int),
-        Key("num_hidden_layers", "num_layers", int),
-        Key("num_attention_heads", "attention.num_heads", int),
-        Key("intermediate_size", "ffn_hidden_size", int, value=lambda m: m.dense_width),
-        Key("max_position_embeddings", "sequence_length", int),
-        Key("type_vocab_size", "segment_types", int, 2),
-        Key("layer_norm_eps", "norm_eps", float, 1e-12),
-        Key("initializer_range", "init_std", float, 0.02),
+        KeyPair("vocab_size", "vocab_size", int),
+        KeyPair("hidden_size", "hidden_size", int),
+        KeyPair("num_hidden_layers", "num_layers", int),
+        KeyPair("num_attention_heads", "attention.num_heads", int),
+        KeyPair("intermediate_size", "ffn_hidden_size", int, value=lambda m: m.dense_width),
+        KeyPair("max_position_embeddings", "sequence_length", int),
+        KeyPair("type_vocab_size", "segment_types", int, 2),
+        KeyPair("layer_norm_eps", "norm_eps", float, 1e-12),
+        KeyPair("initializer_range", "init_std", float, 0.02),
     ),
     fixed={
         "kind": "bert",

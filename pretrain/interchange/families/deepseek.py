@@ -32,7 +32,7 @@ from pretrain.interchange.families.llama import (
     shared_entries,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml, without
+from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_bool, read_int, toml, without
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
@@ -182,13 +182,13 @@ LATENT = (
 LATENT_EPS = 1e-6
 LATENT_KEYS = (
     *without(KEYS, "router_aux_loss_coef"),
-    Key("n_routed_experts", "moe.num_experts", int, alias="num_local_experts"),
-    Key("moe_intermediate_size", "ffn_hidden_size", int),
-    Key("kv_lora_rank", "attention.kv_lora_rank", int, 512),
-    Key("qk_nope_head_dim", "attention.qk_head_dim", int, 128),
-    Key("qk_rope_head_dim", "attention.qk_rope_head_dim", int, 64),
-    Key("v_head_dim", "attention.v_head_dim", int, 128),
-    Key("rope_theta", "position.rope_theta", float, 1e4),
+    KeyPair("n_routed_experts", "moe.num_experts", int, alias="num_local_experts"),
+    KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+    KeyPair("kv_lora_rank", "attention.kv_lora_rank", int, 512),
+    KeyPair("qk_nope_head_dim", "attention.qk_head_dim", int, 128),
+    KeyPair("qk_rope_head_dim", "attention.qk_rope_head_dim", int, 64),
+    KeyPair("v_head_dim", "attention.v_head_dim", int, 128),
+    KeyPair("rope_theta", "position.rope_theta", float, 1e4),
 )
 LATENT_ONLY = (*ONLY, Only("rms_norm_eps", (LATENT_EPS, None)), Only("moe_layer_freq", (1, None)))
 GROUPS = Demand(
@@ -219,9 +219,9 @@ DEEPSEEK_V2 = Family(
     tables=((*_V2, *EXPERTS), (*_V2, *STACKED)),
     keys=(
         *LATENT_KEYS,
-        Key("n_shared_experts", "moe.num_shared_experts", int, 2),
-        Key("routed_scaling_factor", "moe.routed_scale", float, 1.0),
-        Key("aux_loss_alpha", "moe.balance_loss", float, 0.001),
+        KeyPair("n_shared_experts", "moe.num_shared_experts", int, 2),
+        KeyPair("routed_scaling_factor", "moe.routed_scale", float, 1.0),
+        KeyPair("aux_loss_alpha", "moe.balance_loss", float, 0.001),
     ),
     fixed=FIXED | {"norm_eps": LATENT_EPS},
     demands=(
@@ -310,8 +310,8 @@ DEEPSEEK_V3 = Family(
     tables=((*_V3, *EXPERTS), (*_V3, *STACKED)),
     keys=(
         *LATENT_KEYS,
-        Key("n_shared_experts", "moe.num_shared_experts", int, 1),
-        Key("routed_scaling_factor", "moe.routed_scale", float, 2.5),
+        KeyPair("n_shared_experts", "moe.num_shared_experts", int, 1),
+        KeyPair("routed_scaling_factor", "moe.routed_scale", float, 2.5),
     ),
     fixed=FIXED | {"norm_eps": LATENT_EPS},
     demands=(*LATENT, *SIGMOID),

@@ -27,7 +27,7 @@ from pretrain.interchange.families.llama import (
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key, Only, read_int, toml, without
+from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_int, toml, without
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
@@ -149,12 +149,12 @@ ERNIE4_5_MOE = Family(
     ),
     keys=(
         *without(KEYS, "moe.top_k", "moe.balance_loss", "tie_embeddings"),
-        Key("moe_num_experts", "moe.num_experts", int, alias="num_experts"),
-        Key("moe_k", "moe.top_k", int, alias="num_experts_per_tok"),
-        Key("moe_intermediate_size", "ffn_hidden_size", int),
-        Key("tie_word_embeddings", "tie_embeddings", bool, True),
-        Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "position.rope_theta", float, 5e5),
+        KeyPair("moe_num_experts", "moe.num_experts", int, alias="num_experts"),
+        KeyPair("moe_k", "moe.top_k", int, alias="num_experts_per_tok"),
+        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+        KeyPair("tie_word_embeddings", "tie_embeddings", bool, True),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
+        KeyPair("rope_theta", "position.rope_theta", float, 5e5),
     ),
     fixed=FIXED | {"moe.score": "softmax"},
     demands=(

@@ -31,7 +31,7 @@ from pretrain.interchange.families.llama import (
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Family, Key, Only, without
+from pretrain.interchange.family import Family, KeyPair, Only, without
 from pretrain.interchange.rope import YARN
 
 _HEAD_NORMS = tuple(replace(entry, when=lambda model: model.attention.qk_norm) for entry in QK_NORM)
@@ -52,15 +52,15 @@ GLM4_MOE = Family(
     tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     keys=(
         *without(KEYS, "router_aux_loss_coef"),
-        Key("n_routed_experts", "moe.num_experts", int, other="num_experts", alias="num_local_experts"),
-        Key("n_shared_experts", "moe.num_shared_experts", int, 1),
-        Key("moe_intermediate_size", "ffn_hidden_size", int),
-        Key("routed_scaling_factor", "moe.routed_scale", float, 1.0),
-        Key("attention_bias", "attention.qkv_bias", bool, False),
-        Key("use_qk_norm", "attention.qk_norm", bool, False),
-        Key("partial_rotary_factor", "position.rotary_fraction", float, 0.5),
-        Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "position.rope_theta", float, 1e4),
+        KeyPair("n_routed_experts", "moe.num_experts", int, other="num_experts", alias="num_local_experts"),
+        KeyPair("n_shared_experts", "moe.num_shared_experts", int, 1),
+        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+        KeyPair("routed_scaling_factor", "moe.routed_scale", float, 1.0),
+        KeyPair("attention_bias", "attention.qkv_bias", bool, False),
+        KeyPair("use_qk_norm", "attention.qk_norm", bool, False),
+        KeyPair("partial_rotary_factor", "position.rotary_fraction", float, 0.5),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
+        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
     ),
     fixed=FIXED,
     demands=(*SIGMOID, SHARED, *DENSE_FIRST),

@@ -30,7 +30,7 @@ from pretrain.interchange.families.llama import (
     write_llama,
 )
 from pretrain.interchange.families.mxfp4 import FromMXFP4
-from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml, without
+from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_bool, read_int, toml, without
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, Same, Sizes, Transform
@@ -150,11 +150,11 @@ GPT_OSS = Family(
     tables=(TABLE, PACKED_TABLE),
     keys=(
         *KEYS,
-        Key("num_local_experts", "moe.num_experts", int, alias="num_experts"),
-        Key("intermediate_size", "ffn_hidden_size", int),
-        Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "position.rope_theta", float, 150000.0),
-        Key("attention_bias", "attention.qkv_bias", bool, True),
+        KeyPair("num_local_experts", "moe.num_experts", int, alias="num_experts"),
+        KeyPair("intermediate_size", "ffn_hidden_size", int),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
+        KeyPair("rope_theta", "position.rope_theta", float, 150000.0),
+        KeyPair("attention_bias", "attention.qkv_bias", bool, True),
     ),
     fixed=FIXED | {"activation": "swiglu_oai", "attention.sinks": True, "moe.gate_options": {"bias": True}},
     demands=(

@@ -17,7 +17,7 @@ from pretrain.interchange.families.llama import (
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Family, Key
+from pretrain.interchange.family import Family, KeyPair
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
@@ -50,14 +50,14 @@ GRANITE_MOE = Family(
     tables=((*COMMON, *_PUBLISHED), (*COMMON, *_IN_MEMORY)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "moe.num_experts", int),
-        Key("intermediate_size", "ffn_hidden_size", int),
-        Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("rope_theta", "position.rope_theta", float, 1e4),
-        Key("embedding_multiplier", "embedding_scale", float, 1.0),
-        Key("residual_multiplier", "residual_scale", float, 1.0),
-        Key("logits_scaling", "logit_divisor", float, 1.0),
-        Key(
+        KeyPair("num_local_experts", "moe.num_experts", int),
+        KeyPair("intermediate_size", "ffn_hidden_size", int),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-6),
+        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
+        KeyPair("embedding_multiplier", "embedding_scale", float, 1.0),
+        KeyPair("residual_multiplier", "residual_scale", float, 1.0),
+        KeyPair("logits_scaling", "logit_divisor", float, 1.0),
+        KeyPair(
             "attention_multiplier",
             "attention.scale",
             float,

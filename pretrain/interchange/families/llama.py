@@ -5,7 +5,7 @@ from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_bool, read_int, toml
 from pretrain.interchange.rope import YARN, write_rope
 from pretrain.interchange.tensors import Entry, Halves, OfOne, QueryKeyValue, Same, Transform
 
@@ -90,7 +90,8 @@ def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:
         block: name of that expert's module.
         output: transform of the output matrix.
     """
-    ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
+    ours = f"{OUR_LAYER}.mlp.shared.expert"
+    theirs = f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
         Entry("moe", f"{ours}.weight_in", halves, OfOne(Halves())),
@@ -116,16 +117,16 @@ def weights_sum_to_one(model: ModelConfig) -> bool:
 
 
 KEYS = (
-    Key("vocab_size", "vocab_size", int),
-    Key("hidden_size", "hidden_size", int),
-    Key("num_hidden_layers", "num_layers", int),
-    Key("num_attention_heads", "attention.num_heads", int),
-    Key("max_position_embeddings", "sequence_length", int),
-    Key("num_experts_per_tok", "moe.top_k", int),
-    Key("num_key_value_heads", "attention.num_query_groups", int, value=lambda m: m.query_groups),
-    Key("initializer_range", "init_std", float, 0.02),
-    Key("router_aux_loss_coef", "moe.balance_loss", float, 0.001),
-    Key("tie_word_embeddings", "tie_embeddings", bool, False),
+    KeyPair("vocab_size", "vocab_size", int),
+    KeyPair("hidden_size", "hidden_size", int),
+    KeyPair("num_hidden_layers", "num_layers", int),
+    KeyPair("num_attention_heads", "attention.num_heads", int),
+    KeyPair("max_position_embeddings", "sequence_length", int),
+    KeyPair("num_experts_per_tok", "moe.top_k", int),
+    KeyPair("num_key_value_heads", "attention.num_query_groups", int, value=lambda m: m.query_groups),
+    KeyPair("initializer_range", "init_std", float, 0.02),
+    KeyPair("router_aux_loss_coef", "moe.balance_loss", float, 0.001),
+    KeyPair("tie_word_embeddings", "tie_embeddings", bool, False),
 )
 FIXED = {"kind": "gpt", "norm": "rms", "position.encoding": "rope", "activation": "silu", "gated": True}
 # Experts without options, which drop no token in evaluation.
@@ -245,10 +246,10 @@ MIXTRAL = Family(
     tables=((*COMMON, *W1_W3_W2), (*COMMON, *STACKED)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "moe.num_experts", int, alias="num_experts"),
-        Key("intermediate_size", "ffn_hidden_size", int),
-        Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "position.rope_theta", float, 1e6),
+        KeyPair("num_local_experts", "moe.num_experts", int, alias="num_experts"),
+        KeyPair("intermediate_size", "ffn_hidden_size", int),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
+        KeyPair("rope_theta", "position.rope_theta", float, 1e6),
     ),
     fixed=FIXED,
     demands=(
@@ -310,10 +311,10 @@ QWEN3_MOE = Family(
     tables=((*_QWEN3, *EXPERTS), (*_QWEN3, *STACKED)),
     keys=(
         *KEYS,
-        Key("num_experts", "moe.num_experts", int, other="num_local_experts"),
-        Key("moe_intermediate_size", "ffn_hidden_size", int),
-        Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("rope_theta", "position.rope_theta", float, 1e4),
+        KeyPair("num_experts", "moe.num_experts", int, other="num_local_experts"),
+        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-6),
+        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
     ),
     fixed=FIXED | {"attention.qk_norm": True},
     demands=SOFTMAX,

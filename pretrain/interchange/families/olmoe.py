@@ -16,7 +16,7 @@ from pretrain.interchange.families.llama import (
     weights_sum_to_one,
     write_llama,
 )
-from pretrain.interchange.family import PLAIN_HEADS, Family, Key, Only, without
+from pretrain.interchange.family import PLAIN_HEADS, Family, KeyPair, Only, without
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
@@ -31,12 +31,12 @@ OLMOE = Family(
     tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     keys=(
         *without(KEYS, "moe.balance_loss"),
-        Key("router_aux_loss_coef", "moe.balance_loss", float, 0.01),
-        Key("num_experts", "moe.num_experts", int, other="num_local_experts"),
-        Key("intermediate_size", "ffn_hidden_size", int),
-        Key("norm_topk_prob", "moe.normalize", bool, False, value=weights_sum_to_one),
-        Key("rms_norm_eps", "norm_eps", float, 1e-5),
-        Key("rope_theta", "position.rope_theta", float, 1e4),
+        KeyPair("router_aux_loss_coef", "moe.balance_loss", float, 0.01),
+        KeyPair("num_experts", "moe.num_experts", int, other="num_local_experts"),
+        KeyPair("intermediate_size", "ffn_hidden_size", int),
+        KeyPair("norm_topk_prob", "moe.normalize", bool, False, value=weights_sum_to_one),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
+        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
     ),
     fixed=FIXED | {"attention.qk_norm": True, "attention.qk_norm_over": "all"},
     demands=(*SOFTMAX, *EVERY_LAYER, PLAIN_HEADS),

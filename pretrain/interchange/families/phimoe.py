@@ -27,7 +27,7 @@ from pretrain.interchange.families.llama import (
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, Key, read_int, toml, without
+from pretrain.interchange.family import Demand, Family, KeyPair, read_int, toml, without
 from pretrain.interchange.tensors import Entry
 
 _MARGIN = 0.02  # default of the gate, and twice transformers' default
@@ -71,12 +71,12 @@ PHIMOE = Family(
     tables=((*_TABLE, *W1_W3_W2), (*_TABLE, *_STACKED)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "moe.num_experts", int, 16, alias="num_experts"),
-        Key("intermediate_size", "ffn_hidden_size", int),
-        Key("rms_norm_eps", "norm_eps", float, 1e-5),  # of a LayerNorm
-        Key("rope_theta", "position.rope_theta", float, 1e6),
-        Key("attention_bias", "attention.qkv_bias", bool, False),
-        Key("lm_head_bias", "output_bias", bool, False),
+        KeyPair("num_local_experts", "moe.num_experts", int, 16, alias="num_experts"),
+        KeyPair("intermediate_size", "ffn_hidden_size", int),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),  # of a LayerNorm
+        KeyPair("rope_theta", "position.rope_theta", float, 1e6),
+        KeyPair("attention_bias", "attention.qkv_bias", bool, False),
+        KeyPair("lm_head_bias", "output_bias", bool, False),
     ),
     fixed=FIXED | {"norm": "layer"},
     demands=(

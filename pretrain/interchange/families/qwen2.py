@@ -17,7 +17,7 @@ from pretrain.interchange.families.llama import (
     shared_entries,
     write_qwen_moe,
 )
-from pretrain.interchange.family import Family, Key
+from pretrain.interchange.family import Family, KeyPair
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
@@ -36,13 +36,13 @@ QWEN2_MOE = Family(
     tables=((*_TABLE, *EXPERTS), (*_TABLE, *STACKED)),
     keys=(
         *KEYS,
-        Key("num_experts", "moe.num_experts", int),
-        Key("moe_intermediate_size", "ffn_hidden_size", int),
+        KeyPair("num_experts", "moe.num_experts", int),
+        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
         # The shared experts are one block as wide as all of them together.
-        Key("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", int, value=lambda m: m.shared_width),
-        Key("qkv_bias", "attention.qkv_bias", bool, True),
-        Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("rope_theta", "position.rope_theta", float, 1e4),
+        KeyPair("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", int, value=lambda m: m.shared_width),
+        KeyPair("qkv_bias", "attention.qkv_bias", bool, True),
+        KeyPair("rms_norm_eps", "norm_eps", float, 1e-6),
+        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
     ),
     fixed=FIXED | {"moe.shared_expert_gate": True},
     demands=(*SOFTMAX, SHARED),

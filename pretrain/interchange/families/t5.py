@@ -16,7 +16,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families.llama import SOFTMAX_SCORES, SPARSE, in_layers, weights_sum_to_one
-from pretrain.interchange.family import DENSE_ONLY, Demand, Family, Key, Only, read_int, toml
+from pretrain.interchange.family import DENSE_ONLY, Demand, Family, KeyPair, Only, read_int, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Sizes, Stack, Transform
 
@@ -171,13 +171,13 @@ def _table(block: str) -> tuple[Entry, ...]:
 
 
 KEYS = (
-    Key("vocab_size", "vocab_size", int),
-    Key("d_model", "hidden_size", int),
-    Key("d_kv", "attention.head_dim", int, 64, value=lambda m: m.head_width),
-    Key("num_layers", "num_layers", int),
-    Key("num_heads", "attention.num_heads", int),
-    Key("layer_norm_epsilon", "norm_eps", float, 1e-6),
-    Key("n_positions", "sequence_length", int, 512),
+    KeyPair("vocab_size", "vocab_size", int),
+    KeyPair("d_model", "hidden_size", int),
+    KeyPair("d_kv", "attention.head_dim", int, 64, value=lambda m: m.head_width),
+    KeyPair("num_layers", "num_layers", int),
+    KeyPair("num_heads", "attention.num_heads", int),
+    KeyPair("layer_norm_epsilon", "norm_eps", float, 1e-6),
+    KeyPair("n_positions", "sequence_length", int, 512),
 )
 FIXED = {"kind": "t5", "norm": "rms", "position.encoding": "relative"}
 
@@ -284,7 +284,7 @@ T5 = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
     tables=(_table("DenseReluDense"),),
-    keys=(*KEYS, Key("d_ff", "ffn_hidden_size", int, value=lambda m: m.dense_width)),
+    keys=(*KEYS, KeyPair("d_ff", "ffn_hidden_size", int, value=lambda m: m.dense_width)),
     fixed=FIXED | {"moe.num_experts": 0},
     demands=(
         *DENSE_ONLY,
@@ -368,17 +368,17 @@ SWITCH = Family(
     tables=(_table("mlp"),),
     keys=(
         *KEYS,
-        Key("d_ff", "ffn_hidden_size", int),
-        Key("num_experts", "moe.num_experts", int, 8),
-        Key(
+        KeyPair("d_ff", "ffn_hidden_size", int),
+        KeyPair("num_experts", "moe.num_experts", int, 8),
+        KeyPair(
             "router_jitter_noise",
             "moe.jitter",
             float,
             0.01,
             value=lambda m: m.moe.jitter if m.moe.gate == "switch" else 0.0,
         ),
-        Key("router_z_loss_coef", "moe.z_loss", float, 0.001),
-        Key("router_aux_loss_coef", "moe.balance_loss", float, 0.001),
+        KeyPair("router_z_loss_coef", "moe.z_loss", float, 0.001),
+        KeyPair("router_aux_loss_coef", "moe.balance_loss", float, 0.001),
     ),
     fixed=FIXED
     | {"gated": False, "moe.top_k": 1, "tie_embeddings": True, "tied_output_bias": False, "output_scale": True},
