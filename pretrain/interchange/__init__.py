@@ -1,11 +1,11 @@
 """Conversion to and from Hugging Face model folders: ``fmoe export`` and ``fmoe import``.
 
 A family is a format of config.json and tensors, such as Mixtral's. `family` and `tensors` have the classes that
-describe one. `llama`, `deepseek`, `t5` and other modules define one or more families, and `families` lists them all.
+describe one. Each module of `families` defines one or more families, and `families` lists them all.
 `outgoing` exports, `incoming` imports, `configs` converts config.json, and `llama_cpp` writes GGUF files.
 
 `transfer` is ``fmoe checkpoint export`` and ``fmoe checkpoint import``, which keep fmoe's tensor names. `dcp` reads and
-writes folders of torch.distributed.checkpoint, and `pickled` parses the pickles in them. `megatron` renames the tensors
+writes folders of torch.distributed.checkpoint, and `pickled` reads the pickles in them. `megatron` renames the tensors
 of Megatron-core's checkpoints.
 """
 
