@@ -241,57 +241,43 @@ def bits(weight):
     return weight.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "tokenizer_kind", "message"),
-    [
-        ("qwen3_moe", {"moe.every": 2, "num_layers": 2}, "byte-level", r"moe\.every=2 .*every layer"),
-        ("qwen3_moe", {"moe.normalize": False}, "byte-level", r"moe\.normalize=false"),
-        ("qwen3_moe", {"moe.gate": "switch", "moe.top_k": 1}, "byte-level", r"moe\.gate=switch"),
-        ("qwen3_moe", {"position.rope_scaling": "yarn"}, "byte-level", r"position\.rope_scaling=yarn"),
-        ("mixtral", {"attention.sliding_window": 8}, "byte-level", r"attention\.sliding_window=8"),
-        (
-            "olmoe",
-            {"moe.normalize": False, "tie_embeddings": False, "norm_eps": 1e-6},
-            "byte-level",
-            "norm_eps=1e-06 .*1e-5",
-        ),
-        ("qwen2_moe", {"moe.normalize": False, "tie_embeddings": True}, "byte-level", r"model\.tie_embeddings=true"),
-        ("deepseek_moe", {"moe.normalize": False, "attention.head_dim": 8}, "byte-level", r"attention\.head_dim=8"),
-        ("deepseek_v2", {"num_layers": 3}, "byte-level", r"attention\.q_lora_rank=none .* 26 or 27"),
-        ("deepseek_v3", {"num_layers": 27, "attention.q_lora_rank": 8}, "byte-level", r"attention\.q_lora_rank=8 "),
-        (
-            "deepseek_v2",
-            {"num_layers": 27, "moe.gate_options": {"expert_groups": 2}},
-            "byte-level",
-            r"moe\.gate_options=",
-        ),
-        ("glm4_moe", {"mtp_layers": 1}, "byte-level", r"model\.mtp_layers=1 "),
-        ("ernie4_5_moe", {"moe.num_shared_experts": 2}, "byte-level", r"moe\.num_shared_experts=2 "),
-        (
-            "gpt_oss",
-            {"tie_embeddings": False, "attention.qkv_bias": True},
-            "byte-level",
-            r"attention\.sliding_window=none",
-        ),
-        (
-            "gpt_oss",
-            {"tie_embeddings": False, "attention.qkv_bias": True, "attention.sliding_window": 4},
-            "byte-level",
-            r"attention\.sliding_layers=\[\]",
-        ),
-        ("phimoe", {}, "byte-level", "--llama-cpp supports .* exported as phimoe"),
-        ("mixtral", {}, "unigram", r"tokenizer\.model is not supported .* bpe"),
-        ("mixtral", {}, "bytes", r"tokenizer\.json is not supported .* no merges"),
-        ("mixtral", {}, None, "--tokenizer"),
-    ],
-)
-def test_models_and_tokenizers_that_llama_cpp_lacks(scriptless, tokenizer, family, values, tokenizer_kind, message):
-    loaded = None if tokenizer_kind is None else load_tokenizer(tokenizer(tokenizer_kind))
-    files = {} if loaded is None else files_for(loaded, 32)
+SINKS = {"tie_embeddings": False, "attention.qkv_bias": True}
+LLAMA_CPP_LACKS = [
+    ("qwen3_moe", {"moe.every": 2, "num_layers": 2}, r"moe\.every=2 .*every layer"),
+    ("qwen3_moe", {"moe.normalize": False}, r"moe\.normalize=false"),
+    ("qwen3_moe", {"moe.gate": "switch", "moe.top_k": 1}, r"moe\.gate=switch"),
+    ("qwen3_moe", {"position.rope_scaling": "yarn"}, r"position\.rope_scaling=yarn"),
+    ("mixtral", {"attention.sliding_window": 8}, r"attention\.sliding_window=8"),
+    ("olmoe", {"moe.normalize": False, "tie_embeddings": False, "norm_eps": 1e-6}, "norm_eps=1e-06 .*1e-5"),
+    ("qwen2_moe", {"moe.normalize": False, "tie_embeddings": True}, r"model\.tie_embeddings=true"),
+    ("deepseek_moe", {"moe.normalize": False, "attention.head_dim": 8}, r"attention\.head_dim=8"),
+    ("deepseek_v2", {"num_layers": 3}, r"attention\.q_lora_rank=none .* 26 or 27"),
+    ("deepseek_v3", {"num_layers": 27, "attention.q_lora_rank": 8}, r"attention\.q_lora_rank=8 "),
+    ("deepseek_v2", {"num_layers": 27, "moe.gate_options": {"expert_groups": 2}}, r"moe\.gate_options="),
+    ("glm4_moe", {"mtp_layers": 1}, r"model\.mtp_layers=1 "),
+    ("ernie4_5_moe", {"moe.num_shared_experts": 2}, r"moe\.num_shared_experts=2 "),
+    ("gpt_oss", SINKS, r"attention\.sliding_window=none"),
+    ("gpt_oss", SINKS | {"attention.sliding_window": 4}, r"attention\.sliding_layers=\[\]"),
+    ("phimoe", {}, "--llama-cpp supports .* exported as phimoe"),
+]
+
+
+def refusal(llama_cpp, tokenizer, message, family="mixtral", values=()):
+    files = {} if tokenizer is None else files_for(tokenizer, 32)
+    model = ModelConfig().with_values({"moe.gate": "naive", **dict(values)})
     with pytest.raises(UserError, match=message):
-        check_convertible(
-            scriptless, FAMILIES[family], ModelConfig().with_values({"moe.gate": "naive", **values}), loaded, files
-        )
+        check_convertible(llama_cpp, FAMILIES[family], model, tokenizer, files)
+
+
+@pytest.mark.parametrize(("family", "values", "message"), LLAMA_CPP_LACKS)
+def test_models_that_llama_cpp_lacks(scriptless, tokenizer, family, values, message):
+    refusal(scriptless, load_tokenizer(tokenizer("byte-level")), message, family, values)
+
+
+def test_tokenizers_that_llama_cpp_lacks(scriptless, tokenizer):
+    refusal(scriptless, load_tokenizer(tokenizer("unigram")), r"tokenizer\.model is not supported .* bpe")
+    refusal(scriptless, load_tokenizer(tokenizer("bytes")), r"tokenizer\.json is not supported .* no merges")
+    refusal(scriptless, None, "--tokenizer")
 
 
 def test_splits_of_other_tokenizers_are_left_to_the_converter(scriptless, tokenizer, tmp_path):
