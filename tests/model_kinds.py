@@ -19,9 +19,11 @@ from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
 from pretrain.data.spans import SpanCorruption
 
-STEPS, END = 4, 3
+STEPS = 4
+END = 3
 DROPOUT_STEPS = 3
-SENTINELS, TEXT = tuple(range(7, 12)), np.arange(12, VOCAB)
+SENTINELS = tuple(range(7, 12))
+TEXT = np.arange(12, VOCAB)
 RECIPE = Recipe(
     model=ModelConfig(
         num_layers=2,
@@ -105,7 +107,7 @@ def with_dropout(kind, micro_batch=8, precision="fp32", model=None, **parallel):
     recipe = recipe_of("documents" if kind == "gpt" else kind, micro_batch, **parallel)
     shape = {"dropout": 0.2, "attention.num_heads": 4, "num_layers": 4, **(model or {})}
     if kind == "gpt":
-        shape["num_query_groups"] = 2
+        shape["attention.num_query_groups"] = 2
         recipe = replace(recipe, data=DataConfig())
     train = replace(recipe.train, steps=DROPOUT_STEPS, precision=precision)
     return replace(recipe, model=recipe.model.with_values(shape), train=train)
@@ -113,6 +115,7 @@ def with_dropout(kind, micro_batch=8, precision="fp32", model=None, **parallel):
 
 def losses(recipe, steps=range(DROPOUT_STEPS)):
     """Loss and gradient norm of each step."""
-    engine, samples = engine_of(recipe), samples_of(recipe)
+    engine = engine_of(recipe)
+    samples = samples_of(recipe)
     results = [engine.train_step(step, samples) for step in steps]
     return [(result.loss, result.grad_norm) for result in results]

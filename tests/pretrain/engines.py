@@ -22,7 +22,9 @@ from pretrain.config import (
     TrainConfig,
 )
 
-STEPS, LENGTH, VOCAB = 5, 16, 64
+STEPS = 5
+LENGTH = 16
+VOCAB = 64
 STAGE = 2  # steps between two checkpoints of `stage`
 RECIPE = Recipe(
     model=ModelConfig(
@@ -208,7 +210,8 @@ def digests(engine):
 
 def stage(folder, split, base, step):
     """Goes on from ``step``, saves after `STAGE`, makes one step more. (losses of those steps, samples taken)"""
-    recipe, samples = split.recipe(base), Samples()
+    recipe = split.recipe(base)
+    samples = Samples()
     engine = engine_of(recipe)
     if step:
         load(engine, folder / f"step-{step:08d}")
@@ -274,7 +277,8 @@ def assert_trained_the_same(ranks, expected):
     for losses, _, _ in ranks:
         for found, wanted in zip(losses, figures_of_one, strict=True):
             assert found == pytest.approx(wanted, rel=1e-5)
-    found, wanted = assembled(ranks), assembled(expected)
+    found = assembled(ranks)
+    wanted = assembled(expected)
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         assert_close(found[key], value, 3e-5, key)  # moments of a router are small sums of large terms

@@ -74,7 +74,8 @@ class KillAtStep(BeforeStep):
     """Ends the process as `kill -9` does when it begins step ``step`` (counted from 0)."""
 
     def __init__(self, step, rank=None):
-        self.step, self.rank = step, rank
+        self.step = step
+        self.rank = rank
 
     def act(self, trainer):
         if trainer.step == self.step and self.rank in (None, trainer.processes.rank):

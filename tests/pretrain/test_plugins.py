@@ -472,7 +472,8 @@ def test_granularity_equals_more_and_narrower_experts(forks):
         RECIPE, model=RECIPE.model.with_values({"moe.num_experts": 8, "moe.top_k": 4, "ffn_hidden_size": 12})
     )
     assert fine.num_params() == same.num_params() and fine.num_active_params() == same.num_active_params()
-    found, expected = only(forks.run(1, figures, fine)), only(forks.run(1, figures, same))
+    found = only(forks.run(1, figures, fine))
+    expected = only(forks.run(1, figures, same))
     for name, value in expected.items():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 

@@ -29,11 +29,13 @@ def test_resume_at_half_time_is_the_run_that_was_not_stopped(forks, recipe_file,
     size = 2 if "parallel" in sections else 1
     sections = sections | {"train": {"steps": 2 * half} | sections.get("train", {}), "checkpoint": {"every": half}}
     recipe = recipe_file(**sections)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     train(forks, recipe, "--run.folder", whole, size=size)
     checkpoint = whole / "checkpoints" / f"step-{half:08d}"
     train(forks, recipe, "--run.folder", resumed, "--resume", checkpoint, size=size)
-    expected, found = steps(whole), steps(resumed)
+    expected = steps(whole)
+    found = steps(resumed)
     assert sorted(expected) == list(range(2 * half + 1))
     assert found == {step: row for step, row in expected.items() if step > half}
     assert expected[2 * half]["val/loss"] < expected[0]["val/loss"]
@@ -43,7 +45,9 @@ def test_resume_at_half_time_is_the_run_that_was_not_stopped(forks, recipe_file,
 def test_resume_at_another_split(forks, recipe_file, tmp_path):
     """A checkpoint of two processes goes on in one, that of one in two, and the losses are the same."""
     recipe = recipe_file(checkpoint={"every": 4})
-    two, data, distributed = ["--parallel.expert", "2"], ["--parallel.data", "2"], ["--optimizer.distributed"]
+    two = ["--parallel.expert", "2"]
+    data = ["--parallel.data", "2"]
+    distributed = ["--optimizer.distributed"]
     train(forks, recipe, "--run.folder", tmp_path / "of two", *two, *distributed, size=2)
     train(forks, recipe, "--run.folder", tmp_path / "of one")
     rows = {}
@@ -69,7 +73,8 @@ def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path
     recipe = recipe_file(
         checkpoint={"every": 2, "keep": 2, "asynchronous": False}, train={"steps": 10}, parallel={"expert": 2}
     )
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     train(forks, recipe, "--run.folder", whole, size=2)
     command = ("pretrain", recipe, "--run.folder", killed, "--resume", "auto")
     # The first start finds no checkpoint and begins anew; the first death comes before there is one, the second after.

@@ -21,7 +21,8 @@ CASES = {
 
 def by_the_rule(batches, steps):
     """(first sample, sequences) of each step, from the samples seen before it."""
-    seen, found = 0, []
+    seen = 0
+    found = []
     count = (batches.size - batches.start) // batches.increment
     for _ in range(steps):
         level = count if seen >= batches.ramp_samples else count * seen // batches.ramp_samples
@@ -58,7 +59,8 @@ RAMP = {"global_batch": 16, "micro_batch": 2, "ramp_batch": 4, "ramp_increment":
 def taken(folder, split, first, last):
     """Samples and losses of steps ``first ... last - 1``, resumed at the first and saved after the last."""
     recipe = split.recipe(replace(RECIPE, train=replace(RECIPE.train, **RAMP)))
-    engine, samples = engine_of(recipe), Samples()
+    engine = engine_of(recipe)
+    samples = Samples()
     if first:
         load(engine, folder / f"step-{first:08d}")
     losses = [engine.train_step(step, samples).loss for step in range(first, last)]
@@ -70,7 +72,8 @@ def test_every_sample_once_at_every_split(forks, tmp_path):
     """A run through three splits, within the ramp and after it, makes the losses of one process."""
     alone_samples, alone = only(forks.run(1, taken, tmp_path / "alone", Split(), 0, 7))
     assert alone_samples == list(range(4 + 4 + 8 + 12 + 16 * 3))
-    samples, losses = [], []
+    samples = []
+    losses = []
     for first, last, text in ((0, 2, "DP2"), (2, 4, "EP2"), (4, 7, "DP2 distributed")):
         split = Split.of(text)
         ranks = values(forks.run(split.parallel.world_size, taken, tmp_path / "split", split, first, last))

@@ -11,7 +11,8 @@ class Counter:
     """Sample n is (member, n)."""
 
     def __init__(self, member, samples_per_epoch=5):
-        self.member, self.samples_per_epoch = member, samples_per_epoch
+        self.member = member
+        self.samples_per_epoch = samples_per_epoch
 
     def __getitem__(self, n):
         return np.array([self.member, n])
@@ -29,7 +30,8 @@ WEIGHTS = [(0.7, 0.3), (1,), (1, 1, 1), (5, 3, 1, 1, 1), (1, 999), (0.5, 0.25, 0
 )
 def test_the_error_is_less_than_one_sample_always(weights):
     whole = whole_weights(weights)
-    total, samples = sum(whole), blend(weights)
+    total = sum(whole)
+    samples = blend(weights)
     counts = np.zeros(len(weights), dtype=np.int64)
     for n in range(2 * total + 5):
         member, place = samples[n]
@@ -52,7 +54,8 @@ def test_the_error_is_less_than_one_sample_for_any_weights(seed):
 
 
 def test_the_place_follows_from_the_number_alone():
-    samples, again = blend((0.7, 0.3)), blend((70, 30))
+    samples = blend((0.7, 0.3))
+    again = blend((70, 30))
     forward = [samples[n].tolist() for n in range(1000)]
     assert [again[n].tolist() for n in reversed(range(1000))] == forward[::-1]
     member, place = samples[10**15 + 3]

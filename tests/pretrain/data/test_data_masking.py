@@ -6,7 +6,10 @@ import pytest
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
 
-CLS, SEP, MASK, END = 4, 5, 6, 3
+CLS = 4
+SEP = 5
+MASK = 6
+END = 3
 TEXT = np.arange(20, 220)
 
 
@@ -14,7 +17,8 @@ class Blocks:
     samples_per_epoch = 9
 
     def __init__(self, length, ends=()):
-        self.length, self.ends = length, list(ends)
+        self.length = length
+        self.ends = list(ends)
 
     def __getitem__(self, n):
         block = TEXT[(np.arange(self.length) + 7 * n) % len(TEXT)]
@@ -51,7 +55,8 @@ def test_eight_one_one():
     tokens, labels = tokens[chosen], labels[chosen]
     total = len(tokens)
     assert total == 38_000
-    masked, kept = (tokens == MASK).sum(), (tokens == labels).sum()
+    masked = (tokens == MASK).sum()
+    kept = (tokens == labels).sum()
     others = tokens[(tokens != MASK) & (tokens != labels)]
     assert abs(masked - 0.8 * total) < 5 * (0.16 * total) ** 0.5
     assert abs(kept - 0.1 * total * (1 + 1 / len(TEXT))) < 5 * (0.09 * total) ** 0.5

@@ -17,7 +17,8 @@ from pretrain.data.spans import SpanCorruption, Spans
 
 def corpora_of(folder: Path, lengths: list[list[int]]) -> list[IndexedCorpus]:
     """Corpora in which no token occurs twice: token t is the t-th of all."""
-    corpora, token = [], 0
+    corpora = []
+    token = 0
     for number, documents in enumerate(lengths):
         with IndexedWriter(folder / f"corpus{number}", np.int32) as writer:
             for length in documents:
@@ -91,7 +92,8 @@ def test_a_sample_depends_on_its_number_alone(corpora: list[IndexedCorpus]) -> N
 
 def test_epochs_and_seeds_differ(corpora: list[IndexedCorpus]) -> None:
     samples = GPTSamples(corpora, 16, seed=1)
-    first, second = epoch_of(samples, 0), epoch_of(samples, 1)
+    first = epoch_of(samples, 0)
+    second = epoch_of(samples, 1)
     other = epoch_of(GPTSamples(corpora, 16, seed=2), 0)
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, other)
@@ -159,7 +161,8 @@ def test_a_negative_token_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_streams_are_contiguous_and_read_side_by_side(number: int, corpora: list[IndexedCorpus]) -> None:
-    streams, length = 7, 16
+    streams = 7
+    length = 16
     blocks = GPTSamples(corpora, length, seed=1, streams=streams)
     total = sum(corpus.num_tokens for corpus in corpora)
     assert blocks.samples_per_epoch == (total - 1) // length // streams * streams
@@ -206,7 +209,8 @@ def test_pickled_samples_are_the_same_and_hold_no_tokens(tmp_path: Path) -> None
 
 def test_a_pickled_corpus_keeps_counts_that_are_not_stored(corpora: list[IndexedCorpus]) -> None:
     corpus = corpora[0]
-    corpus.counts, corpus._has_kept_counts = count_tokens(corpus.flat), False
+    corpus.counts = count_tokens(corpus.flat)
+    corpus._has_kept_counts = False
     Path(f"{corpus.prefix}.json").unlink()
     found = pickle.loads(pickle.dumps(corpus))  # noqa: S301
     assert found.counts.largest == corpus.counts.largest

@@ -9,7 +9,8 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe
 from pretrain.data.spans import SpanCorruption, Spans, corrupt
 
-END, START = 3, 0
+END = 3
+START = 0
 SENTINELS = tuple(range(1000, 1100))
 
 
@@ -28,7 +29,8 @@ class Text:
 def restore(tokens, targets):
     """The text that a sample was made of: each sentinel of the inputs replaced by what the targets say of it."""
     assert tokens[-1] == targets[-1] == END
-    spans, key = {}, None
+    spans = {}
+    key = None
     for token in targets[:-1].tolist():
         if token in SENTINELS:
             key = token

@@ -44,7 +44,8 @@ def test_every_step_once_and_in_order(ahead, prefetch):
 
 
 def test_no_more_are_built_than_asked_for(prefetch):
-    built, third = [], threading.Event()
+    built = []
+    third = threading.Event()
 
     def build(step):
         built.append(step)
@@ -85,7 +86,8 @@ def test_another_step_than_the_next(prefetch):
 
 
 def test_closing_waits_for_the_batch_at_hand_alone(prefetch):
-    begun, built = threading.Event(), []
+    begun = threading.Event()
+    built = []
 
     def build(step):
         if step:
@@ -107,7 +109,8 @@ def losses(prefetch, first, last, sections=None):
     from engines import RECIPE, engine_of
 
     recipe = replace(RECIPE, **(sections or {}))
-    engine, samples = engine_of(recipe), Samples()
+    engine = engine_of(recipe)
+    samples = Samples()
     if prefetch is None:
         found = [engine.train_step(step, samples).loss for step in range(first, last)]
     else:

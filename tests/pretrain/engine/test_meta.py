@@ -163,7 +163,8 @@ def parts(recipe):
     model = build_on_meta(recipe)
     norms = {type(m).__name__: m.eps for m in model.modules() if type(m).__name__ in ("RMSNorm", "LayerNorm")}
     stack = model.encoder if recipe.model.kind == "bert" else model.decoder
-    attention, last = stack.layers[1].self_attention, stack.layers[-1].mlp
+    attention = stack.layers[1].self_attention
+    last = stack.layers[-1].mlp
     return {
         "norms": norms,
         "frequencies": model.rotary_pos_emb.inv_freq,

@@ -27,7 +27,8 @@ class Bytes:
     def __init__(self, length):
         sources = sorted((Path(sysconfig.get_path("stdlib")) / "json").glob("*.py"))
         text = b"".join(path.read_bytes() for path in sources)
-        self._tokens, self._length = np.frombuffer(text, dtype=np.uint8).astype(np.int64), length
+        self._tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+        self._length = length
 
     def __getitem__(self, n):
         begin = np.random.default_rng(n).integers(len(self._tokens) - self._length)
@@ -38,7 +39,9 @@ def follow(leader, follower):
     """The follower's gate chooses what the leader's has chosen; returns what counts its own other choices."""
     from fmoe.gates.router import Choice
 
-    chosen, lead, own = [], leader.choose, follower.choose
+    chosen = []
+    lead = leader.choose
+    own = follower.choose
     differing = []
 
     def choose(scores, groups):
@@ -51,7 +54,8 @@ def follow(leader, follower):
         differing.append(int((own(scores, groups).expert_TK != expert_TK).sum()))
         return Choice(expert_TK, scores.logits_TE.gather(-1, expert_TK).softmax(-1))  # the weights of gate=naive
 
-    leader.choose, follower.choose = choose, choose_the_same
+    leader.choose = choose
+    follower.choose = choose_the_same
     return differing
 
 
@@ -79,12 +83,14 @@ def runs(steps, together, global_batch, tell=None):
     )
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     init_parallel(recipe, processes)
-    engine, told = Engine(recipe, processes), Engine(recipe, processes)
+    engine = Engine(recipe, processes)
+    told = Engine(recipe, processes)
     choose = [layer.gate.choose for layer in engine.moe_layers]
     counts = [follow(a.gate, b.gate) for a, b in zip(engine.moe_layers, told.moe_layers, strict=True)]
     leading = [layer.gate.choose for layer in engine.moe_layers]
     set_backend(told, "torch")
-    samples, found = Bytes(recipe.model.sequence_length), []
+    samples = Bytes(recipe.model.sequence_length)
+    found = []
     for step in range(steps or recipe.train.steps):
         for layer, own in zip(engine.moe_layers, choose, strict=True):
             layer.gate.choose = own
@@ -114,7 +120,8 @@ def check(found, others):
     def relative(pairs):
         return [abs(a - b) / abs(b) for a, b in pairs]
 
-    losses, norms = relative([row[:2] for row in found]), relative([row[2:4] for row in found])
+    losses = relative([row[:2] for row in found])
+    norms = relative([row[2:4] for row in found])
     told = relative([(row[0], row[4]) for row in found if row[4] is not None])
     print(f"losses {found[0][0]:.4f} ... {found[-1][0]:.4f}; torch at the same weights, relative: {max(losses):.1e} of")
     print(

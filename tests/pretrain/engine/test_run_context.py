@@ -107,7 +107,8 @@ class Group:
     """Stand-in for a process group, with what `context_slice` needs."""
 
     def __init__(self, rank, size):
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
 
     def rank(self):
         return self._rank

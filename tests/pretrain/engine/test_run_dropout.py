@@ -73,7 +73,8 @@ def masks(recipe, steps):
 
     engine = engine_of(recipe)
     found = {}
-    hidden, scores = torch.ones(LENGTH, 8, 32), torch.ones(8, 4, LENGTH, LENGTH)
+    hidden = torch.ones(LENGTH, 8, 32)
+    scores = torch.ones(8, 4, LENGTH, LENGTH)
     for step in steps:
         random.set_position(7, step)
         for name, module in engine.gpt.named_modules():

@@ -11,7 +11,8 @@ from pretrain.data.inputs import open_inputs
 from pretrain.tracking import read_metrics
 from pretrain.tracking.events import read_events
 
-LENGTH, BATCH = 16, 4
+LENGTH = 16
+BATCH = 4
 
 
 def warnings_of(folder):

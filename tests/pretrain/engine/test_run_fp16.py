@@ -29,7 +29,8 @@ from pretrain.config import GuardConfig
 from pretrain.start.process import Diverged
 
 FP16 = replace(RECIPE, optimizer=replace(RECIPE.optimizer, initial_loss_scale=1024.0))
-DENSE, EXPERT = "decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.1.mlp.experts.weight_in"
+DENSE = "decoder.layers.0.self_attention.linear_proj.weight"
+EXPERT = "decoder.layers.1.mlp.experts.weight_in"
 
 
 def fp16(split, base=FP16, **optimizer):
@@ -67,7 +68,9 @@ def overflow_once(recipe, name):
     """(scales, reasons, learning rates, losses) of six steps, the third of which overflows on rank 1; what the third
     changed, and what the others left unchanged; each parameter's steps."""
     engine = engine_of(recipe)
-    results, changed, unchanged = [], [], []
+    results = []
+    changed = []
+    unchanged = []
     for step in range(6):
         undo = overflow(engine, name) if step == 2 else lambda: None
         engine.sync_parameters()
@@ -213,14 +216,18 @@ def goes_on(folder, recipe, step):
 @pytest.mark.slow
 def test_the_scale_goes_on_at_another_split(forks, tmp_path):
     chain = map(Split.of, ["DP2 distributed", "EP2", "TP2", "PP2", "one distributed"])
-    end, after, scales = None, None, set()
+    end = None
+    after = None
+    scales = set()
     for number, split in enumerate(chain):
         recipe = fp16(split, initial_loss_scale=2.0**20, loss_scale_window=2)
         ranks = values(forks.run(split.parallel.world_size, goes_on, tmp_path, recipe, 3 * number))
-        begin, losses = ranks[0][0], ranks[0][2]
+        begin = ranks[0][0]
+        losses = ranks[0][2]
         assert all(rank[:3] == ranks[0][:3] for rank in ranks)
         assert end is None or (begin == end and losses[0] == pytest.approx(after, rel=2e-3)), str(split)
-        end, after = ranks[0][1], ranks[0][3]
+        end = ranks[0][1]
+        after = ranks[0][3]
         scales.add(end["scale"])
     assert end["skipped"] > 0 and scales != {2.0**20}
 
@@ -268,7 +275,8 @@ def test_gradients_are_those_of_fp32(forks, weight):
 def overflow_always(recipe, mode):
     engine = engine_of(recipe)
     overflow_here(engine)
-    guard, said = StepGuard(GuardConfig(nonfinite=mode, max_skips=2)), []
+    guard = StepGuard(GuardConfig(nonfinite=mode, max_skips=2))
+    said = []
     before = values_of(engine)
     for step in range(9):
         trainer = trainer_of(engine, step)

@@ -95,7 +95,8 @@ def by_hand(kind):
     from pretrain.models.batch import collate
 
     recipe = recipe_of(kind)
-    engine, samples = engine_of(recipe), samples_of(recipe)
+    engine = engine_of(recipe)
+    samples = samples_of(recipe)
     told = engine.evaluate(samples, 8)
     total = 0.0
     count = 0
@@ -122,7 +123,8 @@ def documents_apart(position):
     from pretrain.models.gpt import document_mask
 
     recipe = recipe_of("documents" if position == "rope" else "documents, learned positions")
-    engine, samples = engine_of(recipe), samples_of(recipe)
+    engine = engine_of(recipe)
+    samples = samples_of(recipe)
     module = engine.gpt.eval()
     worst = 0.0
     for n in range(4):
@@ -132,7 +134,8 @@ def documents_apart(position):
             together = engine.kind.forward(module, batch)[0]
             for number in documents.unique():
                 own = documents == number
-                tokens, labels = batch["tokens"][:, own], batch["labels"][:, own]
+                tokens = batch["tokens"][:, own]
+                labels = batch["labels"][:, own]
                 positions = torch.arange(tokens.shape[1]).unsqueeze(0)
                 apart = module(tokens, positions, None, labels=labels)[0]
                 difference = (together[own] - apart).abs().max() / apart.abs().max()

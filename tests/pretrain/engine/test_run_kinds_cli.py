@@ -29,7 +29,9 @@ def kind_recipe(recipe_file):
 def test_killed_and_resumed_at_two_splits(forks, kind_recipe, tmp_path, kind):
     """Bit for bit where the split is the same, within rounding in one process; checkpoints of both are alike."""
     recipe = kind_recipe(kind, checkpoint={"every": 2}, parallel={"expert": 2})
-    whole, killed, other = tmp_path / "whole", tmp_path / "killed", tmp_path / "other"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    other = tmp_path / "other"
     train(forks, recipe, "--run.folder", whole, size=2)
     forks.command("pretrain", recipe, "--run.folder", killed, size=2, before=KillAtStep(5))
     train(forks, recipe, "--run.folder", killed, "--resume", size=2)
@@ -64,7 +66,8 @@ def _size(shape):
 def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path, kind):
     data = {"train": (str(tiny_corpus.train), str(tiny_corpus.validation)), "weights": (0.7, 0.3)}
     recipe = kind_recipe(kind, data, checkpoint={"every": 3})
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     train(forks, recipe, "--run.folder", whole)
     train(forks, recipe, "--run.folder", cut, "--train.steps", "3")
     train(forks, recipe, "--run.folder", cut, "--resume")

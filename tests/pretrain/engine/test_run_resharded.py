@@ -139,7 +139,8 @@ def draws():
     random.gauss(0, 1)
     np.random.randn()  # noqa: NPY002 - each leaves half a pair behind, which is state too
     text = codec.dumps(rng.states(), "rng")
-    first, second = draw(), draw()
+    first = draw()
+    second = draw()
     rng.restore(codec.loads(text))
     return first == draw() and second == draw() and first != second, text.decode()
 

@@ -57,7 +57,8 @@ def poisoned(recipe):
     """Streams with memory after each step; the weights of the second step are not finite."""
     import torch
 
-    engine, found = engine_of(recipe), []
+    engine = engine_of(recipe)
+    found = []
     weight = engine.gpt.decoder.final_layernorm.weight
     for step in range(3):
         value = weight.detach().clone()
@@ -114,7 +115,8 @@ def run(forks, write_tiny_recipe, tmp_path_factory):
 
 def test_a_resumed_run_is_bit_equal_and_the_loss_is_that_of_evaluate(forks, run, tmp_path):
     recipe, whole = run
-    resumed, expected = tmp_path / "resumed", steps(whole)
+    resumed = tmp_path / "resumed"
+    expected = steps(whole)
     train(forks, recipe, "--run.folder", resumed, "--resume", whole / "checkpoints" / "step-00000003")
     assert steps(resumed) == {step: row for step, row in expected.items() if step > 3}
     (end,) = forks.command("fmoe", "evaluate", whole, "--json")
@@ -126,7 +128,8 @@ def test_a_resumed_run_is_bit_equal_and_the_loss_is_that_of_evaluate(forks, run,
 @pytest.mark.slow
 def test_a_run_resumes_at_another_split_and_through_another_format(forks, run, tmp_path):
     recipe, whole = run
-    middle, expected = whole / "checkpoints" / "step-00000003", steps(whole)
+    middle = whole / "checkpoints" / "step-00000003"
+    expected = steps(whole)
     (end,) = forks.command("fmoe", "checkpoint", "export", middle, tmp_path / "dcp", "--optimizer")
     assert end.code == 0, end.err
     (end,) = forks.command("fmoe", "checkpoint", "import", tmp_path / "dcp", tmp_path / "back")
@@ -171,7 +174,8 @@ def upcycled():
     ).gpt.eval()
     found = []
     for _ in range(2):
-        memory, logits = StreamMemory(model, XL["memory_length"], 1), []
+        memory = StreamMemory(model, XL["memory_length"], 1)
+        logits = []
         for segment in range(3):
             memory.enter(0)
             tokens = torch.as_tensor(Samples()[segment])[None]
@@ -215,7 +219,8 @@ def test_commands_have_the_memory_or_refuse_it_in_one_line(forks, run, tiny_corp
 
 @pytest.mark.slow
 def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_recipe, tmp_path):
-    model, recipe = {**MODEL["model"], "position.memory_length": 0}, tmp_path / "recipe.toml"
+    model = {**MODEL["model"], "position.memory_length": 0}
+    recipe = tmp_path / "recipe.toml"
     write_tiny_recipe(recipe, model=model, train={"steps": 3}, checkpoint={"every": 3})
     train(forks, recipe, "--run.folder", tmp_path / "run")
     (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--json")
@@ -233,7 +238,8 @@ def test_an_export_generates_the_same_text_beyond_its_memory(forks, write_tiny_r
 
     import pretrain.interchange.modeling_fmoe  # noqa: F401 - registers
 
-    recipe, run = tmp_path / "recipe", tmp_path / "run"
+    recipe = tmp_path / "recipe"
+    run = tmp_path / "run"
     model = {**MODEL["model"], "init_std": 0.3, "tie_embeddings": False}
     write_tiny_recipe(recipe, model=model, train={**TRAIN, "steps": 3}, checkpoint={"every": 3})
     train(forks, recipe, "--run.folder", run)
@@ -251,7 +257,8 @@ def test_an_export_generates_the_same_text_beyond_its_memory(forks, write_tiny_r
 
 def test_experts_multiply_the_parameters_at_equal_flops():
     """512-2048-512 against the two of 64 experts of 512-1024-512 that a token uses, and their router."""
-    dense, sparse = load_recipe("transformer-xl-dense"), load_recipe("transformer-xl-64")
+    dense = load_recipe("transformer-xl-dense")
+    sparse = load_recipe("transformer-xl-64")
     assert 20 <= sparse.num_params() / dense.num_params() <= 22
     router = 6 * 12 * 512 * 64
     assert sparse.flops_per_token() - router == dense.flops_per_token()

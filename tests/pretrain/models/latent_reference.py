@@ -8,7 +8,13 @@ from engines import RECIPE
 
 from pretrain.config import ModelConfig, Recipe
 
-HEADS, CONTENT, ROTARY, VALUE, RANK, THETA, EPS = 3, 6, 4, 5, 10, 100.0, 1e-3
+HEADS = 3
+CONTENT = 6
+ROTARY = 4
+VALUE = 5
+RANK = 10
+THETA = 100.0
+EPS = 1e-3
 SCALE = 1 / math.sqrt(CONTENT + ROTARY)
 KEYS = {
     "attention.kv_lora_rank": RANK,
@@ -47,8 +53,12 @@ def normalized(x, weight):
 
 def reference(weights, hidden):
     """Map one sequence [s, h] to the output of attention, token by token and head by head."""
-    down, up = weights["linear_kv_down_proj.weight"], weights["linear_kv_up_proj.weight"].view(HEADS, -1, RANK)
-    queries, keys, values, outputs = [], [], [], []
+    down = weights["linear_kv_down_proj.weight"]
+    up = weights["linear_kv_up_proj.weight"].view(HEADS, -1, RANK)
+    queries = []
+    keys = []
+    values = []
+    outputs = []
     for position, h in enumerate(hidden):
         if "linear_q_proj.weight" in weights:
             q = weights["linear_q_proj.weight"] @ h

@@ -9,7 +9,12 @@ from forks import only
 
 from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, OptimizerConfig, Recipe, TrainConfig
 
-LENGTH, VOCAB, HIDDEN, HEADS, DEPTH, BATCH = 16, 64, 16, 2, 2, 4
+LENGTH = 16
+VOCAB = 64
+HIDDEN = 16
+HEADS = 2
+DEPTH = 2
+BATCH = 4
 PLAIN = Recipe(
     model=ModelConfig(
         num_layers=1,
@@ -47,7 +52,8 @@ def rotate(x):
     half = x.shape[-1] // 2
     wavelengths = 10000.0 ** (-torch.arange(half, dtype=x.dtype, device="cpu") / half)
     angles = torch.arange(x.shape[-2], dtype=x.dtype, device="cpu").unsqueeze(1) * wavelengths
-    a, b = x[..., :half], x[..., half:]
+    a = x[..., :half]
+    b = x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
@@ -71,7 +77,8 @@ def reference(w, tokens):
 
     Module k has the positions 1 ... t - k. The hidden state is that of which the output layer makes logits.
     """
-    embedding, length = w["embedding.word_embeddings.weight"], tokens.shape[1] - 1
+    embedding = w["embedding.word_embeddings.weight"]
+    length = tokens.shape[1] - 1
     hidden = transformer_layer(embedding[tokens[:, :-1]], w, "decoder.layers.0.")
     hidden = norm(hidden, w["decoder.final_layernorm.weight"])
     losses = [cross_entropy(hidden, embedding, tokens[:, 1:])]

@@ -124,6 +124,7 @@ LOCAL_SPLITS = {
 @pytest.mark.parametrize("split", LOCAL_SPLITS)
 def test_splits_of_windows_sinks_and_biases_equal_one_process(forks, split):
     options = LOCAL_SPLITS[split]
-    recipe, alone = local_recipe(**options), local_recipe(dropout=options.get("dropout", 0.0))
+    recipe = local_recipe(**options)
+    alone = local_recipe(dropout=options.get("dropout", 0.0))
     parts = ("core_attention.softmax_offset", "linear_proj.bias", "experts.bias_in", "gate.bias")
     assert_split_equals_one(forks, recipe, alone, *parts)

@@ -23,7 +23,13 @@ from pretrain.config import (
     TrainConfig,
 )
 
-HEADS, GROUPS, WIDTH, HIDDEN, LENGTH, VOCAB, BATCH = 4, 2, 6, 16, 5, 32, 3
+HEADS = 4
+GROUPS = 2
+WIDTH = 6
+HIDDEN = 16
+LENGTH = 5
+VOCAB = 32
+BATCH = 3
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=HIDDEN,
@@ -63,9 +69,11 @@ def attend(w: dict[str, Tensor], past: Tensor, x: Tensor) -> Tensor:
         for head in range(HEADS):
             group, query = divmod(head, HEADS // GROUPS)
             q = rows[group, query] @ states[len(past) + i]
-            scores, values = [], []
+            scores = []
+            values = []
             for j in range(len(past) + i + 1):
-                k, r = rows[group, -2] @ states[j], project[head] @ encoding(len(past) + i - j)
+                k = rows[group, -2] @ states[j]
+                r = project[head] @ encoding(len(past) + i - j)
                 # (a), (b), (c) and (d) of section 3.3
                 scores.append((q @ k + q @ r + u[head] @ k + v[head] @ r) / math.sqrt(WIDTH))
                 values.append(rows[group, -1] @ states[j])
@@ -78,7 +86,8 @@ def attend(w: dict[str, Tensor], past: Tensor, x: Tensor) -> Tensor:
 def forward(w: dict[str, Tensor], past: list[Tensor], tokens: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
     """Logits [s, v] of one segment, and the memory of each layer for the next one."""
     embedding = w["embedding.word_embeddings.weight"]
-    x, present = embedding[tokens], []
+    x = embedding[tokens]
+    present = []
     for number in range(MODEL.num_layers):
         prefix = f"decoder.layers.{number}."
         layer = {name.removeprefix(prefix): value for name, value in w.items() if name.startswith(prefix)}
@@ -99,7 +108,8 @@ class Segments:
     samples_per_epoch = 4 * BATCH
 
     def __getitem__(self, n: int) -> dict:
-        number, segment = n % BATCH, n // BATCH % 4
+        number = n % BATCH
+        segment = n // BATCH % 4
         tokens = stream(number, 4 * LENGTH + 1)[segment * LENGTH : (segment + 1) * LENGTH + 1].numpy()
         return {"tokens": tokens[:-1], "labels": tokens[1:], "starts": torch.tensor([int(segment == 0)]).numpy()}
 
@@ -189,7 +199,9 @@ def test_cached_evaluation_and_decoding_are_those_of_the_paper(forks, memory_len
     w = {name: value.double() for name, value in found["weights"].items()}
     nothing = [torch.zeros(0, HIDDEN, dtype=torch.float64)] * MODEL.num_layers
     text = stream(5, TEXT)
-    tokens, nats, past = torch.cat([torch.zeros(1, dtype=torch.int64), text]), 0.0, nothing
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), text])
+    nats = 0.0
+    past = nothing
     for begin in range(0, TEXT, LENGTH):
         block = tokens[begin : begin + LENGTH + 1]
         logits, past = forward(w, past, block[:-1], memory_length)
@@ -197,7 +209,8 @@ def test_cached_evaluation_and_decoding_are_those_of_the_paper(forks, memory_len
     result = found["result"]
     assert result.tokens == TEXT and result.nats == pytest.approx(nats, rel=1e-6)
     assert result.bits_per_byte == pytest.approx(nats / math.log(2) / int(text.sum()), rel=1e-6)
-    nats, past = 0.0, {}
+    nats = 0.0
+    past = {}
     for n in range(6 * BATCH - 1):
         sample = Segments()[n]
         before = past[n % BATCH] if n // BATCH % 4 else nothing

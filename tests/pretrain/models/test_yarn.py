@@ -30,7 +30,8 @@ YARN = {
 
 def frequency(model, pair):
     """Of a pair of elements, in Python's floats."""
-    width, kept = rotary_width(model), model.position.rope_theta ** (-2 * pair / rotary_width(model))
+    width = rotary_width(model)
+    kept = model.position.rope_theta ** (-2 * pair / rotary_width(model))
     # A pair p turns length / (2 pi theta^(2 p / width)) times; these two turn beta_fast and beta_slow times.
     fast, slow = (
         width / 2 * math.log(model.position.rope_original_length / (2 * math.pi * turns), model.position.rope_theta)
@@ -139,11 +140,14 @@ MTP = replace(mtp.PLAIN, model=mtp.PLAIN.model.with_values(YARN))
 
 def rotate(x):
     """As `mtp_reference.rotate`, by YaRN."""
-    half, size = x.shape[-1] // 2, factor(MTP.model, 2.0) / factor(MTP.model, 0.7)
+    half = x.shape[-1] // 2
+    size = factor(MTP.model, 2.0) / factor(MTP.model, 0.7)
     turns = torch.tensor([frequency(MTP.model, pair) for pair in range(half)], dtype=x.dtype)
     angles = torch.arange(x.shape[-2], dtype=x.dtype).unsqueeze(1) * turns
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = angles.cos() * size, angles.sin() * size
+    a = x[..., :half]
+    b = x[..., half:]
+    cos = angles.cos() * size
+    sin = angles.sin() * size
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
