@@ -8,7 +8,6 @@ Shape letters: T tokens, D width, K experts per token, N = T * K assignments, M 
 rows that this rank's experts compute, S segments of received rows.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,7 +114,8 @@ class DispatchPlan:
     ) -> "DispatchPlan":
         """Return a plan of the same assignments in the order (chunk, expert, token).
 
-        The rows of each expert that is not in ``last`` are split into C chunks of nearly equal size (`chunk_counts`).
+        The rows of each expert that is not in ``last`` are split into C chunks of nearly equal size
+        (`fmoe.exchange.hops.chunk_of`).
 
         Args:
             num_chunks: C.
@@ -141,12 +141,6 @@ class DispatchPlan:
         key_N = torch.where(expert_N == num_experts, (num_chunks + 1) * num_experts, key_N)
         perm_N = self.perm_N[key_N.argsort(stable=True)]
         return DispatchPlan(perm_N, _inverted(perm_N).view_as(self.inverse_TK), self.kept_TK, self.count_E)
-
-
-def chunk_counts(count: int, num_chunks: int) -> list[int]:
-    """Return the number of rows in each chunk if an expert has ``count`` rows (`DispatchPlan.arranged`)."""
-    ends = [-(-count * c // num_chunks) for c in range(num_chunks + 1)]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:

@@ -21,7 +21,7 @@ from fmoe.exchange import Cost, build_exchange, collectives, hops
 from fmoe.exchange.collectives import PeerError, timeout_of
 from fmoe.exchange.shadow import choose
 from fmoe.kernels.padded import PaddedPlan
-from fmoe.kernels.rows import DispatchPlan, chunk_counts
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 
@@ -95,7 +95,7 @@ def test_chunks_hold_every_row_once_in_the_order_of_experts(chunks):
     for chunk in range(chunks):
         for expert in (2, 0, 1):
             rows = (flat == expert).nonzero().view(-1).tolist()
-            sizes = chunk_counts(len(rows), chunks)
+            sizes = [hops.chunk_of(len(rows), c, chunks) for c in range(chunks)]
             expected += rows[sum(sizes[:chunk]) :][: sizes[chunk]]
     expected += (flat == 3).nonzero().view(-1).tolist()
     assert arranged.perm_N[:kept].tolist() == expected
@@ -143,7 +143,7 @@ def test_padded_rows_lie_by_chunk_expert_and_slot(chunks):
 
 @pytest.mark.parametrize("count", [0, 1, 5, 12])
 def test_chunks_are_as_even_as_can_be(count):
-    sizes = chunk_counts(count, 5)
+    sizes = [hops.chunk_of(count, c, 5) for c in range(5)]
     assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
 
 
