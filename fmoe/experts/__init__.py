@@ -33,7 +33,7 @@ They are called as ``factory(num_experts, d_model, d_hidden, first_expert=..., s
 
 
 def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bool | None = None) -> None:
-    """Register experts under a new name, for the option ``expert`` of a layer and ``model.expert`` of a recipe.
+    """Register experts under a new name, for the option ``expert`` of a layer and ``moe.expert`` of a recipe.
 
     Args:
         factory: a module class or function. If it requires an argument ``num_experts``, or has ``*args`` and names no

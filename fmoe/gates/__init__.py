@@ -54,7 +54,7 @@ GATES: dict[str, type[nn.Module] | Gate] = {
 def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
     """Register a gate class or function under a new name.
 
-    The name is then valid for the option ``gate`` of a layer, and for ``model.gate`` of a recipe.
+    The name is then valid for the option ``gate`` of a layer, and for ``moe.gate`` of a recipe.
 
     Raises:
         UserError: the name is not a string, is empty, or belongs to another gate.

@@ -59,14 +59,14 @@ _OPTIONS = """\
 ## Options of gates, experts, exchanges and losses
 
 Each option of the library's parts, and the key of a recipe that sets it. A key of a table, such as
-`model.gate_options.expert_groups`, is set in the file by
+`moe.gate_options.expert_groups`, is set in the file by
 
 ```toml
 [moe]
 gate_options = { expert_groups = 8, kept_groups = 4 }
 ```
 
-and on the command line by `--model.gate-options.expert-groups 8`. The option's class documents its meaning and default
+and on the command line by `--moe.gate-options.expert-groups 8`. The option's class documents its meaning and default
 ([gates](gates.md), [experts](experts.md), [exchanges](parallelism.md), [losses](losses.md)). Options of
 [registered parts](plugins.md) are set in the same tables.
 
@@ -108,8 +108,8 @@ def _resume() -> Iterator[str]:
 
 def _options() -> Iterator[str]:
     tables: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
-        ("gate", "model.gate_options", GATES),
-        ("experts", "model.expert_options", EXPERTS),
+        ("gate", "moe.gate_options", GATES),
+        ("experts", "moe.expert_options", EXPERTS),
         ("exchange", "parallel.exchange_options", EXCHANGES),
     )
     for part, table, registry in tables:
@@ -126,7 +126,7 @@ def _options() -> Iterator[str]:
             where = "all" if len(names) == len(shipped) else ", ".join(names)
             yield f"| {part} | `{option}` | {where} | {HOMES[part].get(option, f'`{table}.{option}`')} |"
     for loss in DEFAULT_LOSS_WEIGHTS:
-        yield f"| loss | `{loss}` | | {HOMES['loss'].get(loss, f'`model.loss_weights.{loss}`')} |"
+        yield f"| loss | `{loss}` | | {HOMES['loss'].get(loss, f'`moe.loss_weights.{loss}`')} |"
 
 
 def options_help(recipe: Recipe, program: str) -> str:

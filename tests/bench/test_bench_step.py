@@ -117,7 +117,7 @@ def test_the_recipe_of_64_experts_is_shape_a():
 
     recipe, shape = main._recipe("gpt-64", "1"), SHAPES["A"]
     model = recipe.model
-    assert (model.num_experts, model.top_k) == (shape.num_experts, shape.top_k)
+    assert (model.moe.num_experts, model.moe.top_k) == (shape.num_experts, shape.top_k)
     assert (model.hidden_size, model.ffn_hidden_size) == (shape.d_model, shape.d_hidden)
     assert recipe.train.micro_batch * model.sequence_length == shape.tokens
     assert main._recipe("gpt-64", "1", layers=3).model.num_layers == 3

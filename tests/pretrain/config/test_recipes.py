@@ -102,14 +102,14 @@ def test_published_configs_describe_the_same_models():
     transformers = pytest.importorskip("transformers")
     mixtral, ours = transformers.MixtralConfig(), load_recipe("mixtral-8x7b").model
     # The defaults of MixtralConfig are Mixtral-8x7B-v0.1's, but for the context and the factor of the balance loss.
-    assert (ours.num_layers, ours.hidden_size, ours.num_heads, ours.query_groups, ours.ffn_hidden_size) == (
+    assert (ours.num_layers, ours.hidden_size, ours.attention.num_heads, ours.query_groups, ours.ffn_hidden_size) == (
         mixtral.num_hidden_layers,
         mixtral.hidden_size,
         mixtral.num_attention_heads,
         mixtral.num_key_value_heads,
         mixtral.intermediate_size,
     )
-    assert (ours.num_experts, ours.top_k, ours.vocab_size, ours.norm_eps) == (
+    assert (ours.moe.num_experts, ours.moe.top_k, ours.vocab_size, ours.norm_eps) == (
         mixtral.num_local_experts,
         mixtral.num_experts_per_tok,
         mixtral.vocab_size,
@@ -132,13 +132,13 @@ def test_the_table_of_the_page_is_what_the_recipes_say():
         recipe = load_recipe(name)
         model, parallel = recipe.model, recipe.parallel
         layers = f"{model.num_layers} + {model.decoder_layers}" if model.decoder_layers else str(model.num_layers)
-        shared = f" + {model.num_shared_experts}" if model.num_shared_experts else ""
+        shared = f" + {model.moe.num_shared_experts}" if model.moe.num_shared_experts else ""
         grid = parallel.world_size_name.replace("parallel.", "").replace("=", " ").removesuffix(" x data 1")
         assert cells == [
             layers,
             f"{model.hidden_size:,}",
-            f"{model.num_experts:,}{shared} of {model.ffn_hidden_size:,}",
-            str(model.top_k),
+            f"{model.moe.num_experts:,}{shared} of {model.ffn_hidden_size:,}",
+            str(model.moe.top_k),
             size_of(recipe.num_params()),
             size_of(recipe.num_active_params()),
             f"{grid} = {parallel.world_size:,}" if " x " in grid else grid,
@@ -198,6 +198,7 @@ def test_made_small_it_trains(forks, tiny_corpus, tmp_path, name):
     assert sorted(rows) == [0, 1, 2]
     assert rows[2]["loss"] < 10 and rows[2]["grad_norm"] > 0
     # Of the published model, what is not size stays.
-    for of in ("kind", "gate", "norm", "gated", "activation", "tie_embeddings", "qk_norm", "normalize", "balance_loss"):
-        assert getattr(trained.model, of) == getattr(recipe.model, of)
+    of_model = ("kind", "norm", "gated", "activation", "tie_embeddings")
+    for of in (*of_model, "moe.gate", "moe.normalize", "moe.balance_loss", "attention.qk_norm"):
+        assert trained.model.value(of) == recipe.model.value(of)
     assert (trained.model.attention.num_query_groups is None) == (recipe.model.attention.num_query_groups is None)
