@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from fmoe.errors import UserError
 from fmoe.files import write_atomically
@@ -84,8 +84,7 @@ def _hold(path: Path) -> Iterator[None]:
         if _held.pop(path, None):  # not in a process that was forked inside the block
             with contextlib.suppress(OSError):
                 _description(path).unlink(missing_ok=True)
-                if not isinstance(lock, SoftFileLock):
-                    path.unlink(missing_ok=True)  # before the release: a process that waits for this file tries again
+                path.unlink(missing_ok=True)  # before the release: a process that waits for this file tries again
             lock.release()
 
 
@@ -113,7 +112,8 @@ def _acquire(path: Path) -> FileLock:
         )
         held = f"run.folder={path.parent} is held by {who} ({path.name})"
         if waited > limit:
-            dead = f"; if that process is dead, remove {path}" if is_elsewhere or isinstance(lock, SoftFileLock) else ""
+            is_marker = path.exists() and path.stat().st_size > 0  # without flock, filelock writes the holder into it
+            dead = f"; if that process is dead, remove {path}" if is_elsewhere or is_marker else ""
             raise UserError(f"{held}: wait until that run ends, stop it, or name another run.folder{dead}")
         if not has_warned and waited > 1:
             logger.warning("%s: waiting at most %g s for its end", held, limit)
