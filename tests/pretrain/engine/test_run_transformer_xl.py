@@ -174,7 +174,7 @@ def upcycled():
     ).gpt.eval()
     found = []
     for _ in range(2):
-        memory = StreamMemory(model, XL["memory_length"], 1)
+        memory = StreamMemory(model, XL["position.memory_length"], 1)
         logits = []
         for segment in range(3):
             memory.enter(0)
@@ -247,7 +247,7 @@ def test_an_export_generates_the_same_text_beyond_its_memory(forks, write_tiny_r
     (end,) = forks.command("fmoe", "generate", run, *options)
     assert end.code == 0, end.err
     expected = json.loads(end.out)["samples"][0]["tokens"]
-    assert len(set(expected)) > 5 and len(expected) > XL["memory_length"]
+    assert len(set(expected)) > 5 and len(expected) > XL["position.memory_length"]
     export_checkpoint(run, tmp_path / "out", tokenizer=str(tiny_corpus.tokenizer))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def", return_tensors="pt")["input_ids"]
