@@ -8,12 +8,15 @@ import contextlib
 import pkgutil
 import posixpath
 import re
+import typing
 from html import escape
 from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.util.nodes import get_node_source
+
+import pretrain.config
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,6 +106,14 @@ def plain_attribute(app, what, name, obj, options, lines):
         lines[:0] = ["..", ""]
 
 
+def plain_types(app):
+    """Remove bounds from the types of recipe keys: the recipe reference has them."""
+    for name in pretrain.config.__all__:
+        section = getattr(pretrain.config, name)
+        if isinstance(section, type):
+            section.__init__.__annotations__ = section.__annotations__ = typing.get_type_hints(section)
+
+
 def leave_members_out(app, domain, objtype, content):
     """Leave members of classes out of the contents, of which every page has a copy."""
     if objtype in ("attribute", "method", "property"):
@@ -117,6 +128,7 @@ def redirect(app, error):
 
 def setup(app):
     """Connect the functions above."""
+    app.connect("builder-inited", plain_types)
     app.connect("source-read", add_navigation)
     app.connect("doctree-read", lead_to_sources, priority=400)
     app.connect("missing-reference", resolve_name)
