@@ -123,7 +123,7 @@ class MoEConfig(Section):
     top_k: Positive = 1
     """Number of routed experts per token, before the split by granularity."""
     expert: Name = "ffn"
-    """Kind of experts: ffn (with `model.activation` and `model.gated`), swiglu, geglu, or a registered kind."""
+    """Kind of experts: ffn (with model.activation and model.gated), swiglu, geglu, or a registered kind."""
     expert_options: Table = field(default_factory=dict)
     """Table of further options of the experts, such as dropout: see the last table of docs/recipe-reference.md."""
     granularity: Positive = 1
