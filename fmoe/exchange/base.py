@@ -138,8 +138,9 @@ class GroupExchange:
             with self.traffic.paused():
                 self.prepare(facts(x), experts, _device_of(experts, x))
             self._is_prepared = True
+        # Until the exchange of counts, the other ranks wait for counts: `abort` sends a flag in their place.
         session = GroupSession(self, lambda error: self.abort(error, _device_of(experts, x)))
-        if gate_runs_collectives:
+        if gate_runs_collectives:  # the other ranks may wait in the gate instead
             session.report = self.post_failure
         try:
             refuse_replicating_wrapper(experts, self.group, name)
@@ -207,6 +208,8 @@ class GroupExchange:
     def abort(self, error: Exception, device: torch.device) -> None:
         """Report that this rank failed before `open`, so that every rank raises. Call it instead of `open`.
 
+        By default, wake the ranks that wait. Subclasses that exchange counts send a flag of failure with them.
+
         Args:
             device: device of the layer, on which the other ranks exchange their counts.
         """
@@ -270,7 +273,7 @@ class GroupSession:
         plan = exchange.plan(routing)
         tensors = itertools.chain(inputs, [weight_TK], experts.module.parameters())
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        self.report = exchange.post_failure
+        self.report = exchange.post_failure  # no longer `abort`: the other ranks get the counts of this one
         forward = exchange.open(plan, needs_grad)
         return exchange.restore_context(forward(inputs, weight_TK, experts))
 

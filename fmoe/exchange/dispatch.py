@@ -1,7 +1,8 @@
 """The way of rows to the ranks of their experts and back, once the ranks know how many rows each of them sends.
 
-If any rank needs gradients, the combine weights are sent with the rows, as a tensor [M]. The backward pass sends their
-gradients back (`fmoe.kernels.rows.weigh_gradient`).
+If any rank needs gradients, the combine weights are sent with the rows, as a tensor [M]. The rank of an expert then
+computes their gradients from the outputs that it has (`fmoe.kernels.rows.weigh_gradient`), and the backward pass sends
+them back. So the token's rank need not save the outputs that it combines (`combine_unsaved`).
 
 Shape letters: see `fmoe.exchange.base`.
 """

@@ -162,7 +162,8 @@ class Engine:
         has_inf = self.optimizer.prepare_grads()
         rank_norm = math.inf if has_inf else self.optimizer.get_grad_norm()
 
-        # 4. Agree on all figures in one reduction. Sums keep non-finite values of any rank.
+        # 4. Agree on all figures in one reduction. Sums keep non-finite values of any rank: so the norm, which all ranks
+        # have, is summed and divided again.
         sums = torch.cat([loss.view(1), loss.new_tensor([rank_norm, self.asks_to_stop]), self.mtp_losses])
         dist.all_reduce(sums)
         loss_sum, norm_sum, asks_to_stop, *mtp_sums = sums.tolist()
