@@ -253,8 +253,8 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class _AttachLosses(torch.autograd.Function):
     """Return ``x``, whose backward pass also gives each loss its gradient (`AuxLosses.gradients`).
 
-    The effect is that of adding the weighted losses to the training loss. An activation checkpoint runs the forward pass
-    twice, but only one of the two graphs has a backward pass, so the gradient is added once.
+    The effect is that of adding the weighted losses to the training loss. An activation checkpoint runs the forward
+    pass twice, but only one of the two graphs has a backward pass, so the gradient is added once.
     """
 
     @staticmethod

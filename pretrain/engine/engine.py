@@ -106,9 +106,8 @@ class Engine:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
             if recipe.model.moe.num_experts:
-                chunk.config.num_moe_experts = (
-                    recipe.model.moe.num_experts
-                )  # the schedule reads it from one of the chunks
+                # The schedule reads it from one of the chunks.
+                chunk.config.num_moe_experts = recipe.model.moe.num_experts
         if recipe.parallel.overlap_gradients:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -162,8 +161,8 @@ class Engine:
         has_inf = self.optimizer.prepare_grads()
         rank_norm = math.inf if has_inf else self.optimizer.get_grad_norm()
 
-        # 4. Agree on all figures in one reduction. Sums keep non-finite values of any rank: so the norm, which all ranks
-        # have, is summed and divided again.
+        # 4. Agree on all figures in one reduction. Sums keep non-finite values of any rank: so the norm, which is equal
+        # on all ranks, is summed and divided again.
         sums = torch.cat([loss.view(1), loss.new_tensor([rank_norm, self.asks_to_stop]), self.mtp_losses])
         dist.all_reduce(sums)
         loss_sum, norm_sum, asks_to_stop, *mtp_sums = sums.tolist()
