@@ -1,6 +1,7 @@
 """The documentation is true: Python snippets run, links lead somewhere, commands exist."""
 
 import re
+import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -31,8 +32,8 @@ def test_snippets(page):
     names: dict = {}
     # A gate or metric that a page registers is not one of the library's.
     with mock.patch.dict(GATES), mock.patch.object(metrics, "DECLARED", list(metrics.DECLARED)):
-        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
-            program = compile(code, page.name, "exec")
+        for code in re.findall(r"^ *```python\n(.*?)```", page.read_text(), re.S | re.M):
+            program = compile(textwrap.dedent(code), page.name, "exec")
             if not BROUGHT.search(code):
                 exec(program, names)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.errors import one_line, ranks_text
+from fmoe.errors import ranks_text
 from fmoe.kernels import memory
 from fmoe.runtime import collectives
 
@@ -161,7 +161,7 @@ class GroupMonitor:
             # The watchdog is about to end this process: there is no time to wait for reports, as `broken` does.
             self._post(what, number)
             self._raise_if_failed(number)
-            raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({one_line(error, 200)})") from error
+            raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({_first_line(error)})") from error
 
     def post_failure(self, error: Exception) -> None:
         """Report that this rank failed and will not join the others, whether they wait for it now or later."""
@@ -213,7 +213,7 @@ class GroupMonitor:
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
         missing = self._missing(number) + (f" within the group's timeout of {seconds:g} s" if is_late else "")
-        return PeerError(f"{self.context}, {what}: {missing} ({one_line(error, 200)})")
+        return PeerError(f"{self.context}, {what}: {missing} ({_first_line(error)})")
 
     def _post(self, what: str, number: int) -> None:
         text = json.dumps([number, what])
@@ -401,3 +401,9 @@ def _start_errors(monitor: GroupMonitor, what: str) -> Iterator[None]:
         if not is_broken and not isinstance(error, dist.DistBackendError):
             raise
         raise monitor.broken(error, what, monitor.started + 1, time.monotonic()) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of a backend's message; a C++ stack trace follows it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:200]

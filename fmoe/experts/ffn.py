@@ -345,9 +345,10 @@ class FFNExperts(Stacked):
             return functools.partial(external.fastest_ffn, ours, others, self.training) if others else ours
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
             kinds = "float32 or bfloat16, on the CPU" if self.backend == "native" else "float32 or 16 bits, on a GPU"
+            held = tensors[1]
             raise UserError(
-                f"backend={self.backend!r} needs rows and weights in one dtype, {kinds}: rows are {x_TD.dtype} on "
-                f"{x_TD.device}, weights are {tensors[1].dtype} on {tensors[1].device}"
+                f"backend={self.backend!r} needs rows and weights in one dtype, {kinds}: rows are "
+                f"{dtype or x_TD.dtype} on {x_TD.device}, weights are {dtype or held.dtype} on {held.device}"
             )
         return None
 

@@ -43,9 +43,8 @@ def build(source: Path, names: Sequence[str], folder: Path) -> "Library":
         done = subprocess.run(command, capture_output=True, text=True)
         code.unlink()
         assert done.returncode == 0, done.stderr
-        for older in folder.glob(f"{source.stem}-*.so"):
-            if older != built:
-                older.unlink()
+        for older in folder.glob(f"{source.stem}-????????????????????.so"):  # not what another process builds
+            older.unlink(missing_ok=True)
         built.replace(library)
     return Library(library)
 

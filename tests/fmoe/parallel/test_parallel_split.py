@@ -12,7 +12,7 @@ from fmoe.parallel import average_gradients, clip_grad_norm_, grad_norm, is_expe
 BATCH, LENGTH, WIDTH, OUT, EXPERTS, STEPS, MAX_NORM = 8, 12, 16, 6, 4, 5, 0.05
 GATES = {
     "naive": ("naive", {}),
-    "switch": ("switch", {"moe.jitter": 0.2}),
+    "switch": ("switch", {"jitter": 0.2}),
     "gshard": ("gshard", {}),
 }
 OPTIMIZERS = {
@@ -24,7 +24,7 @@ OPTIMIZERS = {
 def build(gate, factor, dtype, group):
     torch.manual_seed(0)
     name, options = GATES[gate]
-    capacity = {"moe.capacity_factor": factor, "moe.eval_capacity_factor": factor}
+    capacity = {"capacity_factor": factor, "eval_capacity_factor": factor}
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH),
         fmoe.FMoE(

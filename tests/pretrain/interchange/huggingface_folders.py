@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tiny_models import CASES, LENGTH, VOCAB
+from tiny_families import CASES, LENGTH, VOCAB
 from torch import Tensor, nn
 
 from pretrain.checkpoint import open_checkpoint

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_folders import save_random
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB
+from tiny_families import VOCAB
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import TensorPiece, open_checkpoint, save_parts

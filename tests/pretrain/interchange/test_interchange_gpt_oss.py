@@ -7,7 +7,7 @@ import torch
 from huggingface_folders import assert_same_weights, save_random, weights
 from safetensors.torch import save_file
 from test_interchange_refusals import built
-from tiny_models import GPT_OSS
+from tiny_families import GPT_OSS
 
 from fmoe.errors import UserError
 from pretrain.interchange import export_checkpoint, import_folder

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from compare import assert_close
 from forks import only, values
 from huggingface_folders import our_logits, some_tokens
-from tiny_models import LENGTH, VOCAB
+from tiny_families import LENGTH, VOCAB
 
 from fmoe.cli import run
 from fmoe.errors import UserError

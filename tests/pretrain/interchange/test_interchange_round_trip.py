@@ -7,7 +7,7 @@ import torch
 from compare import assert_close
 from forks import only, values
 from huggingface_folders import assert_same_weights, inputs_of, logits, our_logits, save_random, saved_at, weights
-from tiny_models import CASES
+from tiny_families import CASES
 
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import ParallelConfig, load_recipe

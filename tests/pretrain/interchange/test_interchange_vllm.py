@@ -7,7 +7,7 @@ import pytest
 import torch
 from forks import only
 from huggingface_folders import our_engine, save_random, some_tokens
-from tiny_models import LENGTH, VOCAB
+from tiny_families import LENGTH, VOCAB
 from vllm_command import NEW, serve, vllm_python
 
 from pretrain.interchange import export_checkpoint, import_folder

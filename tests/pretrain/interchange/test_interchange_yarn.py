@@ -8,7 +8,7 @@ from compare import assert_close
 from forks import only
 from huggingface_folders import engine_logits, save_random
 from published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, QWEN3_30B_A3B
-from tiny_models import VOCAB
+from tiny_families import VOCAB
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, TrainConfig, load_recipe
