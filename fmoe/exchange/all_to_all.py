@@ -201,6 +201,10 @@ def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, re
 
 def _to_host(tensors: list[Tensor]) -> list[Counts]:
     """Return the matrices as nested lists on the host. One copy moves them all."""
-    flat = torch.cat([t.reshape(-1) for t in tensors]).cpu()
-    parts = flat.split([t.numel() for t in tensors])
-    return [part.view(t.shape).tolist() for part, t in zip(parts, tensors, strict=True)]
+    values = torch.cat([t.reshape(-1) for t in tensors]).tolist()
+    matrices = []
+    for num_rows, num_columns in (t.shape for t in tensors):
+        rows = [values[row * num_columns : (row + 1) * num_columns] for row in range(num_rows)]
+        values = values[num_rows * num_columns :]
+        matrices.append(rows)
+    return matrices
