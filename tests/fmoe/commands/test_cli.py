@@ -183,6 +183,8 @@ assert not any(name.split(".")[0] in ("pretrain", "megatron_patch") for name in 
         ["data", "--help"],
         ["compare", "--help"],
         ["report", "--help"],
+        ["generate", "--help"],
+        ["evaluate", "--help"],
         ["no_such_command"],
     ],
     ids=str,

@@ -15,7 +15,7 @@ from fmoe.cli import run as cli_run
 from fmoe.metrics import LayerReport
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
-from pretrain.inference import cli, report
+from pretrain.inference import cli, generate, report
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import open_run
 from pretrain.inference.report import open_data
@@ -307,7 +307,7 @@ def test_a_prompt_without_tokens(runs, monkeypatch):
     trained = open_run(runs("one"))
     monkeypatch.setattr(trained.tokenizer, "encode", lambda text: [])  # as a model that drops white space does
     with pytest.raises(UserError, match=r"the prompt has no tokens with the tokenizer .*\.model"):
-        cli._prompt_ids(" ", trained)
+        generate._prompt_ids(" ", trained)
 
 
 def test_a_prompt_on_standard_input(runs, values, monkeypatch):

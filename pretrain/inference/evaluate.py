@@ -1,0 +1,81 @@
+"""Quality of trained models on text: ``fmoe evaluate``."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fmoe.errors import UserError, require
+from pretrain.inference import report
+from pretrain.inference.evaluation import evaluate
+from pretrain.inference.load import Trained, load_model, open_run, single_process
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print how well models predict text. ``arguments`` are those of `pretrain.inference.cli.evaluate`."""
+    runs = [open_run(path, arguments.step, arguments.tokenizer, arguments.imports) for path in arguments.runs]
+    seen: set[Path] = set()
+    for trained in runs:
+        path = trained.checkpoint.path.resolve()
+        if path in seen:
+            raise UserError(f"{trained.checkpoint.path} is given twice")
+        seen.add(path)
+        if arguments.memory_length is not None and not trained.recipe.model.position.memory_length:
+            raise UserError(
+                f"--memory-length {arguments.memory_length} needs a model with memory; {trained.name} has "
+                "position.memory_length=0"
+            )
+    options = (arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format)
+    data_of_runs = [report.open_data(trained, *options) for trained in runs]
+    results = []
+    with single_process() as processes:
+        for trained, data in zip(runs, data_of_runs, strict=True):
+            with _progress(trained.name, data.count) as on_progress:
+                evaluation = evaluate(
+                    load_model(trained, processes, drops=True),
+                    trained.recipe,
+                    data.samples,
+                    streams=data.streams,
+                    memory_length=arguments.memory_length,
+                    byte_lengths=_byte_lengths(trained),
+                    device=processes.device,
+                    on_progress=on_progress,
+                )
+            results.append(report.RunEvaluation(trained, data, evaluation))
+    if arguments.json:
+        print(json.dumps(report.values(results), indent=1, allow_nan=False))
+    else:
+        print(report.text(results))
+    return 0
+
+
+def _byte_lengths(trained: Trained) -> np.ndarray | None:
+    """Return the number of UTF-8 bytes of every token's text; None for a T5 or a BERT."""
+    if trained.recipe.model.objective != "gpt":
+        return None
+    lengths = trained.tokenizer.byte_lengths
+    return np.pad(lengths, (0, trained.recipe.model.vocab_size - len(lengths)))
+
+
+@contextlib.contextmanager
+def _progress(name: str, total: int | None) -> Iterator:
+    """Show a progress bar if stderr is a terminal; yield a function that sets the number of sequences done."""
+    if not sys.stderr.isatty():
+        yield lambda sequences: None
+        return
+    console = require("rich.console", "pretrain", "the progress bar")
+    rich = require("rich.progress", "pretrain", "the progress bar")
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TextColumn("sequences"),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=console.Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda sequences: progress.update(task, completed=sequences)
