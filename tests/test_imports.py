@@ -85,7 +85,7 @@ def test_packages_import_lower_ones():
 
 
 def test_rooms_of_fmoe_import_the_same_floor_or_a_lower_one():
-    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    floor = {name: number for number, rooms in enumerate(FLOORS) for name in rooms}
     inside = [(a, b) for a, b in PAIRS if a.split(".")[0] == b.split(".")[0] == "fmoe"]
     unknown = {room(name) for pair in inside for name in pair} - floor.keys()
     assert not unknown, "name their floor"
