@@ -1,13 +1,11 @@
 """The benchmark of context parallelism: its table, and a small run on two ranks."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 from forks import values
 
 from bench.studies import context
-from fmoe.errors import UserError
 
 SMALL = {"rounds": 2, "warmup": 0, "ranks": 2, "lengths": [32, 64], "layers": 2, "hidden_size": 64}
 
@@ -32,17 +30,3 @@ def test_a_rank_keeps_a_slice_of_every_sequence(forks):
         kept[split] = [row["kept"] for row in rows]
     for whole, sliced in zip(kept["data"], kept["context"], strict=True):
         assert 0.45 < sliced / whole < 0.7  # half, and the logits that every gate sees
-
-
-@pytest.mark.parametrize("options", ["--ranks 1", "--rounds 1", "--ranks 4 --hidden-size 64", "--lengths 33"])
-def test_what_cannot_be_is_said(options):
-    with pytest.raises(UserError):
-        context.main(options.split())
-
-
-def test_the_table_is_written(monkeypatch, tmp_path):
-    row = {"split": "context", "length": 512, "kept": 1e6, "seconds": [0.1, 0.1]}
-    monkeypatch.setattr(context.ranks, "run", lambda *_: [row])
-    context.main(["--splits", "context", "--lengths", "512", "--out", str(tmp_path)])
-    assert "| 512 | context | 100.0 | 1.00 | 100.0% |" in (tmp_path / "context.md").read_text()
-    assert json.loads((tmp_path / "context.json").read_text())["rows"] == [row]

@@ -12,12 +12,10 @@ import pytest
 
 from bench.convergence import main as convergence
 from bench.convergence import study
-from fmoe.errors import UserError
 from pretrain.config import (
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
-    ParallelConfig,
     Recipe,
     TrainConfig,
     load_recipe,
@@ -120,52 +118,6 @@ def test_stops_and_goes_on(recipes, stand_in, tmp_path, capsys, number):
     assert study.train(study.plan(recipes, [1], folder), at_once=1, threads=1) == 0
     assert len(began) == 4
     assert all(found == [0, 1, 2, 3, 4] for found in steps(folder).values())
-
-
-def test_others_go_on_after_a_run_that_fails(recipes, stand_in, tmp_path, capsys, monkeypatch):
-    began = stand_in()
-    command = study.command
-    # The first run of each recipe fails at its third step.
-    monkeypatch.setattr(study, "command", lambda job: [*command(job)[:-1], "2" if job.recipe.train.seed == 1 else "-1"])
-    jobs = study.plan(recipes, [1, 2], tmp_path / "runs")
-    assert study.train(jobs, at_once=1, threads=1) == 1
-    assert began == ["dense-seed1", "dense-seed2", "moe-seed1", "moe-seed2"]
-    assert [job.is_done for job in jobs] == [False, True, False, True]
-    out = capsys.readouterr().out
-    assert out.count("no space") == 2 and out.count("ended with code 1: ") == 2
-    assert all(job.process is None for job in jobs)
-
-
-def test_progress(recipes, stand_in, tmp_path, capsys):
-    stand_in(seconds=0.6)
-    assert study.train(study.plan(recipes[:1], [1], tmp_path / "runs"), at_once=2, threads=1, every=0.5) == 0
-    assert "min left: dense-seed1 step " in capsys.readouterr().out
-
-
-def test_bad_input(recipes, stand_in, tmp_path):
-    stand_in()
-    folder = tmp_path / "runs"
-    assert study.train(study.plan(recipes[:1], [1], folder), at_once=1, threads=1) == 0
-    write(recipes[0], 2)
-    with pytest.raises(UserError, match="dense-seed1 holds a run of a recipe other than "):
-        study.plan(recipes, [1], folder)
-    plain = study.plan(recipes[1:], [1], tmp_path / "rates", ["--optimizer.lr=1e-2"])
-    assert plain[0].recipe.optimizer.lr == 1e-2 and plain[0].options[0] == "--optimizer.lr=1e-2"
-    two = write(tmp_path / "two.toml", 2, parallel=ParallelConfig(expert=2))
-    (tmp_path / "other").mkdir()
-    other = write(tmp_path / "other" / "two.toml")
-    for argv, said in [
-        ([two], "needs 2 processes"),
-        ([two, other], "recipes must have different names"),
-        ([other, "--seeds", "1", "1"], "--seeds=1 1 must differ"),
-        ([other, "--at-once", "0"], "--at-once=0 must be at least 1"),
-        ([other, "--threads", "-1"], "--threads=-1 must be at least 1"),
-        ([other, "--set", "optimizer.lr"], "--set=optimizer.lr must have the form KEY=VALUE"),
-        ([other, "--set", "optimizer.rate=1"], "optimizer.rate"),
-    ]:
-        with pytest.raises(UserError, match=said):
-            convergence.main([*argv, "--folder", str(tmp_path / "none")])
-    assert not (tmp_path / "none").exists()
 
 
 def test_the_quickstart_spends_what_its_earlier_model_did():

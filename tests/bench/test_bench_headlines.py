@@ -2,14 +2,12 @@
 
 import json
 import math
-import sys
 
 import pytest
 
 from bench import __main__ as bench_main
 from bench.studies.headlines import main as headlines
 from bench.studies.headlines.main import DENSE, EXPERTS, HALF, HERE, PAIRS, STUDIES
-from fmoe.errors import UserError
 from pretrain.config import load_recipe, write_recipe
 
 
@@ -82,91 +80,6 @@ def test_table_of_finished_pairs(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "1500 of 2000" in shown and "0.750 of its steps" in shown and "-0.1900 [-0.3171, -0.0629]" in shown
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["gpt-96.svg"]
-
-
-def test_table_of_a_study(tmp_path, capsys):
-    """The base comes from the pair; the losses are an exact power of the number of experts."""
-    name = "variants-of-gpt-64-bytes"
-    jobs = headlines.plan([name], [1, 2], tmp_path)
-    assert jobs[name, HALF, 1].folder == headlines.plan(["gpt-64-bytes"], [1], tmp_path)["gpt-64-bytes", HALF, 1].folder
-    for seed, exponent in ((1, -0.03), (2, -0.05)):
-        run(jobs[name, "dense-half", seed], [5.0, 2.5])
-        for variant, count in STUDIES[name].curve.items():
-            run(jobs[name, variant, seed], [5.0, 2 * count**exponent], entropy=0.9 * math.log(count))
-    run(jobs[name, "sigmoid-bias", 2], [5.0, 2 * 64**-0.05 + 0.5], entropy=1.0)
-    out = tmp_path / "rows.json"
-    assert headlines.main([name, "--folder", str(tmp_path), "--table", "--out", str(out), "--seeds", "1", "2"]) == 0
-    rows = {row["variant"]: row for row in json.loads(out.read_text())}
-    assert set(rows) == {*STUDIES[name].curve, "dense-half", "sigmoid-bias"}, "variants without a finished run"
-    assert rows["sigmoid-bias"]["seeds"] == [2] and math.isclose(rows["sigmoid-bias"]["difference"]["mean"], 0.5)
-    assert rows[HALF]["difference"]["mean"] == 0 and rows["dense-half"]["entropy_share"] is None
-    assert math.isclose(rows["256-experts"]["entropy_share"], 0.9)
-    assert "loss ~ experts ** -0.0400 [-0.1671, +0.0871]" in capsys.readouterr().out, "12.7062 * 0.01 on both sides"
-
-
-def test_never_below_and_never_reached(tmp_path, capsys):
-    jobs = headlines.plan(["gpt-96"], [1], tmp_path)
-    run(jobs["gpt-96", DENSE, 1], [8.0, 3.0])
-    run(jobs["gpt-96", EXPERTS, 1], [8.0, 3.1])
-    assert headlines.main(["gpt-96", "--folder", str(tmp_path), "--table"]) == 0
-    shown = capsys.readouterr().out
-    assert "never" in shown and "not reached" in shown and "+0.1000" in shown
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["gpt-69"], "'gpt-69'"),
-        (["--seeds", "1", "1"], "--seeds=1 1"),
-        (["--at-once", "0"], "--at-once=0"),
-        (["--set", "train.steps"], "train.steps"),
-        (["--table"], "no finished pair"),
-    ],
-)
-def test_wrong_options(argv, named, tmp_path):
-    with pytest.raises(UserError, match=named):
-        headlines.main([*argv, "--folder", str(tmp_path)])
-
-
-def test_trains_what_is_not_finished_in_the_order_of_seeds(tmp_path, monkeypatch):
-    began = []
-    monkeypatch.setattr(headlines.study, "train", lambda jobs, **_: began.extend(job.name for job in jobs) or 75)
-    assert headlines.main(["switch-t5", "gpt-96", "--seeds", "1", "2", "--folder", str(tmp_path)]) == 75
-    assert began[:6] == [
-        f"{name}-{model}-seed1" for name in ("switch-t5", "gpt-96") for model in (DENSE, EXPERTS, HALF)
-    ]
-    assert len(began) == 12
-
-
-def test_trains_a_run_of_a_pair_and_a_study_once(tmp_path, monkeypatch):
-    began = []
-    monkeypatch.setattr(headlines.study, "train", lambda jobs, **_: began.extend(job.name for job in jobs) or 75)
-    assert headlines.main(["variants-of-gpt-64-bytes", "gpt-64-bytes", "--folder", str(tmp_path)]) == 75
-    assert len(set(began)) == len(began) == 6 + 3 * len(STUDIES["variants-of-gpt-64-bytes"].variants)
-
-
-def test_benchmarks_run_once(tmp_path, monkeypatch, capfd):
-    """A benchmark that fails leaves the next ones running, and runs again; a finished one only prints its report."""
-    script = """
-import pathlib, sys
-out, code = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-out.joinpath("report.md").write_text(f"code {code}\\n")
-sys.exit(code)
-"""
-    codes = {"zero": 1, "classes": 0}
-    monkeypatch.setattr(
-        headlines.numbers, "command", lambda name, out: [sys.executable, "-c", script, str(out), str(codes[name])]
-    )
-    argv = ["classes", "zero", "--folder", str(tmp_path)]
-    folder = tmp_path / "numbers"
-    assert headlines.main(argv) == 1
-    assert (folder / "zero.unfinished/report.md").exists() and (folder / "classes/report.md").exists()
-    assert "bench zero ended with code 1" in capfd.readouterr().out
-    codes["zero"], codes["classes"] = 0, 7
-    assert headlines.main(argv) == 0, "classes is finished and not run again"
-    assert not (folder / "zero.unfinished").exists()
-    assert headlines.main([*argv, "--table"]) == 0
-    assert capfd.readouterr().out.count("code 0") == 4
 
 
 @pytest.mark.parametrize("name", headlines.numbers.NUMBERS)

@@ -1,9 +1,7 @@
 """The benchmark of the layer at tiny shapes: what is compared is the same, and the report says what was measured."""
 
 import json
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from forks import only
 from bench import frame
 from bench.layer import contenders, goals, limits, main, memory, problem, rows, sweeps
 from bench.layer.contenders import Layer, layers
-from bench.layer.plain import BruteForce, Router, SortedSlices, TokenLoop
+from bench.layer.plain import BruteForce, Router, SortedSlices
 from bench.layer.problem import Problem, Shape, skewed_counts
-from fmoe.errors import UserError
 from fmoe.experts import initial
 
 GELU = Shape("A", 24, 16, 32, 8, 2)
@@ -76,12 +73,6 @@ def test_routers_choose_what_they_are_told():
     assert float(weight_TK[3, 0] / weight_TK[3, 1]) == pytest.approx(float(ratio), rel=1e-5)
 
 
-@pytest.mark.parametrize("skew", [0.5, 4.5])
-def test_a_skew_that_cannot_be(skew):
-    with pytest.raises(UserError, match=rf"skew={skew:g} must be from 1 to num_experts / top_k = 4"):
-        skewed_counts(GELU, skew)
-
-
 class Square(torch.nn.Module):
     """``(x W) ** 2`` behind a router that does nothing but keep its exponential."""
 
@@ -103,23 +94,6 @@ def test_saved_bytes_by_hand():
     # after (5 x 6) the last multiplication. The input and the weight are saved too, and not counted.
     saved = memory.saved_for_backward(Square(), torch.randn(5, 4))
     assert saved == memory.Saved(total=4 * (20 + 1 + 30 + 30), router=4 * 20)
-
-
-def test_saved_memory_counts_once_and_whole():
-    class Twice(torch.nn.Module):
-        def forward(self, x):
-            doubled = x * 2
-            return doubled[:1].exp() * doubled.sin()  # sin saves all of it; the product the outputs of both
-
-    saved = memory.saved_for_backward(Twice(), torch.randn(5, 4))
-    assert saved == memory.Saved(total=4 * (20 + 4 + 20), router=0)
-
-
-def test_brute_force_saves_what_one_computes():
-    shape = replace(GELU, num_experts=1, top_k=1)
-    own = memory.saved_for_backward(BruteForce(Problem(shape, torch.float32)), torch.randn(24, 16))
-    hidden, wide = 24 * 32 * 4, 24 * 16 * 4
-    assert own.total - own.router >= 2 * hidden + 2 * wide  # before and after GELU; rows, and rows by their weight
 
 
 def test_limits_are_the_flops_of_the_layer(monkeypatch):
@@ -146,11 +120,6 @@ def test_the_line_through_times_that_lie_on_one():
     line = sweeps.fit_line([256, 1024, 65536], [2e-3 + 1e-6 * t for t in (256, 1024, 65536)])
     assert (line.fixed, line.per_token) == pytest.approx((2e-3, 1e-6))
     assert abs(line.worst) < 1e-9
-
-
-def test_the_worst_residual_is_relative():
-    line = sweeps.fit_line([1, 10, 100, 1000], [1e-3, 15e-3, 100e-3, 1000e-3])
-    assert line.worst_at == 10 and 0.1 < line.worst < 0.34
 
 
 @pytest.fixture
@@ -197,28 +166,6 @@ def test_table_json_and_goals(tiny, tmp_path, capsys):
     assert not any("drops" in line for line in asked), "a peer that drops tokens"
 
 
-@pytest.mark.parametrize("sweep", [[], ["--sweep", "tokens", "--values", "8", "16"]], ids=["shapes", "sweep"])
-def test_a_row_is_shown_and_written_when_it_is_done(sweep, tiny, tmp_path, capsys, monkeypatch):
-    """A later one fails, or the run is cut short."""
-    measured, asked = rows.measure, []
-
-    def measure(point, settings):
-        asked.append(point)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return measured(point, settings)
-
-    tiny["broken"] = Layer(lambda problem: 1 / 0)
-    monkeypatch.setattr(main, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        main.main(["--precision", "fp32", "bf16", *sweep, *COMMON, "--out", str(tmp_path)])
-    (path,) = tmp_path.glob("*.json")
-    first, _ = json.loads(path.read_text())["measurements"]
-    assert first["label"] == asked[0].label and "sorted slices" in first["seconds"]
-    shown = capsys.readouterr().out
-    assert f"| {first['label']}" in shown and "broken, setup: ZeroDivisionError" in shown
-
-
 @pytest.mark.parametrize("skew", [None, 2.0])
 def test_our_layer_draws_no_weights(skew, monkeypatch):
     """It is built on the meta device, and has the problem's: no parameter or buffer is left there."""
@@ -228,86 +175,6 @@ def test_our_layer_draws_no_weights(skew, monkeypatch):
     layer = contenders.ours(given, backend="torch")
     assert not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
     assert_close(layer(given.x_TD), expected, 1e-5, "y")
-
-
-def test_the_contenders_of_a_gpu_are_listed_without_one(capsys, tmp_path):
-    argv = ["--device", "cuda", "--list", "--out", str(tmp_path)]
-    main.main([*argv, "--shapes", "mixtral", "--only", "fmoe cuda", "fmoe torch"])
-    assert capsys.readouterr().out == "fmoe cuda\nfmoe torch\n" and not list(tmp_path.iterdir())
-    main.main([*argv, "--without", "fmoe cuda"])
-    out = capsys.readouterr().out.splitlines()
-    assert "fmoe cuda" not in out and {"fmoe cuda, loop", "without SonicMoE: sonicmoe is not installed"} <= {*out}
-    with pytest.raises(UserError, match="--shapes"):
-        main.main([*argv, "--shapes", "mixtrall"])
-
-
-def test_over_a_naive_layer(tiny, tmp_path):
-    tiny[contenders.TOKEN_LOOP] = Layer(TokenLoop, is_slow=True)
-    chosen = ["--only", "fmoe torch", contenders.TOKEN_LOOP, "--clock", "cpu", "--precision", "fp32"]
-    main.main(["--shapes", "A", *chosen, *COMMON, "--out", str(tmp_path)])
-    measured = json.loads((tmp_path / "layer.json").read_text())
-    timed, apart = measured["measurements"]
-    assert list(timed["seconds"]) == [limits.DENSE, limits.SPLIT, "fmoe torch"]
-    assert list(apart["seconds"]) == [limits.DENSE, "fmoe torch", contenders.TOKEN_LOOP]
-    over = apart["facts"][contenders.TOKEN_LOOP]["ours over it"]
-    pairs = zip(apart["seconds"][contenders.TOKEN_LOOP], apart["seconds"]["fmoe torch"], strict=True)
-    (first, second) = (slow / ours for slow, ours in pairs)
-    assert float(over.split()[0]) == pytest.approx((first * second) ** 0.5, rel=1e-2)
-    assert "* Times are processor seconds of one thread." in measured["notes"]
-
-
-def test_a_sweep(tiny, tmp_path):
-    pytest.importorskip("matplotlib")
-    arguments = ["--precision", "fp32", "--shapes", "S", *COMMON, "--out", str(tmp_path)]
-    main.main(["--sweep", "experts", "tokens", "--values", "8", "16", *arguments])
-    main.main(["--sweep", "skew", "--values", "1", "4", *arguments])
-    main.main(["--sweep", "top_k", "--values", "1", "2", *arguments])
-    text = (tmp_path / "layer-sweep-of-experts.md").read_text()
-    assert "S T24 D16 H16 E16 K2 GELU, fp32" in text and f"times the {limits.SPLIT}" in text
-    text = (tmp_path / "layer-sweep-of-tokens.md").read_text()
-    assert "fmoe torch, values interleaved: " in text and "ms per thousand tokens, worst residual" in text
-    text = (tmp_path / "layer-sweep-of-skew.md").read_text()
-    assert "deaf is left out where choices are given" in text and "at 4x skew (at most 1.15)" in text
-    assert "K2 GELU skew 4, fp32" in text
-    for sweep in ("experts", "tokens", "skew", "top-k"):
-        assert (tmp_path / f"layer-sweep-of-{sweep}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--shapes", "A,Z"], "--shapes has 'Z'; valid names: A, B, C, D, S"),
-        (["--threads", "0"], "--threads=0 must be at least 1"),
-        (["--values", "2"], "--values=2 needs --sweep"),
-        (["--without", "fmoe torc"], "--without='fmoe torc' is not known; .*did you mean 'fmoe torch'"),
-        (["--only", "fmoe torc"], "--only='fmoe torc'"),
-        (["--clock", "cpu", "--threads", "2"], "--clock=cpu .* 2 threads: .*--threads 1"),
-        (["--sweep", "tokens", "--values", "2.5"], "--values=2.5 must be a positive whole number"),
-        (["--sweep", "top_k", "--values", "9"], "--values=9: S .* more experts per token than experts"),
-        (["--sweep", "skew", "--values", "0.5"], "--values=0.5 must be at least 1"),
-        (["--sweep", "skew", "--values", "5"], "skew=5 must be from 1 to num_experts / top_k = 4"),
-    ],
-)
-def test_wrong_options(tiny, argv, message):
-    with pytest.raises(UserError, match=message):
-        main.main(argv)
-
-
-def test_what_is_slow_is_left_out(tiny):
-    class Asleep(BruteForce):
-        """A hundredth of a second an expert."""
-
-        def forward(self, x_TD):
-            out_TD = super().forward(x_TD)
-            time.sleep(0.01 * self.shape.num_experts)
-            return out_TD
-
-    slow = Layer(Asleep, is_slow=True)
-    point = rows.Point(Problem(GELU, torch.float32), "fp32", "forward", 1)
-    left = rows._reason("slow", slow, point, rows.Settings(patience=0.05, layers={}))
-    assert "slow is left out: a step takes at least 0." in left and "more than --patience 0.05" in left
-    left = rows._reason("slow", slow, point, rows.Settings(patience=30, layers={}))
-    assert left is None
 
 
 def a_row(seconds, point=None, slow=None, saved=None, dropless=("peer",)):
@@ -344,38 +211,6 @@ def test_goals_of_a_shape():
     assert not goals.of_shapes([forward])
 
 
-def test_goals_of_memory_at_d():
-    point = rows.Point(Problem(Shape("D", 64, 8, 8, 4, 2, True), torch.bfloat16), "bf16", "forward+backward", 2)
-    times = {limits.DENSE: 1.0, "fmoe native": 1.0}
-    saved = {"fmoe native": memory.Saved(1000, 0), goals.GROUPED_MM: memory.Saved(2400, 0)}
-    *_, below = verdicts(goals.of_shapes([a_row(times, point, saved=saved)]))
-    assert not below[0] and "saves 2.40 times less" in below[1]
-
-
-def test_goals_of_sweeps():
-    def at(name, value, seconds, skew=None):
-        shape = Shape("S", 64, 8, 8, int(value) if name == "experts" else 8, 2)
-        point = rows.Point(Problem(shape, torch.float32, skew), "fp32", "forward+backward", 2, value)
-        return a_row({limits.DENSE: 0.5, limits.SPLIT: 1.0, "fmoe native": seconds}, point)
-
-    experts = [at("experts", 8, 1.1), at("experts", 16, 1.2)]
-    assert verdicts(goals.of_sweep("experts", experts)) == [
-        (False, "fmoe native at most 1.200 times the GEMM limit over E (at 16 experts; at most 1.15)")
-    ]
-    # The rows were measured one after the other, the last of them in a bad minute; interleaved it is another figure.
-    skews = [at("skew", 1.0, 1.0, 1.0), at("skew", 2.0, 1.5, 2.0), at("skew", 4.0, 2.1, 4.0)]
-    times = a_row({limits.DENSE: 1.0}).timed
-    times = replace(times, reference="1", seconds={"1": [1.0, 2.0], "2": [1.5, 3.0], "4": [1.1, 2.2]})
-    together = sweeps.Along(skews, "fmoe native", times)
-    assert verdicts(goals.of_sweep("skew", skews, [together])) == [
-        (True, "fmoe native takes 1.100 times as long at 4x skew (at most 1.15)")
-    ]
-    (line,) = sweeps.lines("skew", skews, [together])
-    assert line.endswith("fmoe native, values interleaved: time over that at 1x: 1x 1.000, 2x 1.500, 4x 1.100")
-    assert not goals.of_sweep("skew", skews)
-    assert not goals.of_sweep("tokens", experts)
-
-
 def test_peak_memory_of_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(memory, "_PRELOADED", ["fmoe"])  # the peers take long to import
     shape = Shape("A", 8192, 64, 256, 4, 2)
@@ -385,38 +220,6 @@ def test_peak_memory_of_a_process_of_its_own(monkeypatch):
         pytest.skip("this system does not let a process reset its high-water mark")
     hidden = shape.rows * shape.d_hidden * 4
     assert 2 * hidden < measured < 12 * hidden  # before and after GELU are there at once
-
-
-def test_a_backend_for_each_of_ours():
-    ours = {name: layer.build.keywords for name, layer in contenders.layers().items() if name in contenders.OURS}
-    assert ours == {"fmoe native": {"backend": "native"}, "fmoe torch": {"backend": "torch"}}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_no_gpu_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"^--device cuda: torch \S+ sees no GPU here; leave it out"):
-        main.main(["--device", "cuda", "--out", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
-def test_goals_on_a_gpu(tmp_path):
-    shape = Shape("G3", 64, 8, 8, 4, 2, gated=True)
-    point = rows.Point(Problem(shape, torch.bfloat16, device="cuda"), "bf16", "forward", 2)
-    times = {limits.DENSE: 1.0, "fmoe cuda": 2.0, "HF grouped_mm": 2.2, "ScatterMoE": 4.0}
-    saved = {"fmoe cuda": memory.Saved(total=4 * 128 * 8 + 4000, router=400)}
-    row = a_row(times, point, saved=saved)
-    assert row.ours == "fmoe cuda" and row.point.label.endswith("bf16, forward, cuda")
-    found = [(goal.is_met, str(goal).split("forward, cuda: ")[1]) for goal in goals.of_shapes([row])]
-    assert [is_met for is_met, _ in found] == [True, False, True, True]
-    assert "of the GEMM limit (at least 0.45)" in found[0][1] and "HF grouped_mm (at least 1.2)" in found[1][1]
-    assert found[3][1] == "fmoe cuda saves 0.01 MB for backward besides its input and its router (at most 0.01 MB)"
-    copied = replace(row.timed, work={limits.DENSE: 10.0, "fmoe cuda": 10.0}, label="k")
-    assert goals.of_kernels([copied]) == []
-    copied = replace(copied, seconds={"copy": [1.0] * 2, "gather": [1.1] * 2, "combine": [2.0] * 2}, reference="copy")
-    copied = replace(copied, work=dict.fromkeys(copied.seconds, 10.0))
-    assert [goal.is_met for goal in goals.of_kernels([copied])] == [True, False]
-    main.write(None, [row], SimpleNamespace(device="cuda", clock="wall", out=tmp_path), [copied])
-    assert "* MISSED: k: combine at 0.500 of the copy" in (tmp_path / "layer-on-cuda.md").read_text()
 
 
 def test_bytes_of_the_kernels_by_hand(monkeypatch):

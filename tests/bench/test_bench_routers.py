@@ -8,8 +8,6 @@ import torch
 from forks import only
 
 from bench.studies import routers
-from fmoe.errors import UserError
-from fmoe.gates import Choice, Scores
 from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, TrainConfig
 
 RECIPE = Recipe(
@@ -76,18 +74,3 @@ def test_the_gradient_of_a_loss_grows_with_its_factor_alone(reports):
             assert found[name] == pytest.approx(expected[name], rel=1e-3)
     text = routers.text([before])
     assert "| run " in text and f"{before.layers[2]['text']:.3g}" in text
-
-
-def test_random_experts_of_a_token_differ():
-    scores = Scores(torch.zeros(50, 1), torch.zeros(50, 4), torch.full((50, 4), 0.25), torch.zeros(50))
-    choice = Choice(torch.zeros(50, 2, dtype=torch.int64), torch.ones(50, 2))
-    found = routers.at_random(scores, choice)
-    assert (found.expert_TK[:, 0] != found.expert_TK[:, 1]).all() and found.expert_TK.unique().tolist() == [0, 1, 2, 3]
-    assert torch.equal(found.weight_TK, choice.weight_TK)
-
-
-def test_bad_input(tmp_path):
-    with pytest.raises(UserError, match="--sequences=0"):
-        routers.main([str(tmp_path), "--sequences", "0"])
-    with pytest.raises(UserError, match="nothing does not exist"):
-        routers.main([str(tmp_path / "nothing")])
