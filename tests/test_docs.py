@@ -48,18 +48,3 @@ def test_links_and_commands(page):
     known = commands()
     for name in re.findall(r"^(?:\$ )?fmoe ([a-z]+)", text, re.M):
         assert name in known, f"{page.name} mentions fmoe {name}"
-
-
-def test_sources_have_no_unresolved_conflict():
-    for folder in ("fmoe", "megatron_patch", "pretrain", "bench", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            found = re.search(r"^(<{7}|={7}|>{7})(?= |$)", path.read_text(encoding="utf-8"), re.M)
-            assert not found, f"{path} has a conflict that was not resolved"
-
-
-def test_contributing_names_every_table_of_patches():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tables = [p for p in (ROOT / "megatron_patch").glob("*.py") if re.search(r"^PATCHES = ", p.read_text(), re.M)]
-    assert len(tables) >= 2
-    for path in tables:
-        assert f"`megatron_patch.{path.stem}.PATCHES`" in text

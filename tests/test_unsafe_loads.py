@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fmoe", "megatron_patch", "pretrain", "bench", "examples", "data")
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
@@ -71,28 +69,3 @@ def test_no_unsafe_load_in_the_packages():
 def test_one_file_has_pickle_and_imports_nothing_else_unsafe():
     found = [what for _, what in unsafe(ast.parse((ROOT / RESTRICTED).read_text(encoding="utf-8")))]
     assert found == ["import of pickle"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import dill as json",
-        "torch.load(f)",
-        "torch.load(f, weights_only=False)",
-        "eval(text)",
-        "exec(text)",
-        "np.load(f, allow_pickle=True)",
-        "dist.all_gather_object(a, b)",
-        "from torch.distributed import broadcast_object_list",
-        "yaml.load(f)",
-    ],
-)
-def test_the_gate_sees(text):
-    assert list(unsafe(ast.parse(text)))
-
-
-@pytest.mark.parametrize("text", ["model.eval()", "torch.load(f, weights_only=True)", "json.load(f)", "re.compile(x)"])
-def test_the_gate_lets_pass(text):
-    assert not list(unsafe(ast.parse(text)))

@@ -121,30 +121,3 @@ def test_a_missing_barrier_shows(faults, name):
     x = X if name == "no_barrier" else X[:32]
     expected = x.flip(0) if name == "no_barrier" else x.view(-1, 2).flip(1).flatten()
     assert not any(torch.equal(run(faults, name, x, seed=seed, threads=len(x)), expected) for seed in range(5))
-
-
-def test_what_is_not_written_is_not_a_number(faults):
-    assert run(faults, "writes_half")[::2].isnan().all()
-    assert run(faults, "shared_unwritten").isnan().all()
-
-
-def test_the_order_of_blocks_and_threads_shows(faults):
-    results = [run(faults, "order_of_blocks", y=torch.zeros(N), seed=seed, grid=5)[0].item() for seed in range(6)]
-    assert len(set(results)) > 1
-    zeros = torch.zeros(N, dtype=torch.int32)
-    first, again, other = (run(faults, "order_of_atomics", zeros, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first.sort().values, torch.arange(N, dtype=torch.int32))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
-def test_arguments_are_checked(faults):
-    with pytest.raises(AssertionError, match="takes ppi, not ppd"):
-        run(faults, "right", n=1.0)
-    with pytest.raises(EmulationError, match="blocks of"):
-        run(faults, "right", threads=33)
-
-
-def test_floats_are_not_added_by_atomics(tmp_path):
-    """Their sum would depend on the order of threads: it does not compile here."""
-    with pytest.raises(AssertionError, match="depend on the order of threads"):
-        build(tmp_path, '#include "common.cuh"\n__global__ void f(float* x) { atomicAdd(x, 1.0f); }\n', ["f"])

@@ -42,7 +42,7 @@ def counted(kernels, monkeypatch, gate, expert, scale=0.5, **options):
     return forward, backward
 
 
-@pytest.mark.by_default("naive-ffn", "switch-swiglu")
+@pytest.mark.by_default("switch-swiglu")
 @pytest.mark.parametrize(("gate", "expert"), LIMITS)
 def test_launches_of_a_layer(gate, expert, kernels, monkeypatch, capsys):
     passes = counted(kernels, monkeypatch, gate, expert)
@@ -51,13 +51,3 @@ def test_launches_of_a_layer(gate, expert, kernels, monkeypatch, capsys):
             listed = ", ".join(f"{n} {kernel}" for kernel, n in sorted(counts.items()))
             print(f"\n{gate} {expert} {name}: {counts.total()} ({listed})", end="")
     assert tuple(counts.total() for counts in passes) == LIMITS[gate, expert]
-
-
-@pytest.mark.slow
-def test_what_the_losses_add(kernels, monkeypatch):
-    """Nothing in the forward pass; in the backward pass the scale of fp16, which is a tensor."""
-    plain = counted(kernels, monkeypatch, "naive", "swiglu")
-    none = counted(kernels, monkeypatch, "naive", "swiglu", loss_weights={"balance": 0.0, "z": 0.0})
-    scaled = counted(kernels, monkeypatch, "naive", "swiglu", torch.tensor(1024.0))
-    assert plain == none
-    assert scaled[0] == plain[0] and scaled[1] - plain[1] == {"mul": 1}

@@ -13,7 +13,7 @@ from fmoe import kernels
 from fmoe.exchange.hops import AllToAll, Hop
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.kernels import reference
-from fmoe.kernels.cuda import ffn, gemm, router, routing, rows, tuning
+from fmoe.kernels.cuda import ffn, router, routing, rows, tuning
 from fmoe.kernels.cuda.instances import DTYPES
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
@@ -243,23 +243,6 @@ def test_only_what_is_needed():
     assert_close(w_out.grad, exact.grad, 1e-5, "w_out")
 
 
-@pytest.mark.parametrize("rule", [routing.Rule(by_logits=True), routing.Rule(is_sigmoid=True, scale=2.0)], ids=str)
-def test_route_has_all_its_gradients(rule):
-    logits = draw(T, 40)
-    (exact,) = doubled(logits)
-    routed = routing.route(logits, K, rule)
-    score = exact.sigmoid() if rule.is_sigmoid else exact.softmax(-1)
-    weight = score.gather(1, routed.expert_TK)
-    weight = rule.scale * weight / weight.sum(-1, keepdim=True)
-    assert torch.equal(routed.expert_TK, exact.topk(K, dim=-1).indices)
-    both = (routed.weight_TK, routed.score_TE, routed.logsumexp_T), (weight, score, exact.logsumexp(-1))
-    for found, expected in zip(*both, strict=True):
-        assert_like(found, expected, [logits], [exact])
-    total = sum((t * draw(*t.shape, seed=5, requires_grad=False)).sum() for t in both[0])
-    total64 = sum((t * draw(*t.shape, seed=5, requires_grad=False)).sum() for t in both[1])
-    assert_close(*(torch.autograd.grad(t, leaf)[0] for t, leaf in ((total, logits), (total64, exact))), 1e-5, "all")
-
-
 def cases():
     """Each operation with arguments."""
     plan = plan_of(0.0)  # of dropped rows the pre-activations are whatever was in memory
@@ -383,37 +366,3 @@ def test_gradients_are_added_to_main_grad(variant, dtype):
     assert found["w_in"].grad_added_to_main_grad and found["w_in"].grad is not None
     assert_close(found["w_in"].main_grad - 1, plain["w_in"].grad, limit, "w_in")
     assert all(torch.equal(found[name].grad, plain[name].grad) for name in ("x", "w_out"))
-
-
-def test_accumulation_is_measured_without_being_done(monkeypatch):
-    """Into tensors of its own; the gradient is added to main_grad once."""
-    seen = []
-
-    def choose(asked, step, x, num_rows, w_in, w_out, run):
-        if step != "forward":
-            before = w_in.main_grad.clone()
-            run("loop")
-            seen.append((step, torch.equal(w_in.main_grad, before)))
-        return "loop"
-
-    def weights(self, left, right, total=None):
-        totals.append(None if total is None else total.data_ptr())
-        return made(self, left, right, total)
-
-    totals = []
-    made = gemm.Gemms.weights
-    monkeypatch.setattr(gemm.Gemms, "weights", weights)
-    monkeypatch.setattr(ffn, "choose", choose)
-    plan = plan_of()
-    weight = draw(T, K, seed=9)
-    w_in = draw(E, 2 * H, D, seed=1)
-    w_out = draw(E, D, H, seed=2)
-    for w in (w_in, w_out):
-        w.main_grad = torch.zeros(w.shape)
-        w.grad_added_to_main_grad = False
-    given = (draw(T, D), w_in, None, w_out, None, None, ACTIVATIONS["silu"], True)
-    y = ffn.expert_ffn(*given, **plan.fused_arguments(weight), gemm="auto", into_main_grad=True)
-    y.backward(draw(T, D, seed=5, requires_grad=False))
-    assert seen == [("backward to main_grad", True)] and w_in.main_grad.any()
-    own = {w_in.main_grad.data_ptr(), w_out.main_grad.data_ptr()}
-    assert len(totals) == 4 and None not in totals and own == set(totals[2:]) and not own & set(totals[:2])

@@ -9,9 +9,8 @@ from compare import assert_close
 
 import fmoe
 from fmoe.gates import GShardRouter, NaiveRouter, SwitchRouter
-from fmoe.kernels.cuda import calls, router
+from fmoe.kernels.cuda import calls
 from fmoe.kernels.cuda.calls import TokenTiles
-from fmoe.kernels.cuda.routing import Rule
 from fmoe.kernels.gates import route
 from fmoe.layout import LocalTokens
 from fmoe.metrics import counting
@@ -123,19 +122,6 @@ def test_gates_that_compute_something_else(gate, kernels_of_gate, on):
     assert on.names() == (kernels_of_gate or set())
 
 
-def test_what_does_not_fit_into_shared_memory(on):
-    assert router.fits(4000, 2, Rule(), False) == (4 * (3 * 4000 + 2 + 3) <= 48 * 1024)
-    assert not router.fits(4000, 8, Rule(), True) and router.fits(256, 8, Rule(), True)
-
-
-def test_tiles_cover_all_tokens():
-    for tokens, size in ((1, 1), (5, 3), (4096, 4096), (100_000, 512), (0, 4)):
-        tiles = TokenTiles(tokens, size)
-        assert tiles.tile % 8 == 0 and tiles.tile * tiles.per_group >= min(size, tokens)
-        assert tiles.count == max(1, tiles.groups) * tiles.per_group
-    assert TokenTiles(48, 1 << 30).count == TokenTiles(48, 48).count  # not for tokens that are not there
-
-
 def test_more_groups_than_a_grid_is_high(monkeypatch):
     """A GPU takes up to 2^31 - 1 blocks in x, but 65535 in y and z."""
     grids = []
@@ -185,15 +171,6 @@ def test_scaled_losses_and_what_is_counted(scale, on):
     assert one.metrics.take().tokens == 4 * 48 and one.metrics.report().tokens == 0
 
 
-@pytest.mark.slow
-def test_many_passes_are_added_at_once(on):
-    one, _ = layers()
-    x = torch.randn(2, 4, D)
-    for _ in range(70):
-        one(x).sum().backward()
-    assert len(one.metrics._pending) < 64 and one.metrics.report().tokens == 70 * 8
-
-
 def test_training_and_evaluation_are_counted_together(on):
     """Statistics of evaluation have no losses; those of inference mode are added outside of it."""
     one, _ = layers()
@@ -205,16 +182,6 @@ def test_training_and_evaluation_are_counted_together(on):
                 one.eval()(x)
         report = one.metrics.report()
     assert report.tokens == 4 * 8 and sum(report.load) == pytest.approx(1)
-
-
-def test_factors_of_losses_that_change_are_not_kept_without_end(on):
-    """Those that are kept stay: a CUDA graph may read them."""
-    one, _ = layers()
-    step(one, x := torch.randn(2, 4, D), 2.0)
-    (kept,) = one.aux._factors.values()
-    for scale in range(3, 22):
-        step(one, x, float(scale))
-    assert len(one.aux._factors) == 16 and next(iter(one.aux._factors.values())) is kept
 
 
 def test_frozen_parts(on):

@@ -9,7 +9,7 @@ import fmoe
 from fmoe.experts.ffn import ACTIVATIONS as POINTWISE
 from fmoe.experts.ffn import GATED_ACTIVATIONS
 from fmoe.kernels import reference
-from fmoe.kernels.cuda import ffn, gemm, selfcheck, triton_gemm
+from fmoe.kernels.cuda import ffn, selfcheck, triton_gemm
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
@@ -219,17 +219,6 @@ def test_a_layer(on):
     for name, value in results["loop"].items():
         assert_close(results["triton"][name], value, 1e-5, name)
     assert "combine" in on.names() and not on.names() & {"gather", "activate", "activate_backward"}
-
-
-@pytest.mark.slow
-def test_triton_passes_its_self_check_inside_an_operation(monkeypatch):
-    """There the first layer that may use it checks it, below autograd."""
-    monkeypatch.setattr(gemm, "_checked", {})
-    case = Case(0)
-    found = case.results(case.fused, case.dtype)
-    expected = case.results(case.plain, torch.float64)
-    assert gemm._checked == {torch.device("cpu"): None}
-    assert_close(found["out"], expected["out"], LIMITS[case.dtype], "out")
 
 
 def test_what_is_wrong_is_found_in_the_self_check(monkeypatch):

@@ -10,10 +10,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe import random
-from fmoe.experts import ffn, initial
+from fmoe.experts import initial
 from fmoe.experts.ffn import FFNExperts
 from fmoe.kernels import backends
-from fmoe.kernels.cuda import launch
 from fmoe.kernels.native import loader as native
 from fmoe.routing import RoutingGroups
 
@@ -107,43 +106,6 @@ def test_initial_weights_in_chunks_and_by_the_native_backend(is_normal, count, m
         assert torch.equal(initial.draw(*given), expected)
     monkeypatch.setattr(backends, "native_is_loaded", False)
     assert torch.equal(initial.draw(*given), expected)
-
-
-def test_a_gpu_with_kernels_draws_for_the_cpu(monkeypatch):
-    """Without the native backend, for which the processor needs 29 ns a number."""
-    gpu, real, asked = torch.device("cuda", 0), initial.draw, []
-
-    def draw(keys, count, device, *options):
-        asked.append(device)
-        monkeypatch.setattr(backends, "current_gpu", lambda: None)
-        return real(keys, count, torch.device("cpu"), *options)
-
-    monkeypatch.setattr(backends, "native_is_loaded", False)
-    monkeypatch.setattr(backends, "current_gpu", lambda: gpu)
-    monkeypatch.setattr(initial, "draw", draw)
-    found = real([1, 2], 100, torch.device("cpu"), 0.3, True)
-    assert asked == [gpu] and torch.equal(found, random.exact_normal(torch.tensor([1, 2]), 100) * 0.3)
-
-
-@pytest.mark.parametrize("capability", [None, (9, 0), (8, 0)])
-def test_the_gpu_that_draws_has_kernels(capability, monkeypatch):
-    """None where no GPU is visible, or where its kernels are not loaded."""
-    monkeypatch.setattr(launch, "launchers", {"sm_90": object(), "none": object()})
-    monkeypatch.setattr(launch, "_arch_of_device", {})
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert backends.current_gpu() == (torch.device("cuda", 1) if capability == (9, 0) else None)
-
-
-def test_a_layer_of_the_cpu_beside_a_gpu_without_kernels_is_native(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ffn.cuda, "load", lambda device: asked.append(device))
-    monkeypatch.setattr(ffn.native, "load", lambda: asked.append("native"))
-    FFNExperts(2, 4, 6)
-    assert asked == [None, "native"]
 
 
 class Operations(TorchDispatchMode):

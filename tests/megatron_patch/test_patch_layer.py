@@ -104,13 +104,13 @@ def test_a_subset_of_layers(forks):
     only(forks.run(1, one_layer))
 
 
-def convert_wrapped(package, model, layers, options):
+def convert_wrapped(model, layers, options):
     """Convert a model that is not supported, or has other layers; it must be left as it is."""
-    from importlib import import_module
-
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
     from tiny_gpt import EXPERTS, start, tiny_gpt
+
+    import fmoe
 
     start()
     gpt = tiny_gpt(**options)
@@ -122,12 +122,11 @@ def convert_wrapped(package, model, layers, options):
         "float16": lambda: Float16Module(gpt.config, gpt),
     }[model]()
     try:
-        import_module(package).fmoefy(wrapped, num_experts=EXPERTS, layers=layers)
+        fmoe.fmoefy(wrapped, num_experts=EXPERTS, layers=layers)
     finally:
         assert [layer.mlp for layer in gpt.decoder.layers] == dense
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("model", "layers", "options", "parts"),
     [
@@ -139,23 +138,9 @@ def convert_wrapped(package, model, layers, options):
     ],
     ids=["ddp", "float16", "linear", "layer 3", "layer 0"],
 )
-@pytest.mark.parametrize("package", ["fmoe", "megatron_patch"])
-def test_wrong_models_are_refused(forks, package, model, layers, options, parts):
-    message = refusal(forks.run(1, convert_wrapped, package, model, layers, options))
+def test_wrong_models_are_refused(forks, model, layers, options, parts):
+    message = refusal(forks.run(1, convert_wrapped, model, layers, options))
     assert all(part in message for part in parts), message
-
-
-def another_tensor_parallel_size():
-    from tiny_gpt import start, tiny_config
-
-    from megatron_patch import MegatronMoE
-
-    start()
-    MegatronMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
-
-
-def test_the_config_has_the_sizes_of_the_groups(forks):
-    assert "tensor_model_parallel_size=2" in refusal(forks.run(1, another_tensor_parallel_size))
 
 
 def numbered():

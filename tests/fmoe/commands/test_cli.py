@@ -4,10 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 
@@ -26,11 +24,6 @@ def test_help_lists_the_commands(capsys):
     assert all(words[1:] == SUMMARIES[words[0]].split() for words in listed)
     assert [name for name in SUMMARIES if name in commands()] == list(commands())
     assert main([]) == 2
-
-
-def test_every_command_has_its_line():
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    assert set(project["project"]["entry-points"]["fmoe.commands"]) <= set(SUMMARIES)
 
 
 def test_unknown_command_names_the_nearest(capsys):
@@ -114,11 +107,6 @@ def test_a_reader_that_ends_first_ends_the_command_quietly(command):
     os.close(error_read)
 
 
-def test_another_broken_pipe_is_not_the_readers(capsys):
-    with pytest.raises(BrokenPipeError):
-        run("prog", raiser(BrokenPipeError("of a socket")))
-
-
 @pytest.mark.parametrize("words", [["--\x1b[2Jx"], ["a\x1b[2Jx"]])
 def test_a_wrong_argument_shows_no_escape_sequence(words, capsys):
     with pytest.raises(SystemExit) as end:
@@ -148,7 +136,7 @@ def test_require_names_the_extra():
 
 
 def test_import_needs_torch_alone():
-    """In a process where every optional package is out of reach."""
+    """In a process where every optional package is out of reach. It builds no kernels either."""
     blocked = [
         "megatron",
         "datasets",
@@ -167,6 +155,10 @@ for name in {blocked!r}:
     sys.modules[name] = None
 import torch, fmoe
 assert "torch._dynamo" not in sys.modules, "as slow to import as torch"
+assert not {{"fmoe.kernels.native.build", "fmoe.kernels.cache", "fmoe.kernels.native.compiler"}} & {{*sys.modules}}
+assert {{*fmoe.__all__}} <= {{*dir(fmoe)}}
+for name in fmoe.__all__:
+    getattr(fmoe, name)
 layer = fmoe.FMoE(d_model=8, num_experts=4, gate="switch")
 layer(torch.randn(3, 8)).sum().backward()
 assert not any(name.split(".")[0] in ("pretrain", "megatron_patch") for name in sys.modules)
@@ -175,39 +167,31 @@ assert not any(name.split(".")[0] in ("pretrain", "megatron_patch") for name in 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--help"],
-        ["train", "--help"],
-        ["data", "--help"],
-        ["compare", "--help"],
-        ["report", "--help"],
-        ["generate", "--help"],
-        ["evaluate", "--help"],
-        ["no_such_command"],
-    ],
-    ids=str,
-)
-def test_commands_without_a_model_do_not_import_torch(argv):
+WITHOUT_A_MODEL = [
+    *(["--help"], ["no_such_command"]),
+    *([command, "--help"] for command in ("train", "data", "compare", "report", "generate", "evaluate")),
+]
+
+
+def test_commands_without_a_model_do_not_import_torch():
     code = f"""
 import sys
 from fmoe.cli import main
-try:
-    main({argv!r})
-except SystemExit as error:
-    assert not error.code
-assert not {{"torch", "megatron", "transformers"}} & set(sys.modules)
+for argv in {WITHOUT_A_MODEL!r}:
+    try:
+        main(argv)
+    except SystemExit as error:
+        assert not error.code
+    assert not {{"torch", "megatron", "transformers"}} & set(sys.modules), argv
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.by_default(0, 4, 8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
-        "import fmoe; assert {*fmoe.__all__} <= {*dir(fmoe)}; [getattr(fmoe, name) for name in fmoe.__all__]",
         "import fmoe.gates; fmoe.gates.NaiveGate; assert not hasattr(fmoe.gates, 'NoGate')",
         "import fmoe; assert fmoe.layers.FMoE is fmoe.FMoE; fmoe.optim, fmoe.parallel",
         "import fmoe; assert not hasattr(fmoe, 'nothing')",

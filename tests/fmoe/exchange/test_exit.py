@@ -12,7 +12,7 @@ SCRIPTS = ["trained", "with_hooks", "evaluated", "averaged", "group_destroyed", 
 
 
 def test_ranks_that_never_destroy_their_group_exit_with_0(forks):
-    few = SCRIPTS[::2]
+    few = ["trained", "evaluated"]
     assert only(forks.run(1, exit_codes, len(few), few, "idle")) == {0: 2 * len(few)}
 
 

@@ -136,13 +136,6 @@ def test_a_factory_gets_what_its_signature_takes(registered, case, is_named, cls
     assert made_by(cls.build(**layer)) == (by_default or made_by(cls.build(**layer, d_hidden=32)))
 
 
-@pytest.mark.parametrize("make", [fmoe.SoftMoE, fmoe.MMoE])
-def test_dense_layers_have_the_same_contract(make):
-    assert make(8, 4, 2, 12, expert=Wide).experts[0].arguments == SIZES
-    assert make(8, 4, 2, expert=Default, expert_options={"bias": 0}).experts[0].arguments["d_hidden"] == 7
-    assert make(8, 4, 2, 12, expert=AllOfARank).experts.arguments["num_experts"] == 4
-
-
 def test_each_entry_of_a_list_has_the_same_contract():
     ready = Narrow(8)
     layer = fmoe.MoE.build(d_model=8, num_experts=3, d_hidden=12, expert=[Wide, Default, ready], seed=0)
@@ -194,27 +187,6 @@ def test_a_signature_that_does_not_fit_is_one_error(expert, options, says):
         fmoe.MoE.build(d_model=8, num_experts=4, d_hidden=12, expert=expert, expert_options=options, seed=0)
     text = str(error.value)
     assert all(word in text for word in says) and "\n" not in text, text
-
-
-@pytest.mark.parametrize("factory", [3, Narrow(8)], ids=["number", "module"])
-def test_only_classes_and_functions_are_registered(registered, factory):
-    with pytest.raises(fmoe.UserError, match="expert="):
-        registered("own", factory)
-    assert "own" not in EXPERTS
-
-
-def test_errors_of_the_constructor_are_its_own():
-    def broken(d_model, d_hidden):
-        raise TypeError("of the constructor")
-
-    with pytest.raises(TypeError, match="of the constructor"):
-        fmoe.MoE.build(d_model=8, num_experts=4, expert=broken, seed=0)
-
-
-def test_args_take_sizes_after_named_parameters():
-    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0)
-    assert made_by(build(expert=lambda d_model, *args, **kw: Made(d=d_model, args=args))) == {"d": 8, "args": (12,)}
-    assert made_by(build(expert=lambda dim, bias=1, *args: Made(d=(dim, bias, *args)))) == {"d": (8, 1, 12)}
 
 
 def test_registered_pass_through_makes_all_and_ambiguous_is_refused(registered):

@@ -265,6 +265,7 @@ def test_losses_of_even_and_extreme_loads():
         ("hash", 2, {"table": torch.zeros(5, 1, dtype=torch.int64)}, "top_k=2"),
         ("hash", 1, {"table": torch.full((5, 1), 4)}, "0..3"),
         ("hash", 1, {"table": [[0]]}, "int64"),
+        ("sparsemixer", 2, {"margin": -0.1}, "0 or more"),
         (3, 2, {}, "name"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

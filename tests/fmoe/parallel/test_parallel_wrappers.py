@@ -166,7 +166,7 @@ def test_two_ranks_equal_one(two_ranks, wrapper, split):
     equal_one_process(two_ranks, wrapper, split, torch.float64, "adamw")
 
 
-@pytest.mark.by_default("ddp-ep4")
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["ep4", "ep2-dp2"])
 @WRAPPERS
 def test_four_ranks_equal_one(four_ranks, wrapper, split):

@@ -47,7 +47,7 @@ def test_it_builds_and_loads_beside_one_openmp_library():
         assert "libtorch_cpu" in dynamic and not re.search(r"libi?g?omp|RPATH|RUNPATH", dynamic)
 
 
-@pytest.mark.by_default("avx2")
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_torch_lowers_the_instruction_set(isa):
     """The limit applies to torch's kernels and ours alike, so that one machine can test all of them."""
