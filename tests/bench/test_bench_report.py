@@ -31,18 +31,6 @@ def test_json_round_trip(tmp_path):
     assert json.loads(json_path.read_text())["machine"] == FACTS
 
 
-def test_markdown_names_rows_means_failures_and_machine():
-    rows = [
-        measurement("A"),
-        measurement("B", seconds={"dense": [0.8] * 3, "moe": [0.1] * 3}, failures={"x|y": "round 2: OSError: gone"}),
-    ]
-    text = report.markdown(rows, "step", FACTS)
-    assert "| B   | moe       |" in text
-    assert "* geometric mean over 2 rows: moe 4.000 [4.000, 4.000]" in text
-    assert "* failed (B): x|y, round 2: OSError: gone" in text
-    assert text.endswith("Machine: cpu Some CPU, cores 2.\n")
-
-
 def test_machine_tells_no_host_name_and_no_path():
     facts = report.describe_machine()
     assert {"cpu", "cores", "threads", "torch", "python", "date"} <= facts.keys()

@@ -62,15 +62,3 @@ def test_random_experts_cost_something_unless_all_are_alike(reports):
         assert abs(alike.layers[number]["random experts"]) < 1e-5
         assert abs(others.layers[number]["random experts"]) > 1e-4
         assert abs(alike.layers[number]["no experts"]) > 1e-4
-
-
-@pytest.mark.slow
-def test_the_gradient_of_a_loss_grows_with_its_factor_alone(reports):
-    before, _, after = reports
-    for number in (1, 2):
-        found, expected = after.layers[number], before.layers[number]
-        assert found["balance"] == pytest.approx(2 * expected["balance"], rel=1e-2) and found["balance"] > 0
-        for name in ("text", "z", "cosine", "entropy"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-3)
-    text = routers.text([before])
-    assert "| run " in text and f"{before.layers[2]['text']:.3g}" in text

@@ -183,24 +183,6 @@ def test_without_a_gpu(monkeypatch):
         layer_of("cuda")
 
 
-def test_the_device_of_the_tokens_is_the_current_one(on, monkeypatch):
-    """In each pass: Triton launches on the current device, and measurements are of its stream."""
-    entered = []
-    device_of = torch.cuda.device_of
-
-    def noted(tensor):
-        entered.append(tensor)
-        return device_of(tensor)
-
-    monkeypatch.setattr(torch.cuda, "device_of", noted)
-    layer = layer_of("cuda")
-    x = torch.randn(5, 24).requires_grad_()
-    y = layer(x)
-    assert len(entered) == 1 and entered[0].shape == x.shape
-    y.sum().backward()
-    assert len(entered) == 2
-
-
 @pytest.mark.parametrize(
     ("setting", "precision"),
     [("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32"), (True, "tf32"), (False, "ieee")],

@@ -142,26 +142,9 @@ def test_each_entry_of_a_list_has_the_same_contract():
     assert [e.arguments for e in layer.experts] == [SIZES, {**SIZES, "bias": True}, {"d_model": 8}]
 
 
-def test_stacked_overrides_the_signature(registered):
-    registered("all", lambda n, width, inner, **_: AllOfARank(n, width, inner), stacked=True)
-    registered("one", lambda *sizes: Wide(*sizes), stacked=False)
-    registered("ffn too", lambda *sizes, **options: FFNExperts(*sizes, **options), stacked=True)
-    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0)
-    assert made_by(build(expert="all")) == {"num_experts": 4, **SIZES, "scale": 1.0}
-    assert made_by(build(expert="one")) == SIZES
-    assert build(expert="ffn too", expert_options={"bias": False}).experts.weight_in.shape == (4, 12, 8)
-    gated = build(expert=functools.partial(FFNExperts, gated=True)).experts
-    assert gated.gated and gated.num_experts == 4
-
-
 class Heads(Made):
     def __init__(self, d_model, d_hidden, heads):
         super().__init__(d_model=d_model, d_hidden=d_hidden, heads=heads)
-
-
-def test_other_arguments_are_options():
-    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0, expert=Heads)
-    assert made_by(build(expert_options={"heads": 2})) == {**SIZES, "heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -196,20 +179,3 @@ def test_registered_pass_through_makes_all_and_ambiguous_is_refused(registered):
     for factory in (lambda n, d, h: 0, lambda n, *sizes: 0):
         with pytest.raises(fmoe.UserError, match="stacked="):
             registered("ambiguous", factory)
-
-
-class Ignores(nn.Identity):
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-
-
-class Refused(nn.Module):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-
-
-def test_classes_may_ignore_arguments_but_not_pass_them_to_module():
-    for expert in (nn.Identity, Ignores):
-        fmoe.MoE.build(d_model=8, num_experts=4, expert=expert, seed=0)
-    with pytest.raises(fmoe.UserError, match="Refused"):
-        fmoe.MoE.build(d_model=8, num_experts=4, expert=Refused, seed=0)

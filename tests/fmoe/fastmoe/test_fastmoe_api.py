@@ -93,44 +93,6 @@ def test_transformer_mlp(dtype):
     assert torch.equal(mlp(x.view(3, 4, D)), mlp(x).view(3, 4, D))
 
 
-@DTYPES
-@pytest.mark.parametrize("nest", ["list", "dict"])
-def test_nests_of_tensors_with_a_gate_and_experts_of_ones_own(nest, dtype):
-    class MyGate(NaiveGate):
-        def forward(self, inp, return_all_scores=False):
-            return super().forward(inp["x"] if isinstance(inp, dict) else inp[0], return_all_scores)
-
-    class MyExpert(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = FMoELinear(4, D, D)
-            self.two = FMoELinear(4, D + 1, D + 2)
-
-        def forward(self, inp, fwd_expert_count):
-            if isinstance(inp, dict):
-                return {"x": self.one(inp["x"], fwd_expert_count), "y": self.two(inp["y"], fwd_expert_count)}
-            return [self.one(inp[0], fwd_expert_count), self.two(inp[1], fwd_expert_count)]
-
-    class Nested(FMoE):
-        def __init__(self):
-            super().__init__(num_expert=4, d_model=D, gate=MyGate, top_k=2)
-            self.experts = MyExpert()
-
-    torch.manual_seed(1)
-    layer = Nested().to(dtype)
-    x, _ = tokens(dtype)
-    y = torch.randn(T, D + 1, generator=torch.Generator().manual_seed(9)).to(dtype)
-    out = layer({"x": x, "y": y} if nest == "dict" else [x, y])
-    assert type(out) is (dict if nest == "dict" else list)
-    index, score = layer.gate([x])
-    for got, inp, linear in zip(
-        out.values() if nest == "dict" else out, (x, y), (layer.experts.one, layer.experts.two), strict=True
-    ):
-        w, b = linear.weight.double(), linear.bias.double()
-        rows = torch.einsum("tkoi,ti->tko", w[index], inp.double()) + b[index]
-        assert_close(got, (score.double().unsqueeze(-1) * rows).sum(1), LIMIT[dtype], "output")
-
-
 def test_defaults_are_those_of_fastmoe():
     layer = FMoE(d_model=D)
     assert (layer.num_expert, layer.world_size, layer.top_k) == (32, 1, 2)

@@ -20,7 +20,6 @@ from fmoe.gates import (
     ZeroGate,
     base_gate,
     faster_gate,
-    utils,
 )
 
 T, D, L = 40, 8, 4
@@ -154,18 +153,6 @@ def test_noisy_evaluation_is_plain_and_finite():
     gate.get_loss().backward()
     assert gate.w_gate.grad.isfinite().all()
     assert gate.w_gate.abs().max() <= D**-0.5, "drawn as a Linear, whose fan-in is D"
-
-
-@pytest.mark.parametrize("shape", [(T,), (T, 3)], ids=str)
-def test_limit_by_capacity(shape):
-    index = torch.randint(-1, L, shape, generator=torch.Generator().manual_seed(0))
-    limits = torch.tensor([0, 3, 1000, 7])
-    new_lec, new_gec, kept = utils.limit_by_capacity(index, L, 1, limits)
-    expected = torch.minimum(counts(index), limits)
-    assert torch.equal(new_lec, expected) and torch.equal(new_gec, expected)
-    assert torch.equal(counts(kept), expected) and kept.is_contiguous()
-    assert torch.equal(kept[kept >= 0], index[kept >= 0])
-    assert torch.equal(counts(utils.limit_by_capacity(index, L, 1, 5)[2]), counts(index).clamp(max=5))
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])

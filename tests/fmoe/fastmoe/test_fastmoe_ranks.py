@@ -84,41 +84,6 @@ def test_moe_group(two_ranks, counts, top_k, name_group, dtype):
         close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2, "value")
 
 
-# Both ranks hold the same tokens and share the work.
-
-
-def sliced(count, spread):
-    experts = all_experts()
-    options = {"world_size": W, "moe_group": dist.group.WORLD} if spread else {}
-    layer = FMoE(L if spread else W * L, D, slice_group=dist.group.WORLD, expert=SmallExpert, **options)
-    give_experts(layer, experts)
-    assert (layer.slice_size, layer.slice_rank) == (W, dist.get_rank())
-    x, weight = tokens(0, count)
-    x.requires_grad_()
-    index, score = layer.gate(x)
-    expected = brute_force(x, index, score, experts, weight)
-    by_gate = torch.autograd.grad(score, [x, layer.gate.gate.weight], expected.grad_score.float())
-    y = layer(x)
-    (y * weight).sum().backward()
-    gate_grad = layer.gate.gate.weight.grad
-    dist.all_reduce(gate_grad)  # every rank routed its slice
-    own = [p.grad for expert in layer.experts for p in expert.parameters()]
-    if not spread:
-        for grad in own:
-            dist.all_reduce(grad)
-    grads = [grad for e in layer_experts(layer) for grad in expected.grad_experts[e]]
-    found = as_numbers([y, x.grad, gate_grad, *own])
-    return found, as_numbers([expected.output, expected.grad_input + by_gate[0], by_gate[1], *grads])
-
-
-@pytest.mark.parametrize("spread", [False, True], ids=["alone", "with-moe-group"])
-@pytest.mark.parametrize("count", [8, 7, 1], ids=["even", "odd", "one"])
-def test_slice_group(two_ranks, count, spread):
-    """FastMoE lost the tokens that are left where their number does not divide."""
-    for found, expected in values(two_ranks.run(sliced, count, spread)):
-        close(found, expected, 1e-5, "value")
-
-
 # Two layers over groups of their own, which FastMoE took to be the same.
 
 

@@ -46,14 +46,6 @@ def test_evaluation_is_that_of_transformers(jitter, shift):
     assert (jitter < 0.1) == bool((weight_TK == 1).all(1).float().mean() > 0.8)
 
 
-def test_equal_logits_compete():
-    gate = build(top_k=3, margin=0.0).eval()
-    with torch.no_grad():
-        gate.weight.zero_()
-        routing = gate(tokens(), RoutingGroups(1, TOKENS))
-    assert_close(routing.weight_TK, torch.tensor([1 / 6, 1 / 5, 1 / 4]).expand(TOKENS, 3), 1e-6, "weights")
-
-
 @pytest.mark.slow
 def test_training_is_that_of_transformers(monkeypatch):
     """With the same noise. Its constants 0.3333 and 0.6667 are rounded; gradients do not have them."""

@@ -277,24 +277,6 @@ def test_tensor_parallel_slices_equal_the_whole_bit_for_bit(forks):
         assert rank == [True] * 4
 
 
-def lonely_gradient():
-    """A gradient is missing on the one rank of two that step parts of a matrix."""
-    weight = torch.ones(4, 2)
-    shard = weight.reshape(-1)[dist.get_rank() * 3 :][: 3 + 2 * dist.get_rank()].clone()
-    optimizer = Muon([shard])
-    optimizer.set_shards(
-        {weight: Matrices.of(weight)}, Shards({shard: (weight, dist.get_rank() * 3)}, [weight], dist.group.WORLD)
-    )
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_part_of_a_matrix_needs_its_gradient(forks):
-    assert all("no gradient" in error for error in values(forks.run(2, lonely_gradient)))
-
-
 WRONG = {
     "lr": ({"lr": -1.0}, "lr=-1.0 "),
     "momentum": ({"momentum": 1.0}, r"momentum=1.0 is not in \[0, 1\)"),
@@ -311,11 +293,6 @@ def test_wrong_values_are_one_line(case):
         Muon([nn.Parameter(torch.ones(2, 2))], **options)
 
 
-def test_sections_that_do_not_divide_the_rows():
-    with pytest.raises(UserError, match=r"sections=\(3, 1, 1\) must .* 12 rows"):
-        Matrices.of(nn.Parameter(torch.ones(12, 2))).with_sections(3, 1, 1)
-
-
 def test_many_matrices_are_iterated_in_parts():
     """On a CPU a stack is cut so that a part fits into a cache: each matrix ends as it does alone, bit for bit."""
     stack = torch.randn(3, 100, 96, 64, generator=torch.Generator().manual_seed(0))
@@ -324,16 +301,6 @@ def test_many_matrices_are_iterated_in_parts():
     for number in (0, 41, 42, 43, 99):
         assert torch.equal(found[1, number], orthogonalize(stack[1, number]))
     assert orthogonalize(stack[:0]).shape == (0, 100, 96, 64)
-
-
-def test_weight_norm_divides_a_matrix_into_a_matrix_and_a_vector():
-    model = Model()
-    for module, name in ((model.hidden, "weight"), (model.moe.experts, "weight_in")):
-        nn.utils.parametrizations.weight_norm(module, name)
-    found = names_of(model, others=[model.head])
-    assert found["moe.experts.parametrizations.weight_in.original1"] == (16, 16)
-    assert found["hidden.parametrizations.weight.original1"] == (8,)
-    assert not any(name.endswith("original0") for name in found)
 
 
 @pytest.mark.parametrize("gate", ["gate", "router"])

@@ -196,27 +196,6 @@ def test_native_of_another_dtype_is_one_line():
     layer_of("auto").double()(X.double())
 
 
-def penalty(layer, x):
-    """A gradient penalty, and a Hessian-vector product."""
-    x = x.clone().requires_grad_()
-    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    first.square().sum().backward()
-    found = {"first": first, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-    layer.zero_grad()
-    vector = torch.ones_like(x)
-    found["hvp"] = torch.autograd.functional.hvp(lambda x: layer(x).square().sum(), x.detach(), vector)[1]
-    return found
-
-
-@pytest.mark.parametrize("options", [{}, {"expert": "swiglu", "shared_expert": 16}, {"gate": "sigmoid"}], ids=str)
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_second_derivatives(backend, options):
-    exact = penalty(layer_of("torch", **options).double(), X.double())
-    found = penalty(layer_of(backend, **options), X)
-    for name, value in exact.items():
-        assert_close(found[name], value, 1e-5, name)
-
-
 def test_torch_func_is_refused():
     """As the torch path refuses it, instead of no gradient."""
     for backend in ("native", "torch"):
