@@ -14,6 +14,7 @@ BENCHMARKS = {
     "context": "bench.studies.context",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
+    "experts": "bench.studies.experts",
     "fastermoe": "bench.studies.fastermoe",
     "gpipe": "bench.studies.gpipe",
     "gpu": "bench.gpu",

@@ -1,4 +1,4 @@
-"""``fmoefy`` converts the feed-forward blocks of a model to experts, in place.
+"""``fmoefy`` converts the feed-forward blocks of a model to experts, or takes over the experts that it has, in place.
 
 `fmoe.convert.families` finds the blocks, module by module. Models whose layers have another interface, such as
 Megatron-core's, need a converter of whole models. Converters are entry points of the group ``fmoe.converters``. An
@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 from fmoe.convert.blocks import Block, LinearMap, known_activation, linear_map
-from fmoe.convert.families import FAMILIES, Found, find_blocks, register_family, search
+from fmoe.convert.experts import ExpertBlock
+from fmoe.convert.families import FAMILIES, Found, find_blocks, find_experts, register_family, search
+from fmoe.convert.routed import Form, RoutedMoE
 from fmoe.convert.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 from fmoe.errors import UserError
 from fmoe.moe import MoE
@@ -42,7 +44,7 @@ _WRAPPERS = frozenset(
 
 def fmoefy(
     model: nn.Module,
-    num_experts: int,
+    num_experts: int | None = None,
     *,
     layers: str | int | Collection[int] = "all",
     upcycle: bool = True,
@@ -54,13 +56,17 @@ def fmoefy(
 ) -> nn.Module:
     """Convert the feed-forward blocks of ``model`` to Mixture-of-Experts layers, in place; return the model.
 
+    Without ``num_experts``, convert the experts that the model has already to `fmoe.convert.routed.RoutedMoE` layers
+    with the same weights, and leave its dense blocks.
+
     Call it before you wrap the model in DDP, FSDP or another wrapper, or create an optimizer. Each block keeps its
     dtype, device, mode (training or evaluation), biases and dropout. An error leaves the model unchanged.
 
     Args:
-        num_experts: number of experts of each layer, over all ranks.
+        num_experts: number of experts of each layer, over all ranks; None for a model with experts.
         layers: ``"all"``; indices of blocks in order of occurrence, counted from 0; or n for every n-th block (indices
-            n - 1, 2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
+            n - 1, 2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks, and `fmoe.convert.find_experts` those of
+            a model with experts.
         upcycle: make every expert a copy of the dense block (arXiv 2212.05055). False draws new experts of the block's
             sizes.
         exact: with ``upcycle``, raise an error with the reason if anything but ``noise`` would change the model's
@@ -73,8 +79,9 @@ def fmoefy(
         seed: seed of new weights and noise; None draws one from torch's default generator. All ranks of ``moe_group``
             must use the same.
         options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,
-            ... For Megatron-core models, options of `megatron_patch.fmoefy`, which counts layers from 1 and uses seed 0
-            by default.
+            ... Without ``num_experts``, only ``layers``, ``moe_group``, ``exchange``, ``exchange_options``, ``backend``
+            and ``check`` are supported. For Megatron-core models, options of `megatron_patch.fmoefy`, which counts
+            layers from 1 and uses seed 0 by default.
 
     Raises:
         UserError: no block is found (the message counts the modules by class); the model is wrapped or has MoE layers
@@ -82,13 +89,15 @@ def fmoefy(
     """
     chosen_here: dict[str, Any] = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
     chosen_here |= {"granularity": granularity, "seed": seed}
+    changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
     convert, converters = _whole_model(model)
-    if convert is not None:
-        changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
+    if convert is not None and num_experts is not None:
         return convert(model, num_experts=num_experts, **changed, **options)
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         warn_untested("transformers")
     check_model(model)
+    if num_experts is None:
+        return _take_over(model, **changed, **options)
     found, refused = search(model)
     if not found:
         raise UserError(_nothing_found(model, converters, refused))
@@ -111,6 +120,36 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(fmoefy).parameters.items()
     if parameter.default is not parameter.empty
 }
+
+
+# Options that keep a model's own experts as they are.
+_TAKEN = ("moe_group", "exchange", "exchange_options", "backend", "check")
+
+
+def _take_over(model: nn.Module, layers: str | int | Collection[int] = "all", **options: Any) -> nn.Module:
+    """Convert the model's own experts, in place; arguments as in `fmoefy`."""
+    found, refused = search(model, ExpertBlock)
+    known = {f.name for f in found}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts" and name not in known:
+            refused.setdefault(name, f"is a {type(module).__name__}, which has no form that fmoe knows")
+    if refused:
+        raise UserError(f"the experts of {type(model).__name__} cannot be converted: {_listed(refused)}")
+    if not found:
+        raise UserError(f"num_experts is missing: {type(model).__name__} has no experts, only dense blocks")
+    for option, value in options.items():
+        if option not in _TAKEN:
+            raise UserError(f"{option}={value!r} is for dense blocks: pass num_experts too, or omit {option}")
+    chosen = [found[index] for index in _choose(layers, len(found))]
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name, _, block in chosen:
+        tied = [tensor for tensor, value in block.tensors.items() if uses[id(value)] > 1]
+        if tied:
+            raise UserError(f"{name}.{tied[0]} is shared with another module: each layer needs experts of its own")
+    made = [(block, block.layer(name, **options)) for name, _, block in chosen]
+    for block, layer in made:
+        _install(model, block, layer)
+    return model
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
@@ -283,7 +322,7 @@ def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: in
     return layer.train(block.module.training)
 
 
-def _install(model: nn.Module, block: Block, layer: nn.Module) -> None:
+def _install(model: nn.Module, block: Block | ExpertBlock, layer: nn.Module) -> None:
     if block.install is not None:
         block.install(layer)
         return
@@ -296,4 +335,17 @@ def _install(model: nn.Module, block: Block, layer: nn.Module) -> None:
             setattr(parent, name, layer)
 
 
-__all__ = ["FAMILIES", "Block", "Found", "LinearMap", "find_blocks", "fmoefy", "linear_map", "register_family"]
+__all__ = [
+    "FAMILIES",
+    "Block",
+    "ExpertBlock",
+    "Form",
+    "Found",
+    "LinearMap",
+    "RoutedMoE",
+    "find_blocks",
+    "find_experts",
+    "fmoefy",
+    "linear_map",
+    "register_family",
+]

@@ -1,23 +1,24 @@
-"""Search for the feed-forward blocks of a model, by one function (a finder) per family of modules.
+"""Search for the feed-forward blocks and the experts of a model, by one function (a finder) per family of modules.
 
-A finder is ``module -> list[Block | Refusal]``: it examines one module and returns the blocks that this module holds
-itself. `register_family` adds a finder; the newest is called first.
+A finder is ``module -> list[Block | ExpertBlock | Refusal]``: it examines one module and returns the blocks that this
+module holds itself. `register_family` adds a finder; the newest is called first.
 """
 
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fmoe.convert.blocks import Block, addition, is_plain, linear_map, obstacle
+from fmoe.convert.experts import ExpertBlock, stacked_experts, switch_experts
 from fmoe.convert.injection import Trial, is_same, required, wide_rows
 from fmoe.convert.trace import Pieces, Refusal, is_there_and_back, keeps_output, lookalikes, near, read_block
 
-Finder = Callable[[nn.Module], list[Block | Refusal]]
+Finder = Callable[[nn.Module], Sequence[Block | ExpertBlock | Refusal]]
 
 
 def mlp(module: nn.Module) -> list[Block | Refusal]:
@@ -289,6 +290,9 @@ FAMILIES: dict[str, Finder] = {
     "torch layer": torch_layer,
     "sequential": sequential,
 }
+_DENSE = tuple(FAMILIES.values())
+_EXPERTS = (stacked_experts, switch_experts)
+FAMILIES |= {"stacked experts": stacked_experts, "Switch experts": switch_experts}
 
 
 def register_family(name: str, find: Finder) -> None:
@@ -296,19 +300,19 @@ def register_family(name: str, find: Finder) -> None:
 
     Args:
         name: name of the family in messages; an earlier family of the same name is replaced.
-        find: function that gets a module and returns a list of its feed-forward blocks (`Block`). It leaves out blocks
-            that it returns for a submodule.
+        find: function that gets a module and returns a list of its feed-forward blocks (`Block`), or of its experts
+            (`ExpertBlock`). It leaves out blocks that it returns for a submodule.
     """
     FAMILIES.pop(name, None)
     FAMILIES[name] = find
 
 
 class Found(NamedTuple):
-    """A block, its name in the model, and the family (`register_family`) whose function ``find`` returned it."""
+    """A `Block` or `ExpertBlock`, its name in the model, and the family (`register_family`) whose finder found it."""
 
     name: str
     family: str
-    block: Block
+    block: Any
 
 
 def find_blocks(model: nn.Module) -> list[Found]:
@@ -320,9 +324,20 @@ def find_blocks(model: nn.Module) -> list[Found]:
     return search(model)[0]
 
 
+def find_experts(model: nn.Module) -> list[Found]:
+    """Return the experts that a model has already (`ExpertBlock`), as `find_blocks` returns its dense blocks."""
+    return search(model, ExpertBlock)[0]
+
+
 @torch.inference_mode(False)  # derivatives are compared too
-def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return the blocks, as `find_blocks` does; and why modules that look like blocks are refused, by module name."""
+def search(model: nn.Module, kind: type = Block) -> tuple[list[Found], dict[str, str]]:
+    """Return the blocks, as `find_blocks` does; and why modules that look like blocks are refused, by module name.
+
+    Args:
+        kind: `Block`, or `ExpertBlock` for the model's own experts.
+    """
+    others = _EXPERTS if kind is Block else _DENSE
+    finders = {name: find for name, find in reversed(FAMILIES.items()) if find not in others}
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}
@@ -331,10 +346,10 @@ def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
         if module in taken:
             continue
         refusals: list[Refusal] = []
-        for family in reversed(FAMILIES):
-            results = FAMILIES[family](module)
+        for family, find in finders.items():
+            results = find(module)
             refusals = [result for result in results if isinstance(result, Refusal)] or refusals
-            blocks = [result for result in results if not isinstance(result, Refusal)]
+            blocks: list[Any] = [result for result in results if isinstance(result, kind)]
             for block in blocks:
                 name = ".".join(part for part in (names.get(block.module, ""), block.place) if part)
                 found.append(Found(name, family, block))

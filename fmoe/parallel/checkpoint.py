@@ -62,6 +62,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], groups: Parallel
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+    if isinstance(model, nn.parallel.DistributedDataParallel):  # torch looks for its prefix in names of parameters
+        model = model.module
     layers = _layers(model, groups)
     if (held := next((name for name in state if name.endswith(ONE_RANK)), None)) is not None:
         raise UserError(f"{held}: the state has the experts of one rank only: save fmoe.parallel.state_dict instead")
@@ -182,7 +184,8 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
     found = []
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, MoE):
-            prefix = ".".join([*_path(model, name), "experts", ""])
+            path = ".".join([*_path(model, name), ""])
+            prefix = f"{path}experts."
             if adapted(layer.experts) is not layer.experts:
                 raise UserError(
                     f"{prefix}* have adapters, which ep={groups.ep} does not support: save them on each rank"
@@ -192,6 +195,8 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
             are_listed = isinstance(layer.experts, nn.ModuleList)
             sizes = (layer.first_expert, layer.num_local_experts, layer.exchange.num_experts)
             found.append(_Experts(prefix, mesh, *sizes, are_listed))
+            if (form := getattr(layer, "form", None)) is not None:  # of `fmoe.convert.RoutedMoE`: names in its state
+                found.append(_Experts(path, mesh, *sizes, form.is_listed))
     return found
 
 
@@ -212,7 +217,9 @@ def _layer_of(name: str, layers: list[_Experts]) -> _Experts | None:
 def _is_listed(key: str, layers: list[_Experts]) -> bool:
     """Return whether a key of a state belongs to an expert, of any rank, that is a separate module."""
     layer = _layer_of(key, layers)
-    return layer is not None and layer.are_listed and key.removeprefix(layer.prefix).partition(".")[0].isdecimal()
+    if layer is None or not layer.are_listed:
+        return False
+    return key.removeprefix(layer.prefix).partition(".")[0].rpartition("_")[2].isdecimal()  # also expert_3
 
 
 def _key(name: str, layer: _Experts | None) -> str:
@@ -220,7 +227,7 @@ def _key(name: str, layer: _Experts | None) -> str:
     if layer is None or not layer.are_listed:
         return name
     local, _, rest = name.removeprefix(layer.prefix).partition(".")
-    return f"{layer.prefix}{layer.first + int(local)}.{rest}"
+    return f"{layer.prefix}{layer.first + int(local)}.{rest}" if local.isdecimal() else name  # of a RoutedMoE: global
 
 
 def _whole(name: str, value: Any, layer: _Experts | None) -> Any:

@@ -107,7 +107,7 @@ def test_a_reader_that_ends_first_ends_the_command_quietly(command):
     os.close(error_read)
 
 
-@pytest.mark.parametrize("words", [["--\x1b[2Jx"], ["a\x1b[2Jx"]])
+@pytest.mark.parametrize("words", [["--\x1b[2Jx"], ["a", "b\x1b[2Jx"]])
 def test_a_wrong_argument_shows_no_escape_sequence(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(["info", *words])

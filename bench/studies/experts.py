@@ -1,0 +1,170 @@
+"""``python -m bench experts``: `fmoe.fmoefy` of the families of transformers that have experts already.
+
+For a tiny random model of each family in float64, a table with the largest relative errors of output and gradients,
+compared with the eager experts of transformers. The loss includes the model's own auxiliary loss, if it has one. The
+converted model is saved, and loaded by transformers. If it differs, or an error is above 1e-10, the exit code is 1.
+"""
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fmoe
+from bench import options, report
+from fmoe.convert import RoutedMoE
+
+LIMIT = 1e-10
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "num_experts_per_tok": 2,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": None}
+LOCAL = GROUPED | {"num_local_experts": 4}
+WIDE = GROUPED | {"intermediate_size": 40, "moe_intermediate_size": 24}
+NUMBERED = WIDE | {"num_experts": 4}
+ROUTED = WIDE | {"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
+LATENT = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
+LATENT |= {"v_head_dim": 14, "q_lora_rank": 18, "n_group": 4, "topk_group": 2}
+ERNIE = {name: value for name, value in WIDE.items() if name != "num_experts_per_tok"}
+ERNIE |= {"moe_k": 3, "moe_num_experts": 8, "moe_layer_start_index": 1}
+
+# Configuration of a tiny model by the prefix of its classes in transformers. The first ones are the families of
+# `fmoe import`.
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": LOCAL,
+    "Qwen2Moe": NUMBERED | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
+    "Qwen3Moe": NUMBERED | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "Olmoe": GROUPED | {"num_experts": 4},
+    "GraniteMoe": LOCAL,
+    "Phimoe": LOCAL | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "DeepseekV2": LATENT | {"topk_method": "group_limited_greedy"},
+    "DeepseekV3": LATENT,
+    "Glm4Moe": ROUTED | {"head_dim": 12},
+    "Ernie4_5_Moe": ERNIE,
+    "GptOss": LOCAL | {"head_dim": 12, "sliding_window": 5},
+    "SwitchTransformers": {
+        "vocab_size": 61,
+        "d_model": 24,
+        "d_kv": 8,
+        "d_ff": 40,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_experts": 4,
+        "dropout_rate": 0.0,
+        "router_jitter_noise": 0.0,
+        "decoder_start_token_id": 0,
+    },
+    "Dots1": ROUTED | {"n_shared_experts": 1},
+    "FlexOlmo": NUMBERED,
+    "HunYuanMoEV1": NUMBERED | {"moe_topk": 2, "head_dim": 8},
+    "Lfm2Moe": NUMBERED | {"num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
+    "MiniMaxM2": LOCAL | {"head_dim": 8, "rotary_dim": 4},
+    "Qwen3Next": NUMBERED
+    | {"layer_types": ["full_attention", "full_attention"], "shared_expert_intermediate_size": 20},
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = options.bare_parser("experts", __doc__)
+    parser.add_argument("--families", nargs="+", choices=MODELS, default=[*MODELS], help="prefixes of classes")
+    arguments = parser.parse_args(argv)
+    rows = [compared(family) for family in arguments.families]
+    lines = ["| model of transformers | weights | output | gradients | saved and loaded |", "|---|---|---|---|---|"]
+    for row in rows:
+        saved = "bit-equal" if row["is_same_when_loaded"] else "differs"
+        lines.append(f"| {row['family']} | {row['weights']} | {row['output']:.0e} | {row['gradients']:.0e} | {saved} |")
+    report.write_rows(rows, "\n".join(lines) + "\n", arguments.out, "experts")
+    is_met = all(max(row["output"], row["gradients"]) <= LIMIT and row["is_same_when_loaded"] for row in rows)
+    return 0 if is_met else 1
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float64, **values: Any) -> Any:
+    """Return a model with random weights, and eager experts; ``values`` are further ones of its configuration."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**MODELS[family] | values)
+    kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
+    model = getattr(transformers, f"{family}{kind}")._from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("bias"):  # zeros would hide a bias in the wrong place
+                tensor.normal_(std=0.2)
+    if family != "SwitchTransformers":
+        model.set_experts_implementation("eager")
+    return model
+
+
+def inputs_of(model: nn.Module, sequences: int = 2) -> dict[str, Any]:
+    """Return tokens and labels, and ask for the auxiliary loss of models that have one."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 61, (sequences, 10), generator=generator)
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    if hasattr(model.config, "router_aux_loss_coef"):
+        inputs["output_router_logits"] = True
+    return inputs
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of the parameters under their names in transformers."""
+    layers = {f"{name}.": layer for name, layer in model.named_modules() if isinstance(layer, RoutedMoE)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        prefix = next((prefix for prefix in layers if name.startswith(prefix)), None)
+        if parameter.grad is None:
+            continue
+        if prefix is None:
+            found[name] = parameter.grad
+            continue
+        layer = layers[prefix]
+        tensors = layer.form.write(name.removeprefix(f"{prefix}experts."), parameter.grad, layer.local_experts)
+        found |= {prefix + key: value for key, value in tensors.items()}
+    return found
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return ``|actual - expected| / |expected|`` in 2-norms."""
+    actual, expected = actual.detach(), expected.detach()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
+
+
+def _saved_and_loaded(model: Any) -> dict[str, Tensor]:
+    """Return the state that transformers loads after ``save_pretrained``."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder, dtype=torch.float64).state_dict()
+
+
+def compared(family: str) -> dict[str, Any]:
+    """Convert a model, and return its row of the table."""
+    theirs = tiny(family).train()
+    model = fmoe.fmoefy(copy.deepcopy(theirs))
+    inputs = inputs_of(theirs)
+    outputs = []
+    for each in (theirs, model):
+        output = each(**inputs)
+        output.loss.backward()
+        outputs.append((output.logits, output.loss))
+    gradients, expected = gradients_of(model), gradients_of(theirs)
+    for name in gradients.keys() - expected.keys():  # an expert without tokens, in a module of its own
+        expected[name] = torch.zeros_like(gradients[name])
+    state, loaded = (_saved_and_loaded(each) for each in (theirs, model))
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedMoE)]
+    is_shared = all(layer.form.is_same(name) for layer in layers for name in layer.form.names)
+    return {
+        "family": f"{type(theirs).__name__}",
+        "weights": "shared" if is_shared else "converted",
+        "output": max(map(relative_error, outputs[1], outputs[0])),
+        "gradients": max(relative_error(gradients[name], value) for name, value in expected.items()),
+        "is_same_when_loaded": loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state),
+    }
