@@ -41,18 +41,6 @@ def test_the_error_is_less_than_one_sample_always(weights):
         assert error.max() < total, f"after {n + 1} samples: {counts}"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_error_is_less_than_one_sample_for_any_weights(seed):
-    generator = np.random.default_rng(seed)
-    weights = tuple(int(w) for w in generator.integers(1, 400, generator.integers(2, 25)))
-    whole = np.array(whole_weights(weights))
-    samples = blend(weights)
-    members = np.array([samples.place(n)[0] for n in range(whole.sum())])
-    counts = np.cumsum(members[:, None] == np.arange(len(whole)), axis=0)
-    shares = np.outer(np.arange(1, whole.sum() + 1), whole)
-    assert abs(counts * whole.sum() - shares).max() < whole.sum()
-
-
 def test_the_place_follows_from_the_number_alone():
     samples = blend((0.7, 0.3))
     again = blend((70, 30))

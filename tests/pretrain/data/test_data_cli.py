@@ -10,14 +10,12 @@ from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.config.load import load_recipe
 from pretrain.data.cli import main
-from pretrain.data.counting import unigram_entropy
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.opening import open_corpus, open_tokenizer
 from pretrain.data.samples import GPTSamples
-from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[3]
-TEXT = Path(os.environ.get("FMOE_TEXT", ROOT.parent / "shared" / "data"))
 
 
 def test_from_text_to_samples(texts: list[str], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -68,13 +66,6 @@ def test_a_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytes
             main(arguments)
 
 
-@pytest.mark.parametrize("command", [[], ["corpus"], ["tokenizer"], ["prepare"], ["show"]], ids=str)
-def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([*command, "--help"])
-    assert " ".join(["fmoe data", *command]) in capsys.readouterr().out.split("example", 1)[1]
-
-
 def test_no_command_imports_torch(jsonl: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
@@ -112,16 +103,6 @@ def stand_in(folder: Path) -> Path:
     )
     fmoe.chmod(0o755)
     return fmoe
-
-
-@pytest.mark.parametrize("corpus", ["pylib", "docs"])
-def test_the_script_of_text_calls_the_command(corpus: str, tmp_path: Path) -> None:
-    script = ROOT / "data" / corpus / "prepare.sh"
-    environment = {**os.environ, "FMOE": str(stand_in(tmp_path))}
-    for _ in range(2):
-        subprocess.run([script, tmp_path / "out dir"], check=True, env=environment, capture_output=True)
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == [f"example {corpus} --out {tmp_path / 'out dir'}"] * 2
 
 
 @pytest.fixture
@@ -182,19 +163,6 @@ def test_the_script_of_bytes_splits_enwik8(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "has 100000001 bytes, not the 100000000 of enwik8" in refused.stderr
 
 
-@pytest.mark.skipif(not list(TEXT.glob("*.txt")), reason=f"no real text at {TEXT}; FMOE_TEXT names a folder of it")
-def test_real_text(tmp_path: Path) -> None:
-    model, prefix = str(tmp_path / "tokenizer.model"), str(tmp_path / "train")
-    paths = sorted(TEXT.glob("*.txt"))[:2]
-    main(["tokenizer", *map(str, paths), "--out", model, "--max-bytes", "500000"])
-    main(["prepare", *map(str, paths), "--tokenizer", model, "--out", prefix, "--workers", "1"])
-    corpus, tokenizer = IndexedCorpus(prefix), load_tokenizer(model)
-    assert corpus.num_documents == len(paths)
-    for i, path in enumerate(paths):
-        assert tokenizer.decode(corpus.document(i)).encode() == path.read_bytes()
-    assert 3 < unigram_entropy([corpus], tokenizer.vocab_size) < 7.6  # ln 2048 = 7.62
-
-
 def test_formats_and_errors_on_the_command_line(tokenizer: Tokenizer, tmp_path: Path, capsys) -> None:
     (tmp_path / "a.log").write_bytes(b'{"text": "a"}\n{"text": null}\nb\n')
     prepare = ["prepare", str(tmp_path / "a.log"), "--tokenizer", str(tokenizer.path), "--workers", "1"]
@@ -212,14 +180,3 @@ def test_formats_and_errors_on_the_command_line(tokenizer: Tokenizer, tmp_path: 
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
     assert "the path is empty" in capsys.readouterr().err
-
-
-def test_the_tokenizer_is_not_overwritten_by_what_it_makes(tmp_path: Path) -> None:
-    main(["tokenizer", "--model-type", "bytes", "--out", str(tmp_path / "a.json")])
-    (tmp_path / "text.txt").write_text("text")
-    arguments = ["prepare", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "a.json"), "--workers", "1"]
-    before = (tmp_path / "a.json").read_bytes()
-    for more in ([], ["--overwrite"]):
-        with pytest.raises(UserError, match=r"a\.json is an input and would be overwritten"):
-            main([*arguments, "--out", str(tmp_path / "a"), *more])
-    assert (tmp_path / "a.json").read_bytes() == before

@@ -69,10 +69,6 @@ def test_refuse_existing(tmp_path: Path) -> None:
         refuse_existing([path], overwrite=True, inputs=[tmp_path / "." / "a"])
 
 
-def test_a_prefix_keeps_its_dots() -> None:
-    assert with_ending(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
-
-
 def test_outputs_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")

@@ -8,10 +8,7 @@ from test_data_tokenizer import AWKWARD
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Model
 
-from fmoe.cli import main
 from fmoe.errors import UserError
-from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
 
@@ -62,13 +59,6 @@ def test_awkward_text_comes_back(text: str, trained: Tokenizer) -> None:
     ids = trained.encode(text)
     assert trained.decode(ids) == text
     assert not trained.special_ids.intersection(ids), "the spelling of a special piece is text"
-
-
-def test_pieces_of_a_document_give_the_tokens_of_the_document(texts: list[str], trained: Tokenizer) -> None:
-    for text in texts[:8]:
-        cut = text.index("\n", len(text) // 2) + 1
-        assert trained.encode(text[:cut]) + trained.encode(text[cut:]) == trained.encode(text)
-        assert trained.decode(trained.encode(text)) == text
 
 
 def test_training_again_gives_the_same_file(jsonl: Path, trained: Tokenizer, tmp_path: Path) -> None:
@@ -133,26 +123,6 @@ def test_what_cannot_be_trained(options: dict, says: str, jsonl: Path, tmp_path:
     with pytest.raises(UserError, match=says):
         train_tokenizer([jsonl], tmp_path / "t.json", **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_from_text_to_tokens_by_commands(texts: list[str], jsonl: Path, tmp_path: Path, capsys) -> None:
-    model, prefix = tmp_path / "t.json", tmp_path / "corpus"
-    main(["data", "tokenizer", str(jsonl), "--out", str(model), "--vocab-size", "400"])
-    main(["data", "prepare", str(jsonl), "--tokenizer", str(model), "--out", str(prefix), "--workers", "1"])
-    main(["data", "show", str(prefix), "--tokenizer", str(model)])
-    assert "400 pieces" in capsys.readouterr().out
-    corpus, tokenizer = IndexedCorpus(prefix), load_tokenizer(model)
-    documents = [corpus.document(i) for i in range(corpus.num_documents)]
-    assert [tokenizer.decode(document) for document in documents] == [text for text in texts if text]
-    assert all(document[-1] == tokenizer.end_of_document for document in documents)
-    assert corpus.tokenizer_fingerprint == tokenizer.fingerprint
-
-
-@pytest.mark.slow
-def test_worker_processes_give_the_same_tokens(jsonl: Path, trained: Tokenizer, tmp_path: Path) -> None:
-    for workers in (1, 2):
-        prepare([jsonl], trained.path, tmp_path / str(workers), num_workers=workers)
-    assert (tmp_path / "1.bin").read_bytes() == (tmp_path / "2.bin").read_bytes()
 
 
 def test_a_token_a_byte(tmp_path, texts):

@@ -111,9 +111,3 @@ def test_documents_by_hand():
     assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 0, 0, 1, 1]
     assert {array.dtype.name for array in sample.values()} == {"int64"}
-
-
-def test_one_document_is_a_plain_block():
-    sample = DocumentMask(Blocks(17), END)[3]
-    assert sample["positions"].tolist() == list(range(16))
-    assert not sample["documents"].any() and sample["loss_mask"].all()

@@ -11,7 +11,7 @@ import pytest
 from hub_server import COMMIT, hub
 
 from fmoe.errors import UserError
-from pretrain.data import documents, sources
+from pretrain.data import sources
 from pretrain.data.cli import main
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.prepare import prepare
@@ -80,12 +80,6 @@ def as_parquet(folder: Path) -> Mixture:
     return one("parquet", columns=("body",), data_files=(str(folder / "*.parquet"),), split="any")
 
 
-def as_csv(folder: Path) -> Mixture:
-    folder.mkdir()
-    datasets.Dataset.from_dict({"text": [text.replace("\r", "") for text in TEXTS]}).to_csv(folder / "a.csv")
-    return one(folder, data_files=("a.csv",))
-
-
 def as_saved(folder: Path) -> Mixture:
     datasets.Dataset.from_dict({"text": TEXTS, "id": range(len(TEXTS))}).save_to_disk(str(folder))
     return one(folder)
@@ -103,23 +97,10 @@ def as_lines(folder: Path) -> Mixture:
     return one(folder)
 
 
-@pytest.mark.parametrize("kind", [as_json, as_parquet, as_csv, as_saved, as_saved_splits, as_lines])
+@pytest.mark.parametrize("kind", [as_json, as_parquet, as_saved, as_saved_splits, as_lines])
 def test_a_stream_gives_the_corpus_of_text_files(kind, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    texts = TEXTS
-    if kind is as_csv:  # pandas reads an empty cell as no text, and line ends within quotes as \n
-        texts = [text.replace("\r", "") for text in TEXTS if text]
-    elif kind is as_lines:
-        texts = [f"line {i}" for i in range(20)]
-    mixture = kind(tmp_path / "dataset")
-    if kind is as_csv:
-        with pytest.raises(UserError, match="row 2: the value of 'text' is a NoneType"):
-            prepare(mixture, tokenizer.path, tmp_path / "found", num_workers=1)
-        done = prepare(mixture, tokenizer.path, tmp_path / "found", num_workers=1, skip_errors=True)
-        corpus = IndexedCorpus(tmp_path / "found")
-        assert [tokenizer.decode(corpus.document(i)) for i in range(done.documents)] == texts
-        assert done.skipped == len(TEXTS) - len(texts)
-    else:
-        assert_same_corpus(mixture, texts, tokenizer, tmp_path)
+    texts = [f"line {i}" for i in range(20)] if kind is as_lines else TEXTS
+    assert_same_corpus(kind(tmp_path / "dataset"), texts, tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -293,16 +274,6 @@ def test_a_tokenizer_of_a_dataset(jsonl: Path, tokenizer: Tokenizer, tmp_path: P
     assert out.read_bytes() == tokenizer.path.read_bytes()
     with pytest.raises(UserError, match="no text to train a tokenizer on in d, split train"):
         train_tokenizer(one(write_rows(tmp_path / "d" / "a.jsonl", [""]).parent), tmp_path / "b.model")
-
-
-def test_progress_without_a_known_size(tokenizer: Tokenizer, tmp_path: Path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("pretrain.data.progress._SECONDS_BETWEEN_LINES", 0.0)
-    mixture = Mixture(as_json(tmp_path / "d").datasets, max_documents=3)
-    assert documents.open_sources(mixture)[0].num_bytes is None
-    prepare(mixture, tokenizer.path, tmp_path / "out", num_workers=1, progress=True)
-    assert capfd.readouterr().err.splitlines()[-1].startswith("tokenizing: 0.0 MiB, 2 documents, ")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    prepare(mixture, tokenizer.path, tmp_path / "out", num_workers=1, progress=True)
 
 
 def test_names(tmp_path: Path, monkeypatch) -> None:

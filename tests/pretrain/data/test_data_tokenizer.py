@@ -8,7 +8,7 @@ import sentencepiece
 
 from fmoe.errors import UserError
 from pretrain.data.documents import Piece
-from pretrain.data.tokenizers import Tokenizer, default_sentinels, load_tokenizer, sample_lines, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer, sample_lines, train_tokenizer
 
 AWKWARD = {
     "empty": "",
@@ -88,10 +88,6 @@ def test_unigram_and_sentinels(jsonl: Path, tmp_path: Path) -> None:
     assert tokenizer.sentinels == (7, 8, 9)
     for text in AWKWARD.values():
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_default_sentinels() -> None:
-    assert [default_sentinels(size) for size in (300, 2048, 6400, 32_000)] == [4, 32, 100, 100]
 
 
 def test_sample_is_spread_evenly() -> None:

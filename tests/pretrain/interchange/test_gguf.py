@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close
-from forks import only
 from huggingface_folders import logits as of_transformers
-from huggingface_folders import save_random, saved_random, some_tokens, weights
+from huggingface_folders import save_random, some_tokens
 from safetensors.torch import load_file, save_file
 from test_interchange_tokenizer import some_texts
 
@@ -34,33 +31,6 @@ TOKENIZERS = {
     "unigram": ("tokenizer.model", {"model_type": "unigram"}),
     "byte-level": ("tokenizer.json", {}),
     "bytes": ("tokenizer.json", {"model_type": "bytes", "vocab_size": 263, "sentinels": 0}),
-}
-
-OURS = {
-    "norm": "rms",
-    "activation": "silu",
-    "gated": True,
-    "num_layers": 3,
-    "hidden_size": 32,
-    "attention.num_heads": 4,
-    "ffn_hidden_size": 24,
-    "dense_ffn_hidden_size": 40,
-    "sequence_length": 32,
-    "vocab_size": VOCAB,
-    "moe.num_experts": 8,
-    "moe.top_k": 3,
-    "moe.num_shared_experts": 2,
-    "moe.layers": (2, 3),
-    "moe.eval_capacity_factor": None,
-    "tie_embeddings": False,
-    "init_std": 0.2,
-}
-DEEPSEEK_MOE = OURS | {"moe.gate": "naive", "moe.normalize": False}
-GLM = OURS | {
-    "moe.gate": "sigmoid",
-    "position.rotary_fraction": 0.5,
-    "attention.head_dim": 12,
-    "attention.num_query_groups": 2,
 }
 
 
@@ -207,38 +177,6 @@ def test_logits_of_further_families(tmp_path, tokenizer, sampled, monkeypatch, n
     monkeypatch.setitem(huggingface_folders.CASES, case, (kind, config, torch.float32, options))
     found, expected = sampled(imported(tmp_path, case, tokenizer("byte-level"), **values))
     assert_close(found, expected, 1e-5, "llama.cpp's logits")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("values", [DEEPSEEK_MOE, GLM], ids=["deepseek_moe", "glm4_moe"])
-def test_logits_of_our_own_runs(tmp_path, forks, sampled, values):
-    only(forks.run(1, saved_random, tmp_path / "run", ModelConfig().with_values(values), some_tokens()[:1]))
-    found, expected = sampled(tmp_path / "run")
-    assert_close(found, expected, 1e-5, "llama.cpp's logits")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "kind"), [("mixtral", "f32"), ("mixtral tied, bf16", "bf16")])
-def test_the_converter_alone_suffices_for_mixtral_with_sentencepiece(
-    tmp_path, llama_cpp, tokenizer, monkeypatch, case, kind
-):
-    """The file of ``--llama-cpp``, bit for bit; and the weights are those of the export."""
-    monkeypatch.syspath_prepend(str(llama_cpp / "gguf-py"))
-    gguf = pytest.importorskip("gguf")
-    run, out, alone = imported(tmp_path, case, tokenizer("bpe")), tmp_path / "out", tmp_path / "alone.gguf"
-    assert export_main([str(run), str(out), "--llama-cpp", str(llama_cpp)]) == 0
-    command = [sys.executable, str(llama_cpp / SCRIPT), str(out), "--outfile", str(alone), "--outtype", kind]
-    subprocess.run(command, check=True, capture_output=True)
-    assert alone.read_bytes() == (out / GGUF).read_bytes()
-    stored = {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(alone).tensors}
-    exported = weights(out)
-    experts = [exported[f"model.layers.1.block_sparse_moe.experts.{e}.w2.weight"] for e in range(4)]
-    assert stored["token_embd.weight"] == bits(exported["model.embed_tokens.weight"])
-    assert stored["blk.1.ffn_down_exps.weight"] == bits(torch.stack(experts))
-
-
-def bits(weight):
-    return weight.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 SINKS = {"tie_embeddings": False, "attention.qkv_bias": True}

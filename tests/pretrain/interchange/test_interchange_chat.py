@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -23,8 +22,7 @@ from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
-from pretrain.interchange.tokenizer import _has_same_end, check_tokenizer, files_for
-from pretrain.trainer import Trainer
+from pretrain.interchange.tokenizer import files_for
 
 VOCAB = 400
 TEXT = "def f(x): return x ** 2  # a square, of 12 or 345\nI'm sure they'll say it's 10:45!\n" * 20
@@ -332,56 +330,6 @@ def test_a_difference_from_auto_tokenizer_is_a_warning(tmp_path, caplog, case, s
     assert auto(tmp_path / "out")(TEXT)["input_ids"] == ours.encode(TEXT)
 
 
-def test_another_end_in_auto_tokenizer_is_a_warning(tmp_path, caplog):
-    """As a folder whose eos is only in special_tokens_map.json, which added_tokens_decoder switches off."""
-    names = ("<|endoftext|>", "</s>")
-    files = {
-        "tokenizer.json": byte_level(*names),
-        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": {}},
-    }
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "one", files))
-    theirs = SimpleNamespace(eos_token_id=1, get_added_vocab=dict)
-    assert tokenizer.end_of_document == 0 and not _has_same_end(theirs, tokenizer)
-    files["special_tokens_map.json"] = {"eos_token": names[1]}
-    files["tokenizer_config.json"] = {"eos_token": names[0], "add_bos_token": True, "bos_token": names[1]}
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "two", files))
-    tokenizer.end_documents_with(0)
-    folder = tmp_path / "out"
-    write_tokenizer(folder, files_for(tokenizer, 32, model_type="mixtral"))
-    assert auto(folder).eos_token_id == 0, "the export states the model's end"
-    tokenizer.end_documents_with(1)
-    check_tokenizer(tokenizer, "mixtral", VOCAB)
-    assert not caplog.records
-    tokenizer.end_documents_with(0)
-    check_tokenizer(tokenizer, "mixtral", VOCAB)
-    assert "ends documents with token 1, but tokenizer.json with 0" in caplog.text
-
-
-def test_several_tokens_in_front_of_a_text(tmp_path):
-    """As GLM-4's chat models."""
-    content = byte_level("<|endoftext|>", "[gMASK]", "<sop>")
-    model = Model.from_buffer(content)
-    model.post_processor = processors.TemplateProcessing(
-        single="[gMASK] <sop> $A", special_tokens=[("[gMASK]", 1), ("<sop>", 2)]
-    )
-    source = written(tmp_path / "theirs", {"tokenizer.json": model.to_str().encode()})
-    with pytest.raises(UserError, match=r"tokenizer\.json puts several tokens .*data\.bos"):
-        import_folder(source, tmp_path / "run")
-    recipe = import_folder(source, tmp_path / "run", tokenizer=str(source / "tokenizer.json")).recipe
-    assert not recipe.data.bos
-
-
-@pytest.mark.parametrize("key", ["bos_token", "additional_special_tokens"])
-def test_a_token_without_an_id_is_an_error(tmp_path, key):
-    name = "[NEW]"
-    settings = {"eos_token": "<|endoftext|>", key: [name] if key.endswith("s") else name}
-    files = {"tokenizer.json": byte_level("<|endoftext|>"), "tokenizer_config.json": settings}
-    source = written(tmp_path / "theirs", files)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json.*'\[NEW\]'.*--tokenizer none"):
-        import_folder(source, tmp_path / "run")
-    import_folder(source, tmp_path / "run", tokenizer="none")
-
-
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_padding_without_an_id_is_left_out(tmp_path, caplog, file):
     files = {"tokenizer.json": byte_level("<|endoftext|>"), "tokenizer_config.json": {"eos_token": "<|endoftext|>"}}
@@ -439,16 +387,6 @@ def test_ids_of_another_tokenizer_are_not_kept(tmp_path, given):
     assert 9 not in generation.get("suppress_tokens", ()) or given == "own"
 
 
-def test_a_warm_start_with_another_tokenizer_keeps_no_ids(monkeypatch):
-    published = {"config": {"eos_token_id": 2}, "generation_config": {**IDS, "top_p": 0.9}}
-    monkeypatch.setattr("pretrain.trainer.state.load_weights", lambda engine, checkpoint: None)
-    for known, kept in ((None, False), ("x", False), ("mine", True)):
-        trainer = Trainer.__new__(Trainer)
-        trainer.engine, trainer.inputs = None, SimpleNamespace(tokenizer_fingerprint="mine")
-        trainer.warm_start(SimpleNamespace(state={"published": published, "data": {"tokenizer": known}}))
-        assert trainer._published == (published if kept else {"generation_config": {"top_p": 0.9}})
-
-
 @pytest.mark.parametrize("has_corpus", [False, True])
 def test_an_older_checkpoint_keeps_its_end(tmp_path, caplog, has_corpus):
     """Of a run from before declared tokens, which ended documents by name."""
@@ -469,13 +407,39 @@ def test_an_older_checkpoint_keeps_its_end(tmp_path, caplog, has_corpus):
     assert open_trained_tokenizer(recipe, None, {**data, "end_of_document": 2}).end_of_document == 2
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("vocab.json", "merges.txt"), ("spiece.model",), ("tiktoken.model",), ("vocab.txt",), ("tekken.json",)],
-    ids=" ".join,
-)
-def test_other_tokenizer_files_are_named(tmp_path, names):
-    source = written(tmp_path / "theirs", dict.fromkeys(names, b"x"))
-    with pytest.raises(UserError, match=rf"{', '.join(names)}.*tokenizer\.json.*--tokenizer none"):
+def two_in_front() -> bytes:
+    """A tokenizer that puts two tokens in front of a text, as those of GLM-4's chat models."""
+    model = Model.from_buffer(byte_level("<|endoftext|>", "[gMASK]", "<sop>"))
+    model.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=[("[gMASK]", 1), ("<sop>", 2)]
+    )
+    return model.to_str().encode()
+
+
+def with_new_token(**settings) -> dict:
+    return {
+        "tokenizer.json": byte_level("<|endoftext|>"),
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>", **settings},
+    }
+
+
+REFUSED = {
+    "several tokens in front": (lambda: {"tokenizer.json": two_in_front()}, r"tokenizer\.json .*data\.bos"),
+    "BOS without an id": (lambda: with_new_token(bos_token="[NEW]"), r"tokenizer_config\.json.*'\[NEW\]'"),
+    "another token without an id": (
+        lambda: with_new_token(additional_special_tokens=["[NEW]"]),
+        r"tokenizer_config\.json.*'\[NEW\]'",
+    ),
+    "files of GPT-2": (lambda: {"vocab.json": b"x", "merges.txt": b"x"}, r"vocab\.json, merges\.txt"),
+    "a damaged file": (lambda: {"tokenizer.json": b"{}"}, r"not a tokenizer\.json .*--tokenizer"),
+    "a file of Mistral": (lambda: {"tekken.json": b"x"}, r"tekken\.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tokenizers_that_are_refused(tmp_path, case):
+    files, message = REFUSED[case]
+    source = written(tmp_path / "theirs", files())
+    with pytest.raises(UserError, match=message):
         import_folder(source, tmp_path / "run")
     assert import_folder(source, tmp_path / "run", tokenizer="none").tokenizer is None

@@ -1,21 +1,17 @@
 """A recipe of DeepSeekMoE's shape in transformers' Qwen2-MoE: the same logits there, the same bits on return."""
 
-import json
-
 import pytest
 import torch
 from compare import assert_close
-from forks import only, values
-from huggingface_folders import assert_same_weights, logits, saved_at, saved_random, some_tokens, weights
-from safetensors.torch import load_file, save_file
+from forks import only
+from huggingface_folders import logits, saved_random, some_tokens, weights
+from safetensors.torch import save_file
 from test_interchange_round_trip import LIMIT
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
-from pretrain.config import ParallelConfig, Recipe, load_recipe
+from pretrain.config import Recipe, load_recipe
 from pretrain.interchange import export_checkpoint, import_folder
-from pretrain.interchange.configs import config_of, model_of
-from pretrain.interchange.families import family_for
 
 RECIPE = load_recipe("deepseek-moe-16b").model
 SMALL = RECIPE.with_values(
@@ -60,34 +56,9 @@ def test_there_and_back(forks, tmp_path):
     shared = before.read("model/decoder.layers.1.mlp.shared.expert.weight_out")[0]
     assert torch.equal(found[DOWN], 2 * shared)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(expert=2), ParallelConfig(pipeline=2)])
-def test_splits(forks, tmp_path, parallel):
-    only(forks.run(1, saved_random, tmp_path / "made", SMALL, some_tokens()))
-    values(forks.run(2, saved_at, tmp_path / "made", tmp_path / "saved", parallel, "fp32"))
-    for name in ("made", "saved"):
-        export_checkpoint(tmp_path / name, tmp_path / f"{name} out")
-    assert_same_weights(weights(tmp_path / "saved out"), weights(tmp_path / "made out"))
-
-
-def test_a_gate_that_is_not_zero(forks, tmp_path):
-    only(forks.run(1, saved_random, tmp_path / "made", SMALL, some_tokens()))
-    export_checkpoint(tmp_path / "made", tmp_path / "out")
+    found[GATE][0, 3] = 1e-6
     (file,) = (tmp_path / "out").glob("*.safetensors")
-    tensors = load_file(file)
-    tensors[GATE][0, 3] = 1e-6
-    save_file(tensors, file)
+    save_file(found, file)
     with pytest.raises(UserError, match=f"{GATE} must be zero"):
-        import_folder(tmp_path / "out", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_published_size():
-    """16.4 billion parameters, 2.8 billion active (arXiv 2401.06066 section 5.1.2)."""
-    family = family_for(RECIPE)
-    assert family.name == "deepseek_moe"
-    assert Recipe(model=RECIPE).num_params() == pytest.approx(16.4e9, rel=0.005)
-    config = json.loads(json.dumps(config_of(family, RECIPE, "bfloat16")))
-    again, model = model_of(config)
-    assert again is family and model.layers_with_experts == RECIPE.layers_with_experts
+        import_folder(tmp_path / "out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()

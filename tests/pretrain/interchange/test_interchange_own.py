@@ -1,6 +1,5 @@
 """The family fmoe: every option of a GPT, loaded, trained and generated from by transformers."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelCon
 from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.cli import export_main
-from pretrain.interchange.families import family_for, why_own
+from pretrain.interchange.families import family_for
 from pretrain.interchange.folder import CONFIG, GENERATION_CONFIG
 
 LIMIT = exports.LIMIT
@@ -269,15 +268,6 @@ def test_there_and_back(exported, tmp_path, name):
     assert exports.same_bits(out, tmp_path / "fourth")
 
 
-def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path, capsys):
-    recipe, run, *_ = exported[FINER]
-    assert export_main([str(run), str(tmp_path / "out"), "--tokenizer", "none"]) == 0
-    said = capsys.readouterr().out
-    assert "FMoEForCausalLM" in said and "trust_remote_code" in said and "model.mtp_layers=1" in said
-    assert why_own(recipe.model) in said
-    assert "mtp" not in " ".join(weights(tmp_path / "out"))
-
-
 SPLITS = {
     "EP2": (DROPS, ParallelConfig(expert=2)),
     "TP2": (FINER, ParallelConfig(tensor=2)),
@@ -384,8 +374,6 @@ def test_a_cache_is_refused_where_later_tokens_matter(exported):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(UserError, match="attention_mask has shape"):
         model(tokens, attention_mask=torch.ones(1, 3))
-    with pytest.raises(UserError, match="StaticCache"):
-        model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     assert load(exported["dense"][2])(tokens).past_key_values.get_seq_length() == 4
 
 
@@ -418,37 +406,6 @@ def test_generation_leaves_out_rows_without_a_token(exported, tiny_corpus, tmp_p
     export_checkpoint(exported["dense"][1], tmp_path / "out", tokenizer=str(tiny_corpus.tokenizer))
     settings = json.loads((tmp_path / "out" / GENERATION_CONFIG).read_text())
     assert settings["suppress_tokens"] == list(range(384, 400))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate (the extra interop)")
-def test_trainer(exported, tmp_path):
-    """The Trainer of transformers, with gradient accumulation: the mean of the micro batches' losses, which falls."""
-    import transformers
-
-    recipe, _, out, *_ = exported[BIASES]
-    model = load(out)
-    tokens = exports.batch_of(recipe)["tokens"]
-    data = [{"input_ids": row, "labels": row} for row in tokens] * 8
-    model.train()
-    with torch.no_grad():
-        before = model(tokens, labels=tokens).loss.item()
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "trainer"),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=8,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-    )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[0] == pytest.approx(before, rel=0.1) and losses[-1] < 0.7 * losses[0]
 
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

@@ -6,7 +6,6 @@ from compare import assert_close
 from forks import only
 from huggingface_folders import logits, our_logits, save_random
 
-from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import load_recipe
@@ -101,20 +100,6 @@ def test_weights_alone_are_no_run_to_resume(tmp_path):
     recipe = load_recipe(str(tmp_path / "run" / "config.toml"))
     with pytest.raises(UserError, match=r"has only weights: start a run from them with --train\.init-from"):
         check_resumable(recipe, open_checkpoint(tmp_path / "run"))
-
-
-@pytest.mark.parametrize(("main", "argv"), [(export_main, ["--help"]), (import_main, ["--help"])])
-def test_help(main, argv, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    assert end.value.code == 0 and "--tokenizer" in capsys.readouterr().out
-
-
-def test_an_error_is_one_line(tmp_path, capsys):
-    (tmp_path / "theirs").mkdir()
-    assert run("fmoe import", lambda: import_main([str(tmp_path / "theirs"), str(tmp_path / "run")])) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("fmoe import: error: ") and said.err.count("\n") == 1
 
 
 def test_a_shard_has_a_size():

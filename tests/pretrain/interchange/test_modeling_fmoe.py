@@ -132,12 +132,6 @@ def test_arguments_without_effect_have_their_defaults(model, relative, tokens):
             model(**inputs)
 
 
-def test_the_configuration_decides_about_hidden_states(model, tokens, monkeypatch):
-    assert model(tokens).hidden_states is None
-    monkeypatch.setattr(model.config, "output_hidden_states", True)
-    assert len(model(tokens).hidden_states) == 3
-
-
 def test_unknown_options_of_the_configuration_are_refused(model, tmp_path):
     for values, message in (
         ({"modle": {}}, "modle"),
