@@ -1,15 +1,9 @@
-"""The cases of the conformance matrix: every level of every factor, and every pair of levels that can go together.
-
-`COVER` is generated and written down in cover.json, so that a change of it shows in a diff:
-``python tests/conformance/cover.py`` writes it anew.
-"""
+"""The cases of the conformance matrix: every level of every factor, and every pair of levels that can go together."""
 
 import collections
 import functools
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 FACTORS = {
     "gate": [
@@ -126,14 +120,6 @@ def pairs_of(case: Case) -> set:
     return set(itertools.combinations(case.items(), 2))
 
 
-FILE = Path(__file__).parent / "cover.json"
-
-
 def name_of(case: Case) -> str:
     """For the report of the tests."""
     return "-".join(f"{factor}{level}" if isinstance(level, int) else str(level) for factor, level in case.items())
-
-
-if __name__ == "__main__":
-    FILE.write_text("[\n" + ",\n".join(json.dumps(case) for case in generate()) + "\n]\n")
-    print(f"{len(generate())} cases in {FILE.name}")

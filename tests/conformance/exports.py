@@ -24,7 +24,7 @@ from pretrain.interchange.families import family_for
 from pretrain.interchange.llama_cpp import GGUF
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "pretrain" / "interchange")]
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "pretrain"), str(HERE.parent / "pretrain" / "interchange")]
 
 from compare import relative_error  # noqa: E402
 from forks import ForkServer, only  # noqa: E402

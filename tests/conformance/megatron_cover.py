@@ -1,10 +1,4 @@
-"""The cases of Megatron's matrix: every level of every factor, and every pair of levels that can go together.
-
-``python tests/conformance/megatron_cover.py`` writes megatron_cover.json anew.
-"""
-
-import json
-from pathlib import Path
+"""The cases of Megatron's matrix: every level of every factor, and every pair of levels that can go together."""
 
 from cover import Case, generate
 
@@ -69,9 +63,4 @@ def parallel_of(case: Case) -> dict:
     }
 
 
-FILE = Path(__file__).parent / "megatron_cover.json"
-
-if __name__ == "__main__":
-    cases = generate(FACTORS, is_possible)
-    FILE.write_text("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n")
-    print(f"{len(cases)} cases in {FILE.name}")
+CASES = generate(FACTORS, is_possible)

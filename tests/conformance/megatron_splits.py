@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import model_kinds
 import numpy as np
 import torch
-import torch.distributed as dist
+from engines import engine_of
 
 from pretrain.config import (
     AttentionConfig,
@@ -165,19 +165,6 @@ def recipe_of(
         optimizer=replace(recipe.optimizer, distributed=distributed, name=optimizer),
         train=replace(recipe.train, precision=precision),
     )
-
-
-def engine_of(recipe: Recipe):
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    cpu.install()
-    recipe.check()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    recipe.check_world_size(processes.world_size)
-    init_parallel(recipe, processes)
-    return Engine(recipe, processes)
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,19 @@
 """Megatron's splits change nothing: every case of the cover equals one process in the loss of each of 20 steps, the
 gradient of the first, every gradient norm, routing statistics of every layer, final parameters and moments."""
 
-import itertools
 import json
 import os
 
 import megatron_cover as cover
 import megatron_splits as splits
 import pytest
-from cover import generate, name_of, pairs_of, possible_pairs
+from cover import name_of
 from forks import only, values
 
-CASES = json.loads(cover.FILE.read_text())
-IN_CI = {"PP2 VPP2": False}  # a case each, by whether the optimizer is distributed
+pytestmark = pytest.mark.slow
 LIMIT = 1e-5
 # Partial sums are rounded to 8 bits, and that decides which of nearly equal experts gets a token.
 BF16_LIMIT = {"loss": 2e-2, "gradient norm": 0.2, "final": 2e-2, "load": 0.2}
-
-
-def test_the_cover_is_complete():
-    assert generate(cover.FACTORS, cover.is_possible) == CASES, "megatron_cover.py writes the file anew"
-    assert all(map(cover.is_possible, CASES))
-    covered = set().union(*map(pairs_of, CASES))
-    assert possible_pairs(cover.FACTORS, cover.is_possible) <= covered
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +29,6 @@ def alone(forks):
         return known[key]
 
     return get
-
-
-CHOSEN = [
-    next(case for case in CASES if case["layout"] == layout and case["distributed"] == distributed)
-    for layout, distributed in IN_CI.items()
-]
 
 
 def row(model, layout, sequence, distributed, recompute="none", schedule="1f1b", optimizer="adamw"):
@@ -155,10 +140,7 @@ def run(forks, case, precision="fp32"):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=name_of(case), marks=[] if case in CHOSEN else [pytest.mark.slow])
-        for case in (*CASES, *OTHERS)
-    ],
+    [pytest.param(case, id=name_of(case)) for case in (*cover.CASES, *OTHERS)],
 )
 def test_a_split_equals_one_process(forks, alone, case):
     errors = splits.errors(alone(case["model"], optimizer=case.get("optimizer", "adamw")), run(forks, case))
@@ -168,11 +150,10 @@ def test_a_split_equals_one_process(forks, alone, case):
     assert not {name: error for name, error in errors.items() if error > LIMIT}
 
 
-BF16 = {case["layout"]: case for case in CASES if case["distributed"]}
-BF16_CASES = [pytest.param(case, id=layout, marks=pytest.mark.slow) for layout, case in BF16.items()]
+BF16 = {case["layout"]: case for case in cover.CASES if case["distributed"]}
 
 
-@pytest.mark.parametrize("case", BF16_CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, id=layout) for layout, case in BF16.items()])
 def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
     errors = splits.errors(alone(case["model"], "bf16"), run(forks, case, "bf16"))
     worst = {}
@@ -183,16 +164,3 @@ def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
                 worst[kind] = max(worst.get(kind, 0.0), error)
     log({"bf16": case["layout"]} | worst)
     assert all(worst[kind] <= limit for kind, limit in BF16_LIMIT.items()), worst
-
-
-@pytest.mark.slow
-def test_the_case_means_something(alone):
-    """Tokens are dropped, the gradient is clipped, losses fall, and statistics are of all layers with experts."""
-    for model in cover.FACTORS["model"]:
-        figures = alone(model).figures
-        recipe = splits.BUILDERS[model].recipe
-        for step, layer in itertools.product(range(splits.STEPS), recipe.model.moe.layers):
-            assert figures[f"drop rate {step} {layer}"] > 0.01
-            assert figures[f"tokens {step} {layer}"] == recipe.train.global_batch * splits.LENGTH
-        assert all(figures[f"gradient norm {step}"] > recipe.optimizer.clip_grad for step in range(5))
-        assert figures["validation"] < figures["validation before"]

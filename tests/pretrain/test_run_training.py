@@ -42,33 +42,6 @@ def test_resume_at_half_time_is_the_run_that_was_not_stopped(forks, recipe_file,
 
 
 @pytest.mark.slow
-def test_resume_at_another_split(forks, recipe_file, tmp_path):
-    """A checkpoint of two processes goes on in one, that of one in two, and the losses are the same."""
-    recipe = recipe_file(checkpoint={"every": 4})
-    two = ["--parallel.expert", "2"]
-    data = ["--parallel.data", "2"]
-    distributed = ["--optimizer.distributed"]
-    train(forks, recipe, "--run.folder", tmp_path / "of two", *two, *distributed, size=2)
-    train(forks, recipe, "--run.folder", tmp_path / "of one")
-    rows = {}
-    for name, begun, argv in (
-        ("EP=2 in the same", "of two", [*two, *distributed]),
-        ("EP=2 in one", "of two", []),
-        ("one in EP=2", "of one", [*two, *distributed]),
-        ("one in DP=2", "of one", data),
-    ):
-        run = ["--run.folder", tmp_path / name, "--resume", tmp_path / begun, "--train.steps", "6"]
-        train(forks, recipe, *run, *argv, size=2 if argv else 1)
-        rows[name] = steps(tmp_path / name)
-        assert sorted(rows[name]) == [5, 6]
-    expected = rows["EP=2 in the same"]
-    for name, found in rows.items():
-        for step in (5, 6):
-            for key in ("loss", "grad_norm", "moe/balance_loss", "lr"):
-                assert found[step][key] == pytest.approx(expected[step][key], rel=1e-4), f"{name}, {step}, {key}"
-
-
-@pytest.mark.slow
 def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path):
     recipe = recipe_file(
         checkpoint={"every": 2, "keep": 2, "asynchronous": False}, train={"steps": 10}, parallel={"expert": 2}

@@ -98,7 +98,7 @@ NAN_CASES = {
 }
 
 
-@pytest.mark.by_default("loss, EP=2, skip", "dense gradient, EP=2, stop", "after the reduction, DP=2, skip")
+@pytest.mark.by_default("expert gradient, EP=2, skip", "after the reduction, DP=2, skip")
 @pytest.mark.parametrize("case", NAN_CASES)
 def test_nan_on_one_rank_ends_the_step_on_both_and_changes_nothing(forks, case):
     what, _, mode = NAN_CASES[case]
@@ -191,12 +191,6 @@ def curve(seed, count=2000):
 def test_no_false_skip_in_2000_steps(seed):
     guard = StepGuard(GuardConfig())
     assert [reason for pair in curve(seed) if (reason := guard.check_step(trainer_of(), *pair))] == []
-
-
-def test_no_false_skip_where_nothing_moves():
-    guard = StepGuard(GuardConfig())
-    for step in range(500):
-        assert guard.check_step(trainer_of(), 2.0 + 0.1 * (step % 50 == 0), 1.0 + (step % 50 == 0)) is None
 
 
 @pytest.mark.parametrize("spike", [(10, 1), (1, 1000)], ids=["loss", "gradient norm"])

@@ -171,6 +171,7 @@ class HangInValidation:
         Engine.evaluate = standing_still
 
 
+@pytest.mark.slow
 def test_a_hang_in_the_validation_before_the_first_step_ends_the_run(forks, recipe_file, tmp_path):
     folder = tmp_path / "run"
     recipe = recipe_file(parallel={"expert": 2}, guard={"hang_minutes": 0.1}, checkpoint={"every": 1})

@@ -50,13 +50,6 @@ def test_what_is_trained_meanwhile_is_not_written(tmp_path):
     assert places[0] == places[1], "fresh memory for each save"
 
 
-def test_memory_of_tensors_that_are_gone_is_freed():
-    buffers = HostBuffers()
-    for names in ("abc", "ab", "a"):
-        collect(pieces_of({name: torch.randn(SHAPE) for name in names}), {}, {}, buffers=buffers)
-        assert len(buffers._buffers) == len(names)
-
-
 def test_one_at_a_time():
     writer, running = BackgroundWriter(), []
 
@@ -134,12 +127,3 @@ def test_two_ranks_write_while_they_communicate(two_ranks, tmp_path):
         checkpoint = open_checkpoint(tmp_path / f"step-{step:08d}")
         checkpoint.verify()
         assert torch.equal(checkpoint.read("w"), torch.arange(64.0).view(8, 8) * step)
-
-
-def test_reserved_memory_is_what_is_used():
-    buffers, tensors = HostBuffers(), {name: torch.randn(SHAPE) for name in "ab"}
-    buffers.reserve((piece.place, piece.data) for piece in pieces_of(tensors))
-    places = {buffer.data_ptr() for buffer in buffers._buffers.values()}
-    snapshot = collect(pieces_of(tensors), {}, {}, buffers=buffers)
-    assert {piece.data.data_ptr() for piece in snapshot.pieces} == places
-    assert all(torch.equal(piece.data, tensors[piece.name]) for piece in snapshot.pieces)

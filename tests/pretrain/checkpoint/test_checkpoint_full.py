@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -93,32 +92,3 @@ def test_the_need_of_all_ranks_counts_and_all_are_told(two_ranks, tmp_path):
         needed, free = map(int, FIGURES.search(result.message).groups())
         assert 2 * MIB < needed < 3 * MIB and free == 3 * MIB // 2
     assert steps(tmp_path) == [1]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A tmpfs of 20 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount on this machine")
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("moment", ["before", "during"])
-def test_a_small_tmpfs(small_disk, monkeypatch, moment):
-    folder = small_disk / "checkpoints"
-    save_mib(folder, 1, 8)
-    with monkeypatch.context() as patch:
-        if moment == "during":  # as if somebody else filled the disk after the question
-            real, answers = save_module.free_bytes, iter([1 << 60])
-            patch.setattr(save_module, "free_bytes", lambda folder: next(answers, None) or real(folder))
-        free = refused(folder, 14, 14 * MIB)
-    assert free < 12 * MIB
-    assert save_mib(folder, 2, 8).is_dir()

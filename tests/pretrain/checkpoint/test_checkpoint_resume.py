@@ -124,7 +124,12 @@ def test_what_may_change_and_what_may_not(intact):
     recipe = Recipe()
     check_resumable(recipe, checkpoint)
     check_resumable(replace(recipe, parallel=ParallelConfig(expert=8), train=TrainConfig(steps=999)), checkpoint)
-    for train, message in (({"seed": 5}, "train.seed=5 differs from 1234"), ({"steps": 3}, "train.steps=3 is less")):
+    for train, message in (
+        ({"seed": 5}, "train.seed=5 differs from 1234"),
+        ({"steps": 3}, "train.steps=3 is less"),
+        ({"precision": "bf16"}, "train.precision=bf16 differs from fp32"),
+        ({"global_batch": 8}, "train.global_batch=8"),
+    ):
         with pytest.raises(UserError, match=message):
             check_resumable(replace(recipe, train=TrainConfig(**train)), checkpoint)
 

@@ -22,21 +22,6 @@ from pretrain.config.sections import keys
 from pretrain.config.validation import validated
 from pretrain.start.job import parse
 
-YARN = {
-    "position.rope_scaling": "yarn",
-    "position.rope_factor": 40.0,
-    "position.rope_original_length": 4096,
-    "position.rope_truncate": False,
-    "position.rope_mscale": 0.707,
-    "position.rope_mscale_all_dim": 0.5,
-}
-LATENT = {
-    "attention.kv_lora_rank": 20,
-    "attention.q_lora_rank": 24,
-    "attention.qk_head_dim": 12,
-    "attention.qk_rope_head_dim": 8,
-    "attention.v_head_dim": 14,
-}
 NUMBERS = (2, 3, 0.5, 0.25, -0.5)
 
 
@@ -66,44 +51,6 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     write_recipe(recipe, tmp_path / "config.toml")
     assert read_recipe(str(tmp_path / "config.toml")) == recipe
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
-
-
-VALID = {
-    "a t5": {"model.kind": "t5", "model.tied_output_bias": False},
-    "a bert": {"model.kind": "bert", "moe.num_experts": 0, "model.linear_bias": True, "model.segment_types": 2},
-    "fp16": {
-        "train.precision": "fp16",
-        "optimizer.loss_scale": 2.0**-3,
-        "optimizer.cpu_offload": 0.25,
-        "optimizer.distributed": True,
-    },
-    "windows": {
-        "data.document_mask": True,
-        "position.rope_theta": 1e6,
-        "position.rotary_fraction": 0.5,
-        "attention.num_query_groups": 2,
-        "attention.qkv_bias": True,
-        "attention.sinks": True,
-        "attention.sliding_window": 5,
-        "attention.sliding_layers": [1, 3],
-        "model.residual_scale": 0.22,
-    },
-    "biases": {"attention.output_bias": True, "model.output_bias": True},
-    "latent": LATENT | YARN,
-    "interleaved": {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2},
-    "gpipe": {
-        "parallel.tensor": 2,
-        "parallel.pipeline": 2,
-        "parallel.schedule": "gpipe",
-        "parallel.expert_tensor": 2,
-        "parallel.sequence": False,
-    },
-}
-
-
-@pytest.mark.parametrize("case", VALID)
-def test_valid_combinations(case):
-    recipe_with(VALID[case]).check()
 
 
 def recipe_with(values, base=None):
@@ -190,159 +137,20 @@ def test_options_override_the_file(options, key, value):
     assert {name for name in keys() if recipe.value(name) != base.value(name)} - {"optimizer.min_lr"} == {key}
 
 
-@pytest.mark.parametrize("word", ["none", "None"])
-def test_none_is_an_option(word):
-    assert load_recipe("t5").model.moe.capacity_factor is not None
-    assert load_recipe("t5", ["--moe.capacity-factor", word]).model.moe.capacity_factor is None
-
-
 @pytest.mark.parametrize(
     ("key", "value", "parts"),
     [
-        ("model.num_layers", "four", ["model.num_layers='four'", "int"]),
         ("model.num_layers", 4.0, ["model.num_layers=4.0", "int"]),
         ("model.num_layers", True, ["model.num_layers=True", "int"]),
         ("model.gated", 1, ["model.gated=1", "true or false"]),
-        ("model.activation", "gulu", ["model.activation='gulu'", "gelu", "relu", "silu"]),
         ("moe.layers", 3, ["moe.layers=3", "list"]),
-        ("moe.layers", ["a"], ["moe.layers='a'", "int"]),
-        ("moe.capacity_factor", "much", ["moe.capacity_factor='much'", "number", "none"]),
         ("data.train", "prefix", ["data.train='prefix'", "list"]),
-        ("model.num_layers", 0, ["model.num_layers=0"]),
-        ("model.num_layers", -1, ["model.num_layers=-1"]),
-        ("moe.layers", [5], ["moe.layers", "5", "model.num_layers=4"]),
-        ("attention.num_heads", 5, ["attention.num_heads=5", "model.hidden_size=192"]),
-        ("attention.num_heads", 64, ["attention.num_heads=64", "model.hidden_size=192", "position.encoding=rope"]),
-        ("attention.num_query_groups", 4, ["attention.num_query_groups=4", "attention.num_heads=6"]),
-        ("attention.num_query_groups", 0, ["attention.num_query_groups=0"]),
-        ("attention.head_dim", 33, ["attention.head_dim=33", "position.encoding=rope"]),
-        ("position.rope_theta", 0.0, ["position.rope_theta=0.0"]),
-        ("model.norm_eps", float("nan"), ["model.norm_eps=nan"]),
-        ("model.norm", "batch", ["model.norm='batch'", "layer", "rms"]),
-        ("model.dense_ffn_hidden_size", 512, ["model.dense_ffn_hidden_size=512", "without experts"]),
-        ("moe.num_shared_experts", -1, ["moe.num_shared_experts=-1"]),
-        ("moe.shared_ffn_hidden_size", 0, ["moe.shared_ffn_hidden_size=0"]),
-        ("moe.routed_scale", -1.0, ["moe.routed_scale=-1.0"]),
-        ("moe.bias_step", -1.0, ["moe.bias_step=-1.0"]),
-        ("moe.score", "tanh", ["moe.score='tanh'", "softmax", "sigmoid"]),
-        ("moe.top_k", 17, ["moe.top_k=17", "moe.num_experts=16"]),
-        ("moe.num_experts", 0, ["parallel.expert=2", "moe.num_experts"]),
-        ("moe.capacity_factor", 0.0, ["moe.capacity_factor=0"]),
-        ("moe.capacity_factor", float("nan"), ["moe.capacity_factor=nan"]),
-        ("moe.jitter", 1.0, ["moe.jitter=1.0"]),
-        ("model.dropout", 1.0, ["model.dropout=1.0"]),
-        ("parallel.expert", 3, ["parallel.expert=3", "moe.num_experts=16"]),
-        ("parallel.data", 3, ["parallel.data", "48", "train.global_batch=16"]),
-        ("train.micro_batch", 3, ["train.micro_batch", "6", "train.global_batch=16"]),
-        ("train.validation_sequences", 17, ["train.micro_batch", "train.validation_sequences=17"]),
-        ("train.steps", 30, ["optimizer.warmup_steps=30", "train.steps=30"]),
-        ("optimizer.decay_steps", 20, ["optimizer.warmup_steps=30", "optimizer.decay_steps=20"]),
-        ("optimizer.lr", 0.0, ["optimizer.lr=0"]),
-        ("optimizer.lr", float("nan"), ["optimizer.lr=nan"]),
-        ("optimizer.min_lr", 1.0, ["optimizer.min_lr=1.0", "optimizer.lr=0.002"]),
-        ("optimizer.min_lr", float("nan"), ["optimizer.min_lr=nan"]),
-        ("optimizer.beta1", 1.0, ["optimizer.beta1=1.0"]),
-        ("optimizer.clip_grad", -1.0, ["optimizer.clip_grad=-1.0"]),
-        ("optimizer.clip_grad", float("nan"), ["optimizer.clip_grad=nan"]),
-        ("data.train", [], ["data.train"]),
-        ("checkpoint.keep", -1, ["checkpoint.keep=-1"]),
-        ("train.seed", -1, ["train.seed=-1"]),
-        ("model.segment_types", -1, ["model.segment_types=-1", "at least 0"]),
-        ("guard.spike_sigma", float("-inf"), ["guard.spike_sigma=-inf", "at least 0"]),
     ],
-    ids=lambda x: repr(x) if not isinstance(x, list) else "",
 )
-def test_a_value_that_is_invalid_is_named_with_its_limit(key, value, parts):
+def test_a_value_of_another_type_is_named(key, value, parts):
+    """In a file; `test_rules` has other invalid values."""
     with pytest.raises(UserError) as error:
-        recipe_with({key: value}, load_recipe("quickstart")).check()
-    message = str(error.value)
-    assert all(part in message for part in parts), message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("values", "parts"),
-    [
-        (
-            {"model.kind": "t5", "attention.num_query_groups": 2},
-            ["attention.num_query_groups=2", "model.kind=t5", "attention.num_heads=6"],
-        ),
-        (
-            {"position.encoding": "learned_absolute", "position.rotary_fraction": 0.5},
-            ["position.rotary_fraction=0.5", "learned_absolute"],
-        ),
-        ({"position.rotary_fraction": 0.0}, ["position.rotary_fraction=0.0", "more than 0"]),
-        ({"position.rotary_fraction": 1.5}, ["position.rotary_fraction=1.5", "at most 1"]),
-        ({"position.rotary_fraction": 0.1, "attention.head_dim": 8}, ["position.rotary_fraction=0.1", "8 elements"]),
-        (
-            {"position.rotary_fraction": 0.5, "attention.head_dim": 6},
-            ["position.rotary_fraction=0.5", "even", "6 elements"],
-        ),
-        (
-            {"position.encoding": "learned_absolute", "position.rope_theta": 1e6},
-            ["position.rope_theta=1000000.0", "learned_absolute"],
-        ),
-        ({"moe.num_experts": 0, "moe.num_shared_experts": 1}, ["moe.num_shared_experts=1", "moe.num_experts"]),
-        ({"moe.shared_ffn_hidden_size": 8}, ["moe.shared_ffn_hidden_size=8", "moe.num_shared_experts"]),
-        ({"moe.shared_expert_gate": True}, ["moe.shared_expert_gate=true", "moe.num_shared_experts"]),
-        (
-            {"attention.qk_norm_over": "all", "model.norm": "rms"},
-            ["attention.qk_norm_over=all", "attention.qk_norm=true"],
-        ),
-        (
-            {"attention.qk_norm_over": "all", "attention.qk_norm": True},
-            ["attention.qk_norm_over=all", "model.norm=rms", "layer"],
-        ),
-        ({"attention.scale": 0.0}, ["attention.scale=0.0"]),
-        ({"attention.scale": 1.0, **LATENT}, ["attention.scale=1.0", "attention.kv_lora_rank=20"]),
-        ({"model.embedding_scale": -1.0}, ["model.embedding_scale=-1.0"]),
-        ({"model.residual_scale": 0.5, "model.kind": "bert"}, ["model.residual_scale=0.5", "model.kind=gpt", "bert"]),
-        ({"model.logit_divisor": 2.0, "model.kind": "t5"}, ["model.logit_divisor=2.0", "model.kind=gpt", "t5"]),
-        ({"model.kind": "t5", "attention.qkv_bias": True}, ["attention.qkv_bias=true", "model.kind=t5"]),
-        ({"model.kind": "t5", "attention.sinks": True}, ["attention.sinks=true", "model.kind=gpt", "t5"]),
-        (
-            {"model.kind": "bert", "attention.sliding_window": 4},
-            ["attention.sliding_window=4", "model.kind=gpt", "bert"],
-        ),
-        ({"attention.sinks": True, **LATENT}, ["attention.sinks=true", "attention.kv_lora_rank=20"]),
-        (
-            {"attention.sliding_window": 4, "position.encoding": "transformer_xl"},
-            ["attention.sliding_window=4", "transformer_xl"],
-        ),
-        ({"attention.sliding_layers": (1,)}, ["attention.sliding_layers=[1]", "attention.sliding_window"]),
-        ({"attention.sliding_window": 0}, ["attention.sliding_window=0", "at least 1"]),
-        (
-            {"attention.sliding_window": 4, "attention.sliding_layers": (5,)},
-            ["attention.sliding_layers has layer 5", "model.num_layers=4"],
-        ),
-        ({"attention.sliding_window": 4, "attention.sliding_layers": (2, 2)}, ["attention.sliding_layers", "2 twice"]),
-        ({"attention.sliding_window": 4, "model.mtp_layers": 1}, ["attention.sliding_window=4", "model.mtp_layers=1"]),
-        ({"model.activation": "swiglu_oai"}, ["model.activation=swiglu_oai", "model.gated=true"]),
-        (
-            {"model.kind": "bert", "attention.output_bias": True},
-            ["attention.output_bias=true", "model.kind=gpt", "bert"],
-        ),
-        ({"attention.output_bias": True, **LATENT}, ["attention.output_bias=true", "attention.kv_lora_rank=20"]),
-        ({"model.kind": "t5", "model.output_bias": True}, ["model.output_bias=true", "model.kind=gpt", "t5"]),
-        ({"model.mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
-        ({"model.mtp_layers": 1, "model.mtp_loss": 0.0}, ["model.mtp_loss=0.0", "more than 0"]),
-        ({"model.mtp_layers": -1}, ["model.mtp_layers=-1"]),
-        ({"model.mtp_layers": 1, "model.kind": "t5"}, ["model.mtp_layers=1", "model.kind=gpt", "t5"]),
-        ({"model.mtp_layers": 1, "model.kind": "bert"}, ["model.mtp_layers=1", "model.kind=gpt", "bert"]),
-        ({"model.mtp_layers": 8, "model.sequence_length": 8}, ["model.mtp_layers=8", "model.sequence_length=8"]),
-        ({"model.mtp_layers": 1, "moe.layers": (5,)}, ["moe.layers", "5", "model.num_layers=4"]),
-        ({"model.mtp_layers": 1, "data.document_mask": True}, ["data.document_mask=true", "model.mtp_layers=1"]),
-        ({"model.mtp_layers": 1, "parallel.context": 2}, ["parallel.context=2", "model.mtp_layers=1"]),
-        (
-            {"model.mtp_layers": 1, "parallel.pipeline": 2, "position.encoding": "learned_absolute"},
-            ["parallel.pipeline=2", "position.encoding=learned_absolute", "model.mtp_layers=1"],
-        ),
-    ],
-    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
-)
-def test_keys_that_exclude_each_other_are_named(values, parts):
-    with pytest.raises(UserError) as error:
-        recipe_with(values).check()
+        recipe_with({key: value}).check()
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 

@@ -147,13 +147,6 @@ MODELS = {
     },
     "bert, untied": {"kind": "bert", "tie_embeddings": False, "moe.every": 2, "position.encoding": "learned_absolute"},
 }
-LATENT = {
-    "attention.kv_lora_rank": 20,
-    "attention.q_lora_rank": 24,
-    "attention.qk_head_dim": 12,
-    "attention.qk_rope_head_dim": 8,
-    "attention.v_head_dim": 14,
-}
 DATA = {"t5, longer decoder": {"noise_density": 0.7}}
 
 

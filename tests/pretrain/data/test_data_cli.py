@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.config.load import load_recipe
 from pretrain.data.cli import main
@@ -56,14 +55,6 @@ def test_show_refuses_another_tokenizer(jsonl: Path, tokenizer: Tokenizer, tmp_p
     other = train_tokenizer([jsonl], tmp_path / "other.model", 400)
     with pytest.raises(UserError, match=r"was prepared with another tokenizer than .*other\.model"):
         main(["show", str(tmp_path / "a"), "--tokenizer", str(other.path)])
-
-
-def test_a_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run("fmoe data", lambda: main(["show", str(tmp_path / "none")])) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    for arguments in ([], ["other"], ["corpus"], ["corpus", "--ou", "x"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments)
 
 
 def test_no_command_imports_torch(jsonl: Path, tmp_path: Path) -> None:

@@ -136,15 +136,6 @@ def test_a_damaged_memory_of_counts_is_no_reason_to_stop(tmp_path: Path) -> None
     assert IndexedCorpus(prefix).counts is None
 
 
-def test_counts_that_cannot_be_kept(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 2, 3]])
-    corpus, bin_path = IndexedCorpus(prefix), corpus_paths(prefix)[0]
-    counts.counts_path(prefix).mkdir()
-    before = sorted(tmp_path.iterdir())
-    assert counts.keep(prefix, bin_path, corpus.counts)
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def counted(prefixes: list[Path], vocab_size: int, share: int):
     """On each rank: counts and entropy of corpora without counts, ``share`` tokens a rank at a time."""
     from pretrain.data import counting, inputs

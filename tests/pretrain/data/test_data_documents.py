@@ -287,12 +287,6 @@ def test_hidden_files_and_what_is_no_text_are_left_out_and_counted(tmp_path: Pat
     assert whole([folder / ".hidden.txt"]) == ["no"]  # named by the user
 
 
-def test_a_folder_of_a_told_format(tmp_path: Path) -> None:
-    for name in ("a.py", "b", "c.json", ".d"):
-        (tmp_path / name).write_text(name)
-    assert whole_of([tmp_path], "text") == ["a.py", "b", "c.json"]
-
-
 def test_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     (tmp_path / "loop.txt").symlink_to("loop.txt")
@@ -304,17 +298,6 @@ def test_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             find_sources([path])
-
-
-def test_names_are_printable(tmp_path: Path) -> None:
-    for name in (b"a\nb\x1b[31m.txt", b"\xff.jsonl"):
-        (tmp_path / os.fsdecode(name)).write_bytes(b"\xff")
-    names = [source.name.split("/")[1] for source in find_sources([tmp_path])]
-    assert sorted(names) == ["\\udcff.jsonl", "a\\nb\\x1b[31m.txt"]
-    for path in tmp_path.iterdir():
-        with pytest.raises(UserError) as error:
-            whole([path])
-        assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])

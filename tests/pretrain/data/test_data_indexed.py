@@ -9,7 +9,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data import indexed
-from pretrain.data.indexed import IndexedCorpus, IndexedWriter, corpus_paths, dtype_for_vocabulary
+from pretrain.data.indexed import IndexedCorpus, IndexedWriter, corpus_paths
 
 HEADER = 34  # bytes
 
@@ -64,11 +64,6 @@ def test_places_out_of_range(prefix: Path) -> None:
             corpus.tokens(7, start, stop)
     with pytest.raises(ValueError, match="read-only"):
         corpus.flat[0] = 1
-
-
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(2, "uint16"), (65_536, "uint16"), (65_537, "int32")])
-def test_dtype_for_vocabulary(vocab_size: int, dtype: str) -> None:
-    assert dtype_for_vocabulary(vocab_size) == np.dtype(dtype)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])

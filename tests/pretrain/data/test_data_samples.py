@@ -7,7 +7,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.blend import Blend
-from pretrain.data.counting import count_tokens, unigram_entropy
+from pretrain.data.counting import unigram_entropy
 from pretrain.data.indexed import IndexedCorpus, IndexedWriter
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
@@ -189,13 +189,3 @@ def test_pickled_samples_are_the_same_and_hold_no_tokens(tmp_path: Path) -> None
         found = pickle.loads(data)  # noqa: S301
         assert found.samples_per_epoch == samples.samples_per_epoch
         np.testing.assert_equal(found[7], expected)
-
-
-def test_a_pickled_corpus_keeps_counts_that_are_not_stored(corpora: list[IndexedCorpus]) -> None:
-    corpus = corpora[0]
-    corpus.counts = count_tokens(corpus.flat)
-    corpus._has_kept_counts = False
-    Path(f"{corpus.prefix}.json").unlink()
-    found = pickle.loads(pickle.dumps(corpus))  # noqa: S301
-    assert found.counts.largest == corpus.counts.largest
-    assert found.flat.tolist() == corpus.flat.tolist()

@@ -85,19 +85,13 @@ def as_saved(folder: Path) -> Mixture:
     return one(folder)
 
 
-def as_saved_splits(folder: Path) -> Mixture:
-    train, test = (datasets.Dataset.from_dict({"text": texts}) for texts in (TEXTS, ["other"]))
-    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(folder))
-    return one(folder)
-
-
 def as_lines(folder: Path) -> Mixture:
     folder.mkdir()
     (folder / "train.txt").write_text("".join(f"line {i}\n" for i in range(20)))
     return one(folder)
 
 
-@pytest.mark.parametrize("kind", [as_json, as_parquet, as_saved, as_saved_splits, as_lines])
+@pytest.mark.parametrize("kind", [as_json, as_parquet, as_saved, as_lines])
 def test_a_stream_gives_the_corpus_of_text_files(kind, tokenizer: Tokenizer, tmp_path: Path) -> None:
     texts = [f"line {i}" for i in range(20)] if kind is as_lines else TEXTS
     assert_same_corpus(kind(tmp_path / "dataset"), texts, tokenizer, tmp_path)

@@ -62,12 +62,6 @@ def test_ids_of_the_special_pieces(tokenizer: Tokenizer) -> None:
         tokenizer.special("a")
 
 
-def test_pieces_of_a_document_give_the_tokens_of_the_document(texts: list[str], tokenizer: Tokenizer) -> None:
-    text = texts[-2]
-    cut = text.index("\n", len(text) // 2) + 1
-    assert tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:]) == tokenizer.encode(text)
-
-
 @pytest.mark.parametrize("i", [-1, 512])
 def test_ids_outside_the_vocabulary_are_named(i: int, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=f"token id {i} is outside the vocabulary of .*, 0 to 511"):

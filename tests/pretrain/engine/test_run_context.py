@@ -8,11 +8,9 @@ import torch.distributed as dist
 from compare import assert_close
 from engines import RECIPE, Samples, assert_figures, engine_of, figures, load, save
 from forks import only, values
-from model_kinds import losses, recipe_of, samples_of, with_dropout
+from model_kinds import losses, with_dropout
 
-from fmoe.errors import UserError
 from pretrain.config import ParallelConfig
-from pretrain.models.batch import context_slice, loss_function
 
 SPLITS = {
     "alone": {"context": 2},
@@ -95,53 +93,10 @@ def count_ratios(recipe):
     return [ratios.sort().values for ratios in trust_ratios(engine.optimizer)]
 
 
+@pytest.mark.slow
 def test_trust_ratios_are_counted_once(forks):
     recipe = replace(RECIPE, optimizer=replace(RECIPE.optimizer, name="lamb", warmup_steps=0))
     expected = only(forks.run(1, count_ratios, recipe))
     for found in values(forks.run(2, count_ratios, replace(recipe, parallel=ParallelConfig(context=2)))):
         for got, ratios in zip(found, expected, strict=True):
             assert_close(got, ratios, 1e-4, "ratios")
-
-
-class Group:
-    """Stand-in for a process group, with what `context_slice` needs."""
-
-    def __init__(self, rank, size):
-        self._rank = rank
-        self._size = size
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._size
-
-
-def test_a_slice_has_its_tokens_positions_and_share_of_the_loss():
-    x = torch.arange(24).view(2, 12)
-    batch = {"tokens": x, "labels": x + 1, "documents": x // 5, "loss_weight": torch.rand(2, 12)}
-    loss = torch.rand(2, 12)
-    for size in (2, 4):
-        slices = [context_slice(batch, Group(rank, size)) for rank in range(size)]
-        for name in ("tokens", "labels", "loss_weight"):
-            assert torch.equal(torch.cat([part[name] for part in slices], dim=1), batch[name])
-        assert torch.cat([part["positions"] for part in slices], dim=1).tolist() == [list(range(12))] * 2
-        assert all(torch.equal(part["documents"], batch["documents"]) for part in slices)
-        for keys in (batch, {"tokens": x}):
-            whole, _ = loss_function(keys)(loss)
-            shares = [
-                loss_function(context_slice(keys, Group(rank, size)), size)(own)[0]
-                for rank, own in enumerate(loss.chunk(size, dim=1))
-            ]
-            assert sum(shares) == pytest.approx(whole.item(), rel=1e-6)
-    own = {**batch, "positions": x.flip(1)}
-    assert torch.equal(context_slice(own, Group(1, 2))["positions"], own["positions"][:, 6:])
-    assert context_slice(batch, Group(0, 1)) is batch
-
-
-@pytest.mark.parametrize("kind", ["t5", "bert"])
-def test_other_kinds_are_refused_before_anything_is_built(kind):
-    recipe = recipe_of(kind, context=2)
-    assert samples_of(recipe)[0]
-    with pytest.raises(UserError, match=rf"parallel\.context=2 .*model\.kind=gpt, not {kind}"):
-        recipe.check()

@@ -1,7 +1,6 @@
 """With dropout, too, no result depends on micro batches, ranks, pipeline stages or recomputation."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -115,33 +114,7 @@ def embeddings_of_a_t5():
     return seen
 
 
-def test_a_resumed_run_drops_what_it_would_have(forks):
-    """Nothing is drawn from a generator: step 2 alone has the noise that it has after steps 0 and 1."""
-    recipe = with_dropout("gpt")
-    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=1e-30, min_lr=0.0))
-    whole = only(forks.run(1, losses, recipe))
-    assert only(forks.run(1, losses, recipe, (2,)))[0] == whole[2]
-    assert whole[0][0] != whole[2][0]
-
-
 def test_bf16_drops_the_same(forks, alone):
     for micro_batch in (8, 2):
         found = only(forks.run(1, losses, with_dropout("gpt", micro_batch, precision="bf16")))
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in alone("gpt")], rel=5e-3)
-
-
-def keyed_modules(kind):
-    """Names of modules with a dropout that is not torch's or megatron-core's own, at dropout=0."""
-    from megatron_patch.dropout import TokenDropout, _BiasDropoutAdd
-
-    engine = engine_of(with_dropout(kind, model={"dropout": 0.0}))
-    keyed = TokenDropout | _BiasDropoutAdd
-    return [
-        name
-        for name, module in engine.gpt.named_modules()
-        if any(isinstance(value, keyed) for value in (module, *vars(module).values()))
-    ]
-
-
-def test_without_dropout_megatrons_own_is_left(forks):
-    assert only(forks.run(1, keyed_modules, "gpt")) == []

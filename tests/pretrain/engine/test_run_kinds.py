@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import assert_figures, engine_of, figures
 from forks import only, values
-from model_kinds import KINDS, STEPS, recipe_of, samples_of
+from model_kinds import KINDS, recipe_of, samples_of
 
 from pretrain.config import ParallelConfig
 
@@ -27,21 +27,7 @@ def test_micro_batches_change_nothing(forks, alone):
     assert_figures(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected)
 
 
-@pytest.mark.by_default("t5", "documents")
-def test_fp16_is_close(forks, alone):
-    kind, expected = alone
-    recipe = recipe_of(kind, micro_batch=8)
-    optimizer = replace(recipe.optimizer, initial_loss_scale=1024.0)
-    recipe = replace(recipe, train=replace(recipe.train, precision="fp16"), optimizer=optimizer)
-    found = only(forks.run(1, train, recipe))
-    for name, value in expected.items():
-        if name.startswith(("loss", "validation")):
-            assert found[name] == pytest.approx(value, rel=1e-2), name
-
-
-@pytest.mark.by_default(
-    "t5, relative positions-expert=2", "bert-expert=2 distributed=True micro_batch=1", "documents-data=2"
-)
+@pytest.mark.by_default("t5-expert=2", "bert-expert=2 distributed=True micro_batch=1", "documents-data=2")
 @pytest.mark.parametrize(
     "options",
     [{"data": 2}, {"expert": 2}, {"expert": 2, "distributed": True, "micro_batch": 1}],
@@ -74,22 +60,6 @@ def test_a_bert_with_biases_and_segments_equals_one_process(forks, parallel):
     assert len(expected["embedding.tokentype_embeddings.weight"]) == 2
 
 
-def test_the_case_means_something(alone):
-    """Samples differ in how much is predicted, tokens are dropped, the loss falls, each layer has a number."""
-    kind, figures = alone
-    recipe = recipe_of(kind)
-    samples = samples_of(recipe)
-    if not kind.startswith("t5"):
-        assert len({int(samples[n]["loss_mask"].sum()) for n in range(8)}) > (1 if "documents" in kind else 0)
-    numbers = recipe.model.layers_with_experts
-    assert numbers == {"t5": (1, 2, 3), "t5, relative positions": (1, 2, 3), "documents, learned positions": (2,)}.get(
-        kind, (1, 2)
-    )
-    assert {name for name in figures if name.startswith("load 0")} == {f"load 0 {number}" for number in numbers}
-    assert sum(figures[f"drops {step} {numbers[0]}"] for step in range(STEPS)) > 0.01
-    assert figures["validation"] < figures["validation before"]
-
-
 def by_hand(kind):
     """Mean over all that is predicted in 8 samples, one at a time, and what the engine says in micro batches of 2."""
     from pretrain.models.batch import collate
@@ -111,6 +81,7 @@ def by_hand(kind):
     return told, total / count
 
 
+@pytest.mark.by_default("t5", "documents")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_mean_over_what_is_predicted(forks, kind):
     told, expected = only(forks.run(1, by_hand, kind))

@@ -76,10 +76,3 @@ def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path,
     options = ["--data.weights", "1", "1", "--train.steps", "8"]
     (end,) = forks.command("pretrain", recipe, "--run.folder", cut, "--resume", *options)
     assert end.code == 2 and "data.weights=(1.0, 1.0) differs from" in end.err, end
-
-
-def test_a_tokenizer_with_too_few_sentinels_is_refused_before_anything_is_written(forks, recipe_file, tmp_path):
-    options = ["--model.kind", "t5", "--model.sequence-length", "512"]
-    (end,) = forks.command("pretrain", recipe_file(), "--run.folder", tmp_path / "run", *options)
-    assert end.code == 2 and end.err.count("\n") == 1 and "need a sentinel each" in end.err, end
-    assert not (tmp_path / "run").exists()

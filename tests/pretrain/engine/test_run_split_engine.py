@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from engines import RECIPE, STEADY, STEPS, Samples, assert_figures, engine_of, figures, in_one_micro_batch
+from engines import RECIPE, STEADY, Samples, assert_figures, engine_of, figures, in_one_micro_batch
 from forks import only, values
 
 from pretrain.config import ParallelConfig
@@ -33,15 +33,6 @@ def test_two_processes_equal_one(forks, alone, split, distributed):
     parallel = ParallelConfig(**SPLITS[split])
     recipe = replace(STEADY, parallel=parallel, optimizer=replace(STEADY.optimizer, distributed=distributed))
     assert_figures(values(forks.run(2, figures, recipe)), alone, parallel.expert)
-
-
-def test_the_case_means_something(alone):
-    """Tokens are dropped, the gradient is clipped, and the loss falls."""
-    assert all(alone[f"drops {step} {layer}"] > 0.01 for step in range(STEPS) for layer in (1, 2))
-    assert all(alone[f"gradient norm {step}"] > RECIPE.optimizer.clip_grad for step in range(STEPS))
-    assert alone["validation"] < alone["validation before"]
-    assert [alone[f"lr {step}"] for step in range(2)] == pytest.approx([0.005, 0.01])
-    assert alone[f"lr {STEPS - 1}"] == pytest.approx(0.001)
 
 
 def fail_on_rank_1():

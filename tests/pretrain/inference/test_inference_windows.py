@@ -11,7 +11,7 @@ from fmoe import UserError
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import load_tokenizer
-from pretrain.inference.windows import Text, cut, gpt_windows, samples_of
+from pretrain.inference.windows import Text, gpt_windows, samples_of
 
 END = 3
 
@@ -29,14 +29,6 @@ def test_every_token_is_predicted_once_from_what_is_before_it(length, stride, co
             predicted += block[1 + first :].tolist()
             assert first == (length - stride if number else 0), "less is seen before a token than can be"
         assert predicted == stream.tolist()
-
-
-def test_blocks_are_the_stream():
-    stream = np.arange(23)
-    for parts in ([stream], np.split(stream, [1, 2, 20])):
-        blocks = list(cut(parts, 5))
-        assert [len(block) for block in blocks] == [5, 5, 5, 5, 3]
-        assert (np.concatenate(blocks) == stream).all()
 
 
 @pytest.fixture

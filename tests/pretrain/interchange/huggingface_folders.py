@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from engines import engine_of
 from safetensors.torch import load_file
 from tiny_families import CASES, LENGTH, VOCAB
 from torch import Tensor, nn
@@ -78,19 +79,13 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 def our_engine(path: Path, parallel: ParallelConfig | None = None, precision: str = "fp32"):
     """An engine with a checkpoint's weights, at a split and in a precision of its own."""
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel, state
-    from pretrain.start.process import Processes
+    from pretrain.engine import state
 
-    cpu.install()
     checkpoint = open_checkpoint(path)
     recipe = recipe_of(checkpoint)
     train = TrainConfig(precision=precision, global_batch=8, micro_batch=1, seed=recipe.train.seed + 1)
     recipe = replace(recipe, parallel=parallel or ParallelConfig(), train=train)
-    recipe.check()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    init_parallel(recipe, processes)
-    engine = Engine(recipe, processes)
+    engine = engine_of(recipe)
     state.load_weights(engine, checkpoint)
     return engine
 

@@ -66,19 +66,6 @@ QWEN1_5_MOE_A2_7B = COMMON | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-QWEN2_57B_A14B = QWEN1_5_MOE_A2_7B | {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "moe_intermediate_size": 2560,
-    "num_attention_heads": 28,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "shared_expert_intermediate_size": 20480,
-    "sliding_window": 65536,
-}
 OLMOE_1B_7B = COMMON | {
     "attention_bias": False,
     "clip_qkv": None,
@@ -119,12 +106,6 @@ GRANITE_3_1B_A400M = COMMON | {
     "router_aux_loss_coef": 0.0,
     "tie_word_embeddings": True,
     "vocab_size": 49152,
-}
-GRANITE_3_3B_A800M = GRANITE_3_1B_A400M | {
-    "hidden_size": 1536,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_local_experts": 40,
 }
 # Without its scaled positions (longrope).
 PHI_3_5_MOE = COMMON | {
@@ -255,16 +236,6 @@ GLM_4_5_AIR = COMMON | {
     "use_qk_norm": False,
     "vocab_size": 151552,
 }
-GLM_4_5 = GLM_4_5_AIR | {
-    "first_k_dense_replace": 3,
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 160,
-    "num_hidden_layers": 92,
-    "routed_scaling_factor": 2.5,
-    "use_qk_norm": True,
-}
 ERNIE_21B = COMMON | {
     "hidden_size": 2560,
     "intermediate_size": 12288,
@@ -286,19 +257,6 @@ ERNIE_21B = COMMON | {
     "tie_word_embeddings": True,
     "use_bias": False,
     "vocab_size": 103424,
-}
-ERNIE_300B = ERNIE_21B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "moe_intermediate_size": 3584,
-    "moe_k": 8,
-    "moe_layer_end_index": 53,
-    "moe_layer_start_index": 3,
-    "moe_num_shared_experts": 0,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 54,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
 }
 GPT_OSS_20B = COMMON | {
     "model_type": "gpt_oss",
@@ -350,8 +308,6 @@ T5_V1_1_BASE = T5_SMALL | {
     "num_decoder_layers": 12,
     "tie_word_embeddings": False,
 }
-T5_3B = T5_SMALL | {"d_ff": 16384, "d_kv": 128, "d_model": 1024, "num_heads": 32, "num_layers": 24}
-T5_11B = T5_3B | {"d_ff": 65536, "num_heads": 128}
 SWITCH_BASE_8 = T5_V1_1_BASE | {
     "d_ff": 3072,
     "model_type": "switch_transformers",
@@ -395,26 +351,20 @@ GPTS = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7e9, 12.9e9, 995),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9, 3.3e9, 18867),
     "Qwen1.5-MoE-A2.7B": (QWEN1_5_MOE_A2_7B, 14.3e9, 2.7e9, 4659),
-    "Qwen2-57B-A14B": (QWEN2_57B_A14B, 57.4e9, 14.2e9, 5771),
     "OLMoE-1B-7B-0924": (OLMOE_1B_7B, 6.92e9, 1.28e9, 3219),
     "granite-3.0-1b-a400m": (GRANITE_3_1B_A400M, 1.335e9, 0.43e9, 218),
-    "granite-3.0-3b-a800m": (GRANITE_3_3B_A800M, 3.3e9, 0.88e9, 290),
     "Phi-3.5-MoE": (PHI_3_5_MOE, 41.87e9, 6.64e9, 1957),
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9, 2.66e9, 5291),
     "DeepSeek-V2": (DEEPSEEK_V2, 236e9, 21.4e9, 29102),
     "DeepSeek-V3": (DEEPSEEK_V3, 671e9, 37.6e9, 45395),
     "GLM-4.5-Air": (GLM_4_5_AIR, 106.9e9, 13.4e9, 17925),
-    "GLM-4.5": (GLM_4_5, 352.8e9, 33.6e9, 44189),
     "ERNIE-4.5-21B-A3B": (ERNIE_21B, 21.83e9, 3.35e9, 5492),
-    "ERNIE-4.5-300B-A47B": (ERNIE_300B, 300e9, 47.9e9, 10230),
     "gpt-oss-20b": (GPT_OSS_20B, 20.91e9, 4.19e9, 411),
 }
 # Configuration, parameters, tensors.
 ENCODERS = {
     "t5-small": (T5_SMALL, 60_506_624, 131),
     "t5-v1_1-base": (T5_V1_1_BASE, 247_577_856, 282),
-    "t5-3b": (T5_3B, 2_851_598_336, 509),
-    "t5-11b": (T5_11B, 11_307_321_344, 509),
     "switch-base-8": (SWITCH_BASE_8, 619_339_008, 437),
     "megatron-bert-345m": (MEGATRON_BERT, 333_671_808, 24 * 16 + 10),
 }

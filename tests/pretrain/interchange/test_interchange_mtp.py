@@ -90,11 +90,8 @@ def further_losses(folder, tokens):
 
 
 CASES = {
-    "deepseek_v3, TP2": (MODEL, ParallelConfig(tensor=2)),
-    "deepseek_v3, EP2": (MODEL, ParallelConfig(expert=2)),
     "deepseek_v3, PP2": (MODEL, ParallelConfig(pipeline=2)),
     "glm4_moe, TP2": (GLM, ParallelConfig(tensor=2)),
-    "glm4_moe, PP2": (GLM, ParallelConfig(pipeline=2)),
 }
 
 

@@ -271,11 +271,6 @@ def test_there_and_back(exported, tmp_path, name):
 SPLITS = {
     "EP2": (DROPS, ParallelConfig(expert=2)),
     "TP2": (FINER, ParallelConfig(tensor=2)),
-    "PP2": (BIASES, ParallelConfig(pipeline=2)),
-    "TP2, dense": ("dense", ParallelConfig(tensor=2)),
-    "EP2, Transformer-XL": (MEMORY, ParallelConfig(expert=2)),
-    "TP2, Transformer-XL": (MEMORY, ParallelConfig(tensor=2)),
-    "TP2, dense Transformer-XL": (DENSE_MEMORY, ParallelConfig(tensor=2)),
     "PP2, dense Transformer-XL": (DENSE_MEMORY, ParallelConfig(pipeline=2)),
 }
 
@@ -309,17 +304,6 @@ def test_padding_is_neither_seen_nor_routed(exported, side, name):
     assert torch.isfinite(both).all()
     assert_close(both[1:, kept], alone, LIMIT, "padded")
     assert_close(both[:1], whole, LIMIT, "not padded")
-
-
-@pytest.mark.parametrize("name", [DROPS, MEMORY])
-def test_generation_of_padded_prompts(exported, name):
-    recipe, _, out, _, greedy = exported[name]
-    model = load(out)
-    prompts = exports.batch_of(recipe)["tokens"][:2, :PROMPT]
-    padded = torch.cat([torch.zeros(2, 2, dtype=torch.int64), prompts], 1)
-    mask = (torch.arange(PROMPT + 2) >= 2).long().expand(2, -1)
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, PROMPT + 2 :], greedy)
 
 
 def streamed(recipe, path, lengths):

@@ -15,7 +15,6 @@ from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.outgoing import recipe_of
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
-NO_DENSE = "qwen2_moe, without biases, experts in one tensor"
 QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "PP2")
 QUICK += ("qwen2_moe, dense layers", "olmoe", "granitemoe")
 QUICK += ("deepseek_v2", "TP2, latent attention", "glm4_moe", "ernie4_5_moe", "phimoe", "gpt_oss", "deepseek_v3, yarn")
@@ -69,20 +68,8 @@ def check_configuration_and_text(theirs, out, done, tokens):
 
 SPLITS = {
     "EP2": ("mixtral tied, bf16", "bf16", ParallelConfig(expert=2)),
-    "TP2": ("qwen3_moe, dense layers, weights as they are", "bf16", ParallelConfig(tensor=2)),
     "PP2": ("qwen3_moe", "fp32", ParallelConfig(pipeline=2)),
-    "qwen2_moe, TP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(tensor=2)),
-    "qwen2_moe, EP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(expert=2)),
-    "qwen2_moe, PP2": (NO_DENSE, "bf16", ParallelConfig(pipeline=2)),
-    "olmoe, TP2": ("olmoe", "fp32", ParallelConfig(tensor=2)),
-    "olmoe, EP2": ("olmoe", "fp32", ParallelConfig(expert=2)),
     "olmoe, PP2": ("olmoe tied, experts in one tensor", "bf16", ParallelConfig(pipeline=2)),
-    "granitemoe, TP2": ("granitemoe", "fp32", ParallelConfig(tensor=2)),
-    "granitemoe, EP2": ("granitemoe, other names", "bf16", ParallelConfig(expert=2)),
-    "granitemoe, PP2": ("granitemoe", "fp32", ParallelConfig(pipeline=2)),
-    "phimoe, TP2": ("phimoe", "fp32", ParallelConfig(tensor=2)),
-    "phimoe, EP2": ("phimoe, without biases, a window, tied, experts in one tensor", "bf16", ParallelConfig(expert=2)),
-    "phimoe, PP2": ("phimoe", "fp32", ParallelConfig(pipeline=2)),
     "TP2, experts cut": ("mixtral", "fp32", ParallelConfig(tensor=2, expert_tensor=2)),
     "EP2, one key/value head for all": (
         "mixtral, one expert a token, experts in one tensor",
@@ -90,23 +77,9 @@ SPLITS = {
         ParallelConfig(expert=2),
     ),
     "TP2, latent attention": ("deepseek_v3", "bf16", ParallelConfig(tensor=2)),
-    "EP2, latent attention": ("deepseek_v2", "fp32", ParallelConfig(expert=2)),
-    "PP2, groups of experts": ("deepseek_v2, groups, compressed queries, bf16", "bf16", ParallelConfig(pipeline=2)),
-    "TP2, GLM": ("glm4_moe", "bf16", ParallelConfig(tensor=2)),
-    "EP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(expert=2)),
-    "TP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(tensor=2)),
-    "TP2, yarn": ("deepseek_v3, yarn", "fp32", ParallelConfig(tensor=2)),
-    "EP2, yarn": ("deepseek_v2, yarn, one factor, bf16", "bf16", ParallelConfig(expert=2)),
-    "PP2, yarn": ("mixtral, yarn", "fp32", ParallelConfig(pipeline=2)),
-    "TP2, GPT-OSS": ("gpt_oss", "fp32", ParallelConfig(tensor=2)),
-    "EP2, GPT-OSS": ("gpt_oss, other layers, bf16", "bf16", ParallelConfig(expert=2)),
     "CP2, GPT-OSS": ("gpt_oss", "fp32", ParallelConfig(context=2)),
     "TP2, switch": ("switch_transformers, bf16", "bf16", ParallelConfig(tensor=2)),
-    "EP2, switch": ("switch_transformers", "fp32", ParallelConfig(expert=2)),
-    "TP2, T5 with heads of another width": ("t5, heads of another width", "fp16", ParallelConfig(tensor=2)),
-    "TP2, T5": ("t5, version 1.1", "bf16", ParallelConfig(tensor=2)),
     "TP2, BERT": ("megatron-bert, one segment, bf16", "bf16", ParallelConfig(tensor=2)),
-    "PP2, BERT": ("megatron-bert", "fp32", ParallelConfig(pipeline=2)),
     "TP2 x EP2": ("qwen3_moe, every second layer, experts in one tensor", "fp32", ParallelConfig(tensor=2, expert=2)),
 }
 

@@ -249,16 +249,6 @@ def refusal(*argv, capsys):
     return error
 
 
-def test_bad_arguments_of_an_export(trained, tmp_path, capsys):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    assert "is not empty" in refusal("export", trained, tmp_path / "full", capsys=capsys)
-    error = refusal("export", trained, tmp_path / "out", "--format", "onnx", capsys=capsys)
-    assert "--format onnx" in error and "dcp, safetensors" in error
-    assert "no manifest.json" in refusal("export", tmp_path / "full", tmp_path / "out", capsys=capsys)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_of_damage_leaves_nothing(trained, tmp_path, form, capsys):
     bad = tmp_path / "bad" / trained.name
@@ -269,14 +259,6 @@ def test_an_export_of_damage_leaves_nothing(trained, tmp_path, form, capsys):
     shard.write_bytes(data)
     assert shard.name in refusal("export", bad, tmp_path / "out", "--format", form, "--optimizer", capsys=capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["bad"]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_full_disk_is_reported_before_a_byte_is_written(trained, tmp_path, form, capsys, monkeypatch):
-    monkeypatch.setattr("pretrain.interchange.folder.free_bytes", lambda folder: 1000)
-    error = refusal("export", trained, tmp_path / "out", "--format", form, capsys=capsys)
-    assert "disk full" in error and "1000 are free" in error
-    assert not list(tmp_path.iterdir())
 
 
 def flip(path, at):

@@ -39,14 +39,6 @@ def test_micro_batches_and_splits_change_nothing(forks, alone, parallel, distrib
     assert_figures(values(forks.run(recipe.parallel.world_size, figures, recipe, False)), alone)
 
 
-def test_the_case_means_something(alone):
-    """Both losses fall, and routing is counted in the layers of the modules."""
-    assert alone["validation"] < alone["validation before"]
-    for depth in (1, 2):
-        assert alone[f"mtp loss {RECIPE.train.steps - 1} {depth}"] < 0.9 * alone[f"mtp loss 0 {depth}"]
-    assert {name for name in alone if name.startswith("load 0")} == {f"load 0 {number}" for number in (1, 2, 3, 4)}
-
-
 def without_modules(recipe):
     """Validation and logits of the model with MTP modules, and of one with its other weights alone."""
     from pretrain.engine import Engine
@@ -67,22 +59,3 @@ def test_evaluation_and_logits_ignore_the_modules(forks):
     (loss, logits), (expected, plain) = only(forks.run(1, without_modules, RECIPE))
     assert loss == expected
     assert torch.equal(logits, plain)
-
-
-def small_then_deep(recipe):
-    """Losses of a step of a model, after one of a model with fewer layers in the same process."""
-    from pretrain.engine import stop_parallel
-
-    small = replace(
-        recipe, model=recipe.model.with_values({"num_layers": 1, "moe.layers": (1,), "mtp_layers": 0, "mtp_loss": 0.3})
-    )
-    seen = []
-    for one in (small, recipe):
-        seen.append(engine_of(one).train_step(0, Samples()).loss)
-        stop_parallel()
-    return seen
-
-
-def test_a_model_may_follow_one_with_fewer_layers(forks, alone):
-    """Megatron's tracker of auxiliary losses is sized for the first model of a process."""
-    assert only(forks.run(1, small_then_deep, RECIPE))[1] == pytest.approx(alone["loss 0"], rel=1e-6)

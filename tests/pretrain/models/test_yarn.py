@@ -163,12 +163,8 @@ STANDARD = replace(
 LATENT_ENGINE = replace(latent.ENGINE, model=latent.ENGINE.model.with_values(YARN))
 SPLITS = {
     "CP2": (STANDARD, {"context": 2}),
-    "TP2 SP": (STANDARD, {"tensor": 2}),
-    "EP2, recomputed": (STANDARD, {"expert": 2, "recompute": "full"}),
     "PP2": (STANDARD, {"pipeline": 2}),
     "latent attention, TP2 SP": (LATENT_ENGINE, {"tensor": 2}),
-    "latent attention, EP2, recomputed": (LATENT_ENGINE, {"expert": 2, "recompute": "full"}),
-    "latent attention, PP2": (LATENT_ENGINE, {"pipeline": 2}),
 }
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from made_up import replayed
-from opened import WATCH, WIDE, Opened
+from opened import WIDE, Opened
 
 from pretrain.report.runs import RunFolder
 
@@ -41,10 +41,8 @@ def open_page(browser):
     no file was asked for but the page itself."""
     opened, contexts = [], []
 
-    def go(where, watched=False, **options):
+    def go(where, **options):
         context = browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **options})
-        if watched:
-            context.add_init_script(WATCH)
         contexts.append(context)
         one = Opened(context.new_page())
         opened.append(one)

@@ -2,31 +2,6 @@
 
 import re
 
-# Notes of every canvas which texts were written since it was last cleared or resized, and which level lines were drawn.
-WATCH = """
-const { prototype } = CanvasRenderingContext2D;
-const { fillText, clearRect, moveTo, lineTo } = prototype;
-prototype.fillText = function (text, x, y) {
-  const box = this.measureText(text), { a, d, e, f } = this.getTransform();
-  const corners = [a * (x - box.actualBoundingBoxLeft) + e, d * (y - box.actualBoundingBoxAscent) + f,
-    a * (x + box.actualBoundingBoxRight) + e, d * (y + box.actualBoundingBoxDescent) + f];
-  (this.canvas.texts ??= []).push([text, corners]);
-  fillText.call(this, text, x, y);
-};
-prototype.clearRect = function (...box) {
-  this.canvas.texts = [];
-  this.canvas.levels = [];
-  clearRect.apply(this, box);
-};
-prototype.moveTo = function (x, y) { this.from = y; moveTo.call(this, x, y); };
-prototype.lineTo = function (x, y) {
-  if (this.from === y && String(this.getLineDash()) === '2,4') (this.canvas.levels ??= []).push(y);
-  lineTo.call(this, x, y);
-};
-const { get, set } = Object.getOwnPropertyDescriptor(HTMLCanvasElement.prototype, 'width');
-Object.defineProperty(HTMLCanvasElement.prototype, 'width', {
-  get, set(value) { this.texts = []; this.levels = []; set.call(this, value); } });
-"""
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
 TIMEOUT = 60_000  # milliseconds, for a machine that does other things too
 
@@ -61,10 +36,6 @@ class Opened:
 
     def drawing(self, title):
         return self.card(title).locator("canvas").evaluate("canvas => canvas.toDataURL()")
-
-    def texts(self, selector):
-        """Return the texts on a canvas: ``{text: (left, top, right, bottom)}``, in its pixels."""
-        return self.page.locator(selector).first.evaluate("canvas => Object.fromEntries(canvas.texts)")
 
     def set(self, selector, value):
         """Moves a slider."""

@@ -1,6 +1,5 @@
 """The page in a real browser: opened from a file, driven with mouse and keyboard, followed live."""
 
-import json
 import re
 
 import pytest
@@ -168,25 +167,6 @@ def test_axes_scales_smoothing_and_zoom(open_page, reports):
     assert opened.drawing("Gradient norm") != marked
 
 
-@pytest.mark.by_default("viewport1-8")
-@pytest.mark.parametrize(("viewport", "experts"), [(WIDE, 61), (PHONE, 8)])
-def test_the_last_expert_and_the_last_step_have_their_number(open_page, tmp_path, viewport, experts):
-    write_report([write_run(tmp_path / "run", 297, experts=experts)], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html", watched=True, viewport=viewport)
-    for selector, last, name in (("#map", str(experts - 1), "expert"), ("#history", "297", "step")):
-        texts = opened.texts(selector)
-        height, width = opened.page.eval_on_selector(
-            selector, "c => [c.place.rows * c.place.cellHeight * devicePixelRatio, c.width]"
-        )
-        below = {text: box for text, box in texts.items() if box[1] > height}
-        assert last in below and name in below and len(below) > 3
-        assert all(box[0] >= 0 and box[2] <= width for box in below.values())
-        for one, a in below.items():
-            for other, b in below.items():
-                apart = a[2] < b[0] or b[2] < a[0] or a[3] < b[1] or b[3] < a[1]
-                assert apart or one == other, f"{one} and {other} lie on each other"
-
-
 def test_an_event_is_read_on_the_curve(open_page, reports):
     opened = open_page(reports / "one.html")
     card = opened.card("Gradient norm")
@@ -262,115 +242,3 @@ def test_names_do_nothing(open_page, tmp_path):
     assert opened.card("Training and validation loss").locator(".readout").inner_text().startswith(f"a{NAME}")
     assert opened.page.locator("img").count() == 0 and opened.page.title() != "owned"
     assert opened.page.title().startswith(f"a{NAME}, b{NAME}")
-
-
-@pytest.mark.slow
-def test_runs_that_are_short_dense_or_lost(open_page, tmp_path):
-    folders = [
-        write_run(tmp_path / "one step", 1, config=False),
-        write_run(tmp_path / "dense", 20, layers=0, events=[]),
-        write_run(tmp_path / "t5", 20, layers=4, kind="t5"),
-        write_run(tmp_path / "lost", 8, change=lambda r: r | {"loss": None, "loss_nonfinite": "nan"}),
-    ]
-    write_report(folders, tmp_path / "all.html")
-    opened = open_page(tmp_path / "all.html")
-    assert "one step training" in opened.card("Training and validation loss").inner_text()
-    assert opened.page.locator("#routing-run option").all_inner_texts() == ["one step", "t5", "lost"]
-    write_report([folders[1]], tmp_path / "dense.html")
-    opened = open_page(tmp_path / "dense.html")
-    assert opened.page.is_hidden("#routing-section") and opened.page.is_visible("#loss canvas")
-
-
-def test_one_step_is_a_point_between_whole_numbers(open_page, tmp_path):
-    write_report(
-        [write_run(tmp_path / "run", 1, change=lambda row: row if row["step"] else {"step": 0})], tmp_path / "x.html"
-    )
-    opened = open_page(tmp_path / "x.html", watched=True)
-    cards = opened.page.locator("[data-plot]:not([hidden])")
-    assert cards.count() > 10
-    for title in cards.evaluate_all("cards => cards.map((card) => card.dataset.plot)"):
-        canvas = opened.card(title).locator("canvas")
-        texts = [text for text, _ in canvas.evaluate("canvas => canvas.texts") if text]
-        steps = texts[: texts.index("2") + 1]
-        assert steps == ["0", "1", "2"], f"{title}: {texts}"
-        assert len(set(texts)) >= len(texts) - 3, f"{title} says {texts}"
-        drawn = canvas.evaluate(
-            """canvas => { const over = canvas.parentElement.querySelector('.u-over'), r = devicePixelRatio;
-            const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d');
-            copy.drawImage(canvas, 0, 0);
-            const box = [over.offsetLeft, over.offsetTop, over.clientWidth, over.clientHeight].map((x) => x * r);
-            const { data } = copy.getImageData(...box);
-            let count = 0;
-            for (let i = 0; i < data.length; i += 4) {
-              const colour = data.slice(i, i + 3);
-              count += data[i + 3] > 200 && Math.max(...colour) - Math.min(...colour) > 90;
-            }
-            return count }"""
-        )
-        assert drawn > 3, f"{title} is empty"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [60, 3000])
-def test_a_run_that_became_nan_shows_what_was_finite(open_page, tmp_path, steps):
-    lost = steps // 2
-
-    def change(row):
-        if row["step"] <= lost:
-            return row
-        gone = [key for key in row if key.endswith(("loss", "grad_norm", "entropy"))]
-        return row | {key: None for key in gone} | {f"{key}_nonfinite": "nan" for key in gone}
-
-    write_report([write_run(tmp_path / "run", steps, change=change)], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html")
-    number = f"{lost:,}"
-    for title in ("Training and validation loss", "Gradient norm", "Router entropy", "By layer"):
-        readout = opened.card(title).locator(".readout").inner_text()
-        assert re.search(rf"\d\.\d+ at step {number}, then not finite", readout), readout
-    numbers = opened.text("#numbers")
-    assert re.search(rf"training loss, last\s+\d\.\d{{4}}\s+at step {number}, then not finite", numbers)
-    assert opened.page.locator("#events tbody tr").count() <= 2, "not one for each step"
-
-
-HOSTILE = (
-    "__proto__",
-    "constructor",
-    "toString",
-    "hasOwnProperty",
-    "</script>",
-    "\u202egnol",
-    "שלום/loss",
-    "a\x1b[31mb\x00",
-)
-
-
-@pytest.mark.slow
-def test_metrics_and_keys_of_any_name_are_drawn(open_page, tmp_path):
-    """Also beside a run that lacks them, in layers, in the recipe, in run.json."""
-
-    def change(row):
-        own = {name: 1.0 + row["step"] for name in HOSTILE} | {
-            f"moe/layer_1/{n}": 2.0 for n in ("__proto__", "constructor")
-        }
-        return row | own
-
-    odd = write_run(tmp_path / "odd", 6, change=change, events=[event(3, "warning", HOSTILE[-1])])
-    with (odd / "config.toml").open("a") as more:
-        more.write("".join(f"{json.dumps(name)} = 1\n" for name in ("__proto__", "constructor", "toString")))
-    (odd / "run.json").write_text(json.dumps({"versions": {"__proto__": "1", "constructor": "2"}}))
-    write_report([odd, write_run(tmp_path / "plain", 6)], tmp_path / "x.html")
-    opened = open_page(tmp_path / "x.html")
-    titles = opened.page.eval_on_selector_all(
-        "#other [data-plot]:not([hidden])", "cards => cards.map(c => c.dataset.plot)"
-    )
-    assert sorted(titles) == sorted(HOSTILE)
-    for index in range(len(titles)):
-        assert opened.page.locator("#other .readout").nth(index).inner_text() == "odd 7"
-    for name in ("__proto__", "constructor"):
-        opened.page.select_option("#layer-metric", name)
-        assert "layer 1 2" in opened.card("By layer").locator(".readout").inner_text()
-    recipe = opened.text("#recipe")
-    assert re.search(r"__proto__\s+1\s+\u2013", recipe) and re.search(r"constructor\s+1\s+\u2013", recipe)
-    assert "a\\u001b[31mb\\u0000" in opened.text("#events")
-    heads = opened.page.locator("#other h3").all_inner_texts()
-    assert "\\u202egnol" in heads and "a\\u001b[31mb\\u0000" in heads

@@ -159,14 +159,6 @@ def test_what_was_finite_is_told_of_a_run_that_is_no_longer(tmp_path):
     assert [(e["step"], e["text"]) for e in run["events"]] == [(13, "loss is not finite")], "told once"
 
 
-def test_a_loss_that_comes_back_and_goes_is_told_twice(tmp_path):
-    def change(row):
-        return row | {"loss": None, "loss_nonfinite": "nan"} if row["step"] in (3, 4, 8) else row
-
-    (run,) = Decoded(encode(read_runs([write_run(tmp_path / "run", 20, change=change)]))).header["runs"]
-    assert [event["step"] for event in run["events"]] == [3, 8] and run["lost"] == {}
-
-
 def test_runs_of_one_recipe_and_other_seeds_are_a_group(tmp_path):
     folders = [
         write_run(tmp_path / "sweep" / f"{gate}-seed{seed}", 5, seed=seed, gate=gate)

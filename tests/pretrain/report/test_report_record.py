@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from made_up import rows
 
 from fmoe.errors import UserError
 from pretrain.report.record import Curves, Loads, Record
@@ -68,15 +67,6 @@ def test_many_series_have_fewer_spans_and_keep_their_extremes():
     assert curves.thinned(1).stride == 4, "16 spans are left in any case"
     steps, found = curves.thinned(1).points("c")
     assert {found.min(), found.max()} == {values[:, 2].min(), values[:, 2].max()}
-
-
-def test_series_that_begin_late_or_come_now_and_then():
-    curves = Curves(8)
-    for step in range(100):
-        names = ("loss", "val/loss") if step % 25 == 0 else ("loss",)
-        curves.add(step, names, [float(step)] * len(names))
-    assert curves.points("val/loss")[0].tolist() == [0, 25, 50, 75]
-    assert curves.means("val/loss")[0].tolist() == [0, 25, 50, 75], "where it was logged, not in a span's middle"
 
 
 def test_what_is_not_finite_is_a_gap_until_a_neighbour_shares_its_span():
@@ -146,11 +136,6 @@ def test_skips_that_metrics_tell():
     )
     found = [(event["step"], event["kind"]) for event in record.events]
     assert found == [(2, "skip"), (3, "skip"), (4, "warning")]
-
-
-def test_seconds_add_up():
-    record = record_of(*rows(20))
-    assert record.last["seconds"] == pytest.approx(sum(row["step_seconds"] for row in rows(20) if row["step"]))
 
 
 def test_another_number_of_experts_is_an_error():

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -88,28 +87,6 @@ def free_port():
 # Without training
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "common.sh"])
-def test_shellcheck_finds_nothing(name):
-    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
-    if shellcheck is None:
-        pytest.skip("no shellcheck here")
-    found = subprocess.run([shellcheck, FOLDER / name], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help_lists_every_variable_with_its_default(bash, name):
-    end = bash(name, "--help", PYTHON="/no/such/python")
-    assert end.returncode == 0 and end.stderr == "", end.stderr
-    listed = {line.split()[0]: line for line in end.stdout.splitlines() if line.startswith("  ") and line.endswith("]")}
-    text = SCRIPTS[name].read_text() + (FOLDER / "common.sh").read_text()
-    read = {word for word in VARIABLES if f"${word}" in SCRIPTS[name].read_text() or f"variable {word}" in text}
-    used = {word for word in read if word in SCRIPTS[name].read_text()} | set(VARIABLES[:9])
-    assert used <= listed.keys(), used - listed.keys()
-    default = {"pretrain_switch_t5.sh": "t5", "pretrain_bert_moe.sh": "bert"}.get(name, "quickstart")
-    assert listed["RECIPE"].endswith(f"[{default}]") and listed["DRY_RUN"].endswith("[0]")
-
-
 def test_a_wrong_python_and_a_recipe_without_name_are_a_line(bash):
     end = bash("pretrain_gpt_moe.sh", PYTHON="/no/such/python")
     assert end.returncode == 2 and end.stderr.count("\n") == 1 and "PYTHON=/no/such/python" in end.stderr
@@ -142,11 +119,6 @@ def test_dry_run(bash, name):
         end.stdout
     )
     assert "[model]" in end.stdout and " parameters (" in end.stdout
-
-
-def test_scripts_are_shipped():
-    settings = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
-    assert {"*.sh", "*.sbatch"} <= set(settings["tool"]["setuptools"]["package-data"]["pretrain"])
 
 
 # Runs
@@ -350,6 +322,7 @@ ENDS = {
 }
 
 
+@pytest.mark.by_default("a notice to the batch shell", "diverged")
 @pytest.mark.parametrize("name", ENDS)
 def test_which_jobs_are_queued_again(slurm, tmp_path, name):
     scripts = tmp_path / "scripts"

@@ -226,9 +226,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, kind):
 # Commands
 
 
-@pytest.mark.parametrize(
-    ("program", "size"), [(("pretrain",), 1), (("pretrain",), 2), (("fmoe", "train"), 1), (("fmoe", "train"), 2)]
-)
+@pytest.mark.parametrize(("program", "size"), [(("pretrain",), 1), (("fmoe", "train"), 2)])
 def test_a_run_beside_a_run_is_one_line(forks, recipe_file, stranger, tmp_path, program, size):
     folder = tmp_path / "run"
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')

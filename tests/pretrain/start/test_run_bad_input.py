@@ -47,17 +47,9 @@ def text_with(recipe, old, new):
 # In the recipe's text, or on the command line.
 RECIPES = {
     "unknown key": ("num_experts = 4", "num_exprts = 4", [], ["moe.num_exprts", "did you mean moe.num_experts?"]),
-    "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean moe.num_experts?"]),
-    "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
-    "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
-    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=", "two", "integer"]),
-    "wrong choice": ("", "", ["--train.precision", "fp8"], ["train.precision", "fp8", "fp32", "bf16"]),
-    "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "moe.num_experts=4"]),
-    "top_k over experts": ("", "", ["--moe.top-k", "5"], ["moe.top_k=5", "moe.num_experts=4"]),
-    "no value": ("", "", ["--moe.top-k"], ["--moe.top-k"]),
-    "stray word": ("", "", ["sixteen"], ["sixteen"]),
     "vocabulary": ("", "", ["--model.vocab-size", "383"], ["384", "data.tokenizer=", "model.vocab_size=383"]),
     "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
+    "another file": ("", "", ["--data.tokenizer", "recipe.toml"], ["recipe.toml is not a sentencepiece model"]),
     "no corpus": ("", "", ["--data.train", "nowhere"], ["data.train", "nowhere"]),
     "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "model.sequence_length", "100000"]),
     "no checkpoint": ("", "", ["--resume", "."], [". is not a checkpoint"]),
@@ -83,7 +75,7 @@ def test_a_wrong_recipe(refused, recipe_file, case, program):
     refused(*(["fmoe", "train"] if program != "pretrain" else ["pretrain"]), recipe, *argv, says=says)
 
 
-@pytest.mark.parametrize("case", ["unknown key", "top_k over experts", "vocabulary", "no checkpoint", "unknown gate"])
+@pytest.mark.parametrize("case", ["vocabulary", "unknown gate"])
 def test_a_wrong_recipe_of_two_processes_is_told_once(refused, recipe_file, case):
     old, new, argv, says = RECIPES[case]
     recipe = recipe_file(run={"folder": "run"}, parallel={"expert": 2})
@@ -94,8 +86,6 @@ def test_a_wrong_recipe_of_two_processes_is_told_once(refused, recipe_file, case
 def test_no_recipe(refused):
     refused("pretrain", says=["no recipe", "python -m pretrain RECIPE"])
     refused("fmoe", "train", says=["no recipe", "fmoe train RECIPE"])
-    for program in (["pretrain"], ["fmoe", "train"]):
-        refused(*program, "quickstrat", says=["'quickstrat'", "quickstart"])
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -137,29 +127,6 @@ def test_a_corpus_of_another_tokenizer(refused, recipe_file, tiny_corpus, tmp_pa
     refused("pretrain", recipe, "--data.tokenizer", "other.model", says=[tiny_corpus.train, "other.model"])
 
 
-def test_a_file_that_is_no_tokenizer(refused, recipe_file, tmp_path):
-    (tmp_path / "no.model").write_bytes(b"not a model")
-    refused("pretrain", recipe_file(), "--data.tokenizer", "no.model", says=["no.model is not a sentencepiece model"])
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("text.txt", b"caf\xe9 au lait\n" * 5), ("text.jsonl", b'{"text": "fine"}\n{"text": "caf\xe9"}\n')],
-)
-def test_text_that_is_not_utf8(refused, tiny_corpus, tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    where = f"byte {content.index(0xE9)}"
-    says = [f"{name} is not UTF-8", where]
-    refused("fmoe", "data", "prepare", name, "--tokenizer", tiny_corpus.tokenizer, "--out", "out/train", says=says)
-    refused("fmoe", "data", "tokenizer", name, "--out", "out/tokenizer.model", says=says)
-
-
-def test_text_without_a_document(refused, tiny_corpus, tmp_path):
-    (tmp_path / "empty.txt").touch()
-    options = ["--tokenizer", tiny_corpus.tokenizer, "--out", "out/train"]
-    refused("fmoe", "data", "prepare", "empty.txt", *options, says=["no document with text in 'empty.txt'"])
-
-
 @dataclass(frozen=True)
 class Without(MetaPathFinder):
     """Makes a package look as if it were not installed, to those who import it from now on."""
@@ -183,9 +150,7 @@ EXTRA = {"tensorboard": "tensorboard", "trackio": "trackio"}
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "package", ["megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard", "trackio"]
-)
+@pytest.mark.parametrize("package", ["megatron", "wandb", "trackio"])
 def test_training_without_a_package_names_the_extra(refused, recipe_file, package, size):
     recipe = recipe_file(
         run={"folder": "run"},
@@ -196,7 +161,7 @@ def test_training_without_a_package_names_the_extra(refused, recipe_file, packag
     refused("pretrain", recipe, says=says, before=Without(package), size=size, environment={"WANDB_MODE": "offline"})
 
 
-@pytest.mark.by_default("sentencepiece-data prepare", "numpy-data show")
+@pytest.mark.by_default("numpy-data show")
 @pytest.mark.parametrize(
     ("package", "argv"),
     [
@@ -220,44 +185,11 @@ def finished(forks, recipe_file, tmp_path):
     return recipe
 
 
-CHANGES = {
-    "layers": (["--model.num-layers", "3"], ["model.num_layers=3", "2"]),
-    "moe.gate": (["--moe.gate", "gshard"], ["moe.gate=gshard", "switch"]),
-    "seed": (["--train.seed", "5"], ["train.seed=5", "1234"]),
-    "batch": (["--train.global-batch", "8"], ["train.global_batch=8", "4"]),
-    "precision": (["--train.precision", "bf16"], ["train.precision=bf16", "fp32"]),
-    "steps": (["--train.steps", "2", "--optimizer.warmup-steps", "1"], ["train.steps=2", "3 steps"]),
-}
-
-
 def test_a_run_is_neither_overwritten_nor_changed(refused, finished, tmp_path):
     two = ["--parallel.expert", "2"]
     refused("pretrain", finished, says=["run.folder=run", "--resume"])
     refused("pretrain", finished, *two, says=["run.folder=run", "--resume"], size=2)
     refused("fmoe", "train", finished, *two, says=["run.folder=run", "--resume"])
-    for argv, says in CHANGES.values():
-        refused("pretrain", finished, "--resume", *argv, says=[*says, "step-00000003"])
-    argv, says = CHANGES["layers"]
-    refused("fmoe", "train", finished, "--resume", *two, *argv, says=[*says, "step-00000003"])
-
-
-def test_a_damaged_checkpoint_is_not_resumed(refused, finished, tmp_path):
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-00000003")
-    shard = next(checkpoint.glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    resume = ["--resume", "--train.steps", "4"]
-    refused("pretrain", finished, *resume, says=[shard.name])
-    shard.unlink()
-    refused("pretrain", finished, *resume, "--parallel.expert", "2", says=[shard.name], size=2)
-    (checkpoint / "manifest.json").write_text("{}")
-    refused("pretrain", finished, *resume, says=["manifest.json"])
-
-
-def test_help_is_no_error(forks, tmp_path):
+    argv = ["--resume", "--model.num-layers", "3"]
     for program in (["pretrain"], ["fmoe", "train"]):
-        for argv in (["--help"], ["quickstart", "--help"]):
-            (end,) = forks.command(*program, *argv, folder=tmp_path)
-            assert end.code == 0 and end.err == ""
-            assert "--moe.num-experts" in end.out or "--resume" in end.out
+        refused(*program, finished, *argv, says=["model.num_layers=3", "2", "step-00000003"])

@@ -87,16 +87,6 @@ def test_fmoe_train_from_the_recipe_to_the_results(start, recipe_file, tmp_path)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_python_m_pretrain_alone_with_a_recipe_for_two(start, recipe_file, tmp_path):
-    recipe = recipe_file(run={"folder": str(tmp_path / "run")}, parallel={"expert": 2})
-    end = start(sys.executable, "-m", "pretrain", recipe)
-    assert end.returncode == 2
-    assert end.stdout.count("\n") == 1 and "2 processes" in end.stdout
-    assert end.stderr.startswith("pretrain: error: world size 1 is not 2, the product parallel.expert=2 x ")
-    assert end.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_under_torchrun_one_process_says_what_is_wrong(start, recipe_file, tmp_path):
     recipe = recipe_file(

@@ -1,80 +1,9 @@
-import json
-import os
-import socket
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from pretrain.tracking.wandb import ID_FILE, WandbTracker
-
-TWO_PARTS = """
-import sys
-from pathlib import Path
-from pretrain.tracking.wandb import WandbTracker
-run_folder = Path(sys.argv[1])
-for steps, resume_step in ((range(1, 4), None), (range(3, 6), 2)):
-    tracker = WandbTracker(run_folder, config={"model": {"num_experts": 4}}, resume_step=resume_step, name="tiny")
-    for step in steps:
-        tracker.log(step, {"loss": 10.0 - step, "mfu": None, "moe/layer_0/load": [0.1, 0.2, 0.3, 0.4]})
-        tracker.log(step, {"val/loss": 20.0 - step})
-    tracker.close()
-"""
-
-
-@pytest.mark.slow
-def test_offline_run_is_silent_resumes_as_another_of_its_group_and_is_read_by_leet(tmp_path):
-    pytest.importorskip("wandb")
-    wandb_command = os.path.join(os.path.dirname(sys.executable), "wandb")
-    if not os.path.exists(wandb_command):
-        pytest.skip("the wandb command is not beside this Python")
-    run_folder, home = tmp_path / "run", tmp_path / "home"
-    run_folder.mkdir()
-    home.mkdir()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    environment |= {"HOME": str(home), "NETRC": str(home / "none"), "WANDB_ERROR_REPORTING": "false"}
-
-    # The server that wandb would talk to is this socket: no key, so nobody may call, WANDB_MODE or not.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0)
-        environment["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
-        child = subprocess.run(
-            [sys.executable, "-c", TWO_PARTS, str(run_folder)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            stdin=subprocess.DEVNULL,
-        )
-        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
-        with pytest.raises(BlockingIOError):
-            server.accept()
-
-    run_id = (run_folder / ID_FILE).read_text().strip()
-    first, resumed = sorted(
-        run_folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: run_id not in path.name
-    )
-    assert first.stem == f"run-{run_id}" != resumed.stem
-
-    for path, name, steps in ((first, "tiny", [1, 2, 3]), (resumed, "tiny-from-2", [3, 4, 5])):
-        told = inspected(wandb_command, environment, path)
-        for part in ('"val/loss"', '"loss"', '"moe/layer_0/load', '"num_experts"', f'"{name}"', f'"{run_id}"'):
-            assert part in told, part
-        records = map(json.loads, told.splitlines())
-        assert [record["history"]["item"]["_step"] for record in records if record["type"] == "history"] == steps
-
-
-def inspected(wandb_command, environment, path):
-    told = subprocess.run(
-        [wandb_command, "leet", "inspect", "--json", str(path)],
-        env=environment | {"WANDB_MODE": "offline"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert told.returncode == 0, told.stderr
-    return told.stdout
 
 
 class FakeWandb:
