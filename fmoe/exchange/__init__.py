@@ -9,10 +9,10 @@ from fmoe.errors import UserError, add_name, check_options, known_names
 from fmoe.exchange.all_gather import AllGatherExchange
 from fmoe.exchange.all_to_all import AllToAllExchange
 from fmoe.exchange.base import Exchange, GroupExchange
-from fmoe.exchange.collectives import PeerError
 from fmoe.exchange.deepep import DeepEPExchange
 from fmoe.exchange.hierarchical import HierarchicalExchange
 from fmoe.exchange.local import LocalExchange
+from fmoe.exchange.monitor import PeerError
 from fmoe.exchange.padded import PaddedExchange
 from fmoe.exchange.shadow import Cost
 from fmoe.exchange.symmetric import SymmetricExchange

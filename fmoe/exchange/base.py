@@ -21,7 +21,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fmoe.errors import UserError
 from fmoe.exchange.checks import check_consistency, raise_on_all_ranks, refuse_replicating_wrapper
-from fmoe.exchange.collectives import PeerError, Traffic, all_gather, monitor_of
+from fmoe.exchange.collectives import all_gather
+from fmoe.exchange.monitor import PeerError, Traffic, monitor_of
 from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fmoe.errors import UserError, ranks_text
-from fmoe.exchange.collectives import PeerError, all_gather, broadcast, monitor_of
+from fmoe.exchange.collectives import all_gather, broadcast
+from fmoe.exchange.monitor import PeerError, monitor_of
 
 _MESSAGE_BYTES = 4096
 

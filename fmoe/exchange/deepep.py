@@ -26,8 +26,9 @@ from torch.nn import functional as F
 
 from fmoe.errors import UserError, one_line
 from fmoe.exchange.base import Forward, GroupExchange, grad_flag
-from fmoe.exchange.collectives import PeerError, fence, monitor_of
+from fmoe.exchange.collectives import fence
 from fmoe.exchange.hops import join_graph, tie
+from fmoe.exchange.monitor import PeerError, monitor_of
 from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import AllToAllExchange, without_last
-from fmoe.exchange.collectives import PeerError, all_to_all, timeout_of
+from fmoe.exchange.collectives import all_to_all
 from fmoe.exchange.hops import Counts, HopCounts
+from fmoe.exchange.monitor import PeerError, timeout_of
 from fmoe.runtime import launcher
 
 Subgroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of the node, and of the ranks of one index

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fmoe.exchange.collectives import Traffic
+from fmoe.exchange.monitor import Traffic
 from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import AllToAllExchange, without_last
-from fmoe.exchange.collectives import Pending, all_gather, fence, monitor_of
+from fmoe.exchange.collectives import Pending, all_gather, fence
 from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of
+from fmoe.exchange.monitor import monitor_of
 
 
 class SymmetricExchange(AllToAllExchange):
@@ -42,7 +43,8 @@ class SymmetricExchange(AllToAllExchange):
     ):
         super().__init__(group, num_experts, max_rows=max_rows, wire_dtype=wire_dtype)
         # A dry run, on a fake group, counts the memory of another machine.
-        if dist.get_backend(group) != "fake" and (missing := why()) is not None:
+        missing = None if dist.get_backend(group) == "fake" else why()
+        if missing is not None:
             raise UserError(f"exchange='symmetric' is unavailable: {missing}")
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> list[Tensor]:

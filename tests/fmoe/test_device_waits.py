@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from fmoe.exchange import collectives
-from fmoe.exchange.collectives import PeerError
+from fmoe.exchange import monitor as monitors
+from fmoe.exchange.monitor import PeerError
 
 
 class Work:
@@ -31,10 +31,10 @@ def monitor(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.setattr(collectives, "timeout_of", lambda group: 0.4)
-    monkeypatch.setattr(collectives, "PATIENCE", 0.05)
+    monkeypatch.setattr(monitors, "timeout_of", lambda group: 0.4)
+    monkeypatch.setattr(monitors, "PATIENCE", 0.05)
     group = type("Group", (SimpleNamespace,), {})()
-    made = collectives.GroupMonitor(group)
+    made = monitors.GroupMonitor(group)
     made.group = group  # the monitor itself has a weak reference
     return made
 
@@ -54,7 +54,7 @@ def test_it_gives_up_before_the_watchdog(monitor):
 
 def test_the_error_of_a_collective_is_raised(monitor, monkeypatch):
     """A collective that failed is complete too; its result must not be read."""
-    monkeypatch.setattr(collectives, "_SHORT", 0.0)
+    monkeypatch.setattr(monitors, "_SHORT", 0.0)
     error = RuntimeError("NCCL error: remote process exited or there was a network error\nand more")
     with pytest.raises(PeerError, match=r"rank 1 did not answer \(NCCL error: remote process exited .* error\)$"):
         monitor.wait_on_device(Work(0.01, error), "exchange of counts", 3)
@@ -69,7 +69,7 @@ def test_a_rank_that_failed_is_named(monitor):
 @pytest.mark.parametrize(("seconds", "limit"), [(0.4, " within the group's timeout of 0.4 s"), (0.05, "")])
 def test_the_timeout_of_the_backend_is_named_as_ours(monitor, monkeypatch, seconds, limit):
     """On a busy machine the backend gives up first."""
-    monkeypatch.setattr(collectives, "_GRACE", 0.0)
+    monkeypatch.setattr(monitors, "_GRACE", 0.0)
     work = Work(seconds)
 
     def wait(timeout=None):

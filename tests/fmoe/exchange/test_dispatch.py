@@ -17,7 +17,7 @@ from torch import nn
 
 import fmoe
 from fmoe.exchange import Cost, build_exchange, collectives, hops
-from fmoe.exchange.collectives import PeerError
+from fmoe.exchange.monitor import PeerError
 from fmoe.exchange.shadow import choose
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
