@@ -105,7 +105,8 @@ class AuxLosses:
         weight_TK = routing.weight_TK
         if not (training and torch.is_grad_enabled()):
             return weight_TK
-        if unknown := routing.losses.keys() - self.weights.keys():
+        unknown = routing.losses.keys() - self.weights.keys()
+        if unknown:
             names = f"{sorted(unknown)}, which the gate returns"
             raise UserError(f"loss_weights of {self.name} has no entry for {names}: add a weight")
         losses = {name: loss for name, loss in routing.losses.items() if self.weights[name]}
@@ -233,8 +234,12 @@ def collect_losses(model: nn.Module) -> Tensor:
 
     Add this scalar to the training loss. It is zero if there are no losses.
     """
-    layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
-    losses = [loss for aux in layers if (loss := aux.collect()) is not None]
+    losses = []
+    for module in model.modules():
+        aux = getattr(module, "aux", None)
+        loss = aux.collect() if isinstance(aux, AuxLosses) else None
+        if loss is not None:
+            losses.append(loss)
     if losses:
         return _sum(losses)
     parameter = next(model.parameters(), None)

@@ -114,7 +114,8 @@ class Spec:
                 raise UserError(f"{key}={value!r} is not a positive whole number")
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not field.default and (wrong := wrong_type(field.type, value)):
+            wrong = None if value is field.default else wrong_type(field.type, value)
+            if wrong:
                 raise UserError(f"{field.name}={value!r} is not {wrong}")
             if field.name.endswith("_group") and value is not None and not hasattr(value, "size"):
                 raise UserError(f"{field.name}={value!r} is not a process group")

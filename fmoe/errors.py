@@ -118,7 +118,8 @@ def check_options(table: str, factory: Any, options: Mapping[str, Any], owner: s
         if name in own or (is_complete and name not in parameters):
             names = known_names(name, sorted({*parameters} - {*own}))
             raise UserError(f"{table}.{name}={value!r} is not an option of {owner}; {names}")
-        if name in parameters and (wrong := wrong_type(parameters[name].annotation, value)):
+        wrong = wrong_type(parameters[name].annotation, value) if name in parameters else None
+        if wrong:
             raise UserError(f"{table}.{name}={value!r} is not {wrong}")
 
 

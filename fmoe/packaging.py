@@ -25,7 +25,8 @@ def extras() -> dict[str, list[str]]:
     declared: list[tuple[str, str]] = []  # (extra, requirement)
     try:
         for requirement in requires("fmoe") or []:
-            if extra := re.search(r"""extra == ["']([\w-]+)""", requirement):
+            extra = re.search(r"""extra == ["']([\w-]+)""", requirement)
+            if extra:
                 declared.append((extra[1], requirement))
     except PackageNotFoundError:
         for name, requirements in _project().get("optional-dependencies", {}).items():

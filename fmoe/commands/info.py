@@ -32,10 +32,11 @@ def lines() -> list[str]:
     for extra, packages in extras().items():
         if extra not in _REPORTED:
             continue
-        found = {package: _version(package) for package in packages}
-        missing = [package for package, number in found.items() if number is None]
-        if there := [f"{package} {number}" for package, number in found.items() if number]:
-            report.append(f"{extra}: {', '.join(there)}")
+        versions = {package: _version(package) for package in packages}
+        installed = [f"{package} {number}" for package, number in versions.items() if number]
+        missing = [package for package, number in versions.items() if number is None]
+        if installed:
+            report.append(f"{extra}: {', '.join(installed)}")
         if missing:
             report.append(f"{extra}: missing {', '.join(missing)}: pip install 'fmoe[{extra}]'")
     report.append(f"commands: {', '.join(commands())}")

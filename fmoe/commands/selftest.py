@@ -35,8 +35,14 @@ GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
 EXPERTS = ("ffn", "swiglu")
 # Relative, in float32; on a GPU, GEMMs of different shapes sum in different orders.
 LIMITS = {"cpu": 1e-5, "cuda": 1e-4}
-SEQUENCES, LENGTH, WIDTH, HIDDEN, EXPERTS_OF_A_RANK = 4, 16, 32, 48, 2
-ROW_WIDTH, REPEATS = 1024, 5  # width of rows and measurements per entry, in the bandwidth table
+SEQUENCES = 4
+LENGTH = 16
+WIDTH = 32
+HIDDEN = 48
+EXPERTS_OF_A_RANK = 2
+# Width of rows and measurements per entry, in the bandwidth table.
+ROW_WIDTH = 1024
+REPEATS = 5
 
 
 @dataclass
@@ -163,7 +169,8 @@ _QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient
 def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
     """Run the case on all ranks, and return its result."""
     # Every rank posts its relative errors, or its exception, to the store, and rank 0 evaluates them.
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:
         mine: dict[str, Any] = {"errors": _errors(case, groups, device)}
@@ -203,7 +210,8 @@ def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
     for what in _QUANTITIES:
         errors = [values["errors"][what] for values in told if values]
         result.errors[what] = max(errors, key=lambda error: (error != error, error))  # nan is the worst
-        if wrong := [rank for rank, error in enumerate(errors) if not error <= limit]:
+        wrong = [rank for rank, error in enumerate(errors) if not error <= limit]
+        if wrong:
             result.failed.append(
                 f"{case}: {what} on {ranks_text(wrong)} differs from one process: "
                 f"relative error {result.errors[what]:.1e}, limit {limit:.0e}"
@@ -213,7 +221,8 @@ def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
 
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
     """Return the relative errors of this rank's part of a split layer, compared with an unsplit layer."""
-    ep, ep_rank = groups.ep, groups.moe_group.rank()
+    ep = groups.ep
+    ep_rank = groups.moe_group.rank()
     # Each expert-parallel group has its own batch.
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
     # An auxiliary loss is a mean over a rank's routing groups, and the split layer's gradients are those of the sum of
@@ -278,7 +287,8 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
     """Return the time and bandwidth of a round trip of rows, for each exchange and size in ``megabytes``."""
-    ep, table = groups.ep, []
+    ep = groups.ep
+    table = []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
         if "chunks" in options:  # chunks pay off only by overlap with the experts' computation
             continue

@@ -90,18 +90,18 @@ class Trial(NamedTuple):
 @contextmanager
 def restored(owner: nn.Module) -> Iterator[None]:
     """Restore attributes, children and buffers of the module and of all modules inside it on exit."""
-    tables = ("_modules", "_parameters", "_buffers")
-    states = [(m, dict(vars(m)), {name: dict(vars(m)[name]) for name in tables}) for m in owner.modules()]
+    tables = []  # attributes of modules, and the tables of children, parameters and buffers in them
+    for module in owner.modules():
+        attributes = vars(module)
+        tables += [attributes, *(attributes[name] for name in ("_modules", "_parameters", "_buffers"))]
+    contents = [dict(table) for table in tables]
     buffers = [(b, b.clone()) for b in owner.buffers()]
     try:
         yield
     finally:
-        for module, attributes, held in states:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, content in held.items():
-                attributes[name].clear()
-                attributes[name].update(content)
+        for table, content in zip(tables, contents, strict=True):
+            table.clear()
+            table.update(content)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -125,10 +125,11 @@ class Rates(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not F.dropout:
             return function(*args, **(kwargs or {}))
-        given = inspect.signature(F.dropout).bind(*args, **(kwargs or {})).arguments
-        if given.get("training", True) and given.get("p", 0.5) > 0:
-            self.current.append(given.get("p", 0.5))
-        return given["input"]
+        arguments = inspect.signature(F.dropout).bind(*args, **(kwargs or {})).arguments
+        rate = arguments.get("p", 0.5)
+        if arguments.get("training", True) and rate > 0:
+            self.current.append(rate)
+        return arguments["input"]
 
 
 class Injected(NamedTuple):
@@ -168,14 +169,19 @@ class Injection:
         weight: Tensor,
         is_fused: bool,
     ):
-        self.trial, self.first, self.last, self.weight, self.is_fused = trial, first, last, weight, is_fused
+        self.trial = trial
+        self.first = first
+        self.last = last
+        self.weight = weight
+        self.is_fused = is_fused
         # Injected values are float64, on the device of the weights; on the CPU if the weights are meta tensors.
         self.device = torch.device("cpu") if weight.is_meta else weight.device
         shape = (*shapes[0][:-1], weight.shape[1])
         self.parts = [self._fill(shape, seed) for seed in range(2 if is_fused else len(shapes))]
 
     def _fill(self, shape: tuple[int, ...], seed: int) -> Tensor:
-        grid, generator = probe_values(self.weight.dtype), torch.Generator().manual_seed(seed)
+        grid = probe_values(self.weight.dtype)
+        generator = torch.Generator().manual_seed(seed)
         count = math.prod(shape)
         orders = [
             torch.randperm(len(grid), generator=generator, dtype=torch.int64, device="cpu")
@@ -185,7 +191,10 @@ class Injection:
 
     def __call__(self, parts: list[Tensor] | None = None, **options) -> Injected:
         parts = self.parts if parts is None else parts
-        rates, inputs, hidden, result = options.get("rates"), [], [], []
+        rates = options.get("rates")
+        inputs: list[Tensor] = []
+        hidden: list[Tensor] = []
+        result: list[Tensor] = []
 
         def return_value(x: Tensor, value: Tensor) -> Tensor:
             inputs.append(x.clone())
@@ -234,16 +243,18 @@ class Injection:
             order: indices of gate and value in ``self.parts``, the injected values.
         """
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
-        slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
+        slopes = []
+        learned = [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
             parameter.requires_grad_(True)
         try:
             for is_run in (True, False):
                 leaves = [part.clone().requires_grad_() for part in parts]
                 with torch.enable_grad():
-                    hidden = (
-                        self(leaves, grad=True).hidden if is_run else _formula(activation, [leaves[i] for i in order])
-                    )
+                    if is_run:
+                        hidden = self(leaves, grad=True).hidden
+                    else:
+                        hidden = _formula(activation, [leaves[i] for i in order])
                     if any(s is not None for s in _slopes(hidden, [*self.trial.owner.parameters()])):
                         return False
                     slopes.append(_slopes(hidden, leaves))
@@ -262,8 +273,9 @@ class Injection:
 
     def is_sole_use(self) -> bool:
         """Return whether the input maps' outputs affect the module's output only through the output map."""
-        outputs = [tree_leaves(self(parts).output) for parts in (self.parts, [part.flip(-2) for part in self.parts])]
-        return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
+        outputs = tree_leaves(self().output)
+        flipped = tree_leaves(self([part.flip(-2) for part in self.parts]).output)
+        return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(outputs, flipped, strict=True))
 
     def is_whole(self) -> bool:
         """Return whether the input maps get the module's input, and the module returns the output map's output."""
@@ -301,7 +313,9 @@ def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
     Args:
         is_multiplied: choose a smaller range, so that two matrix products with the rows do not overflow.
     """
-    low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
+    low, high, highest = (-6, 4, 12) if rows.dtype == torch.float16 else (-20, 20, 60)
+    if not is_multiplied:
+        high = highest
     count = rows.shape[:-1].numel()  # the exponents span the range for any number of rows
     exponents = torch.linspace(low, high, count, dtype=torch.float32, device=rows.device).round()
     return rows * torch.exp2(exponents).to(rows.dtype).view(*rows.shape[:-1], 1)
@@ -316,9 +330,11 @@ def difference(actual: Tensor, expected: Tensor) -> float:
         return math.inf
     if actual.is_meta or not actual.numel():
         return 0.0
-    actual, expected = (t.double().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (actual, expected))
+    actual = torch.atleast_1d(actual).double()
+    expected = torch.atleast_1d(expected).double()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
-    error = (actual - expected).masked_fill(same, 0).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    error = (actual - expected).masked_fill(same, 0).norm(dim=-1)
+    error /= expected.norm(dim=-1).clamp(min=1e-30)
     return error.nan_to_num(math.inf).max().item()
 
 

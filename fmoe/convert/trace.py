@@ -96,7 +96,8 @@ def looks_linear(module: nn.Module) -> tuple[int, int] | None:
 
 def is_there_and_back(first: nn.Module, last: nn.Module) -> bool:
     """Return whether two modules look like linear maps D -> H and H -> D."""
-    first_size, last_size = looks_linear(first), looks_linear(last)
+    first_size = looks_linear(first)
+    last_size = looks_linear(last)
     return first_size is not None and last_size is not None and _fit(first_size, last_size, 1)
 
 
@@ -105,7 +106,8 @@ def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
 
     A size of 0 is unknown, and fits any other.
     """
-    (width, height), (last_height, last_width) = first, last
+    width, height = first
+    last_height, last_width = last
     return all(a == b or 0 in (a, b) for a, b in ((width, last_width), (height, parts * last_height)))
 
 
@@ -115,15 +117,19 @@ def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
     The first map of a pair is D -> H or D -> 2 H, the second is H -> D. Pairs inside one child are left out. The value
     of a pair is True if it is likely a block, because few other linear maps have the same parent.
     """
-    linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
+    sizes = {name: looks_linear(m) for name, m in near(owner).items()}
+    linear = {name: size for name, size in sizes.items() if size is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)
     pairs = {}
     for a, first in linear.items():
         for b, last in linear.items():
-            if not (_fit(first, last, 1) or _fit(first, last, 2)) or a.partition(".")[0] == b.partition(".")[0]:
+            fits = _fit(first, last, 1) or _fit(first, last, 2)
+            if not fits or a.partition(".")[0] == b.partition(".")[0]:
                 continue
             holders = {name.rpartition(".")[0] for name in (a, b)}
-            limit = 1 if len(holders) == 2 else 2 if len({*first}) == 1 else 3
+            limit = 1
+            if len(holders) == 1:
+                limit = 2 if first[0] == first[1] else 3
             pairs[a, b] = max(siblings[holder] for holder in holders) <= limit
     return pairs
 
@@ -134,21 +140,23 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
     Args:
         function: a method of ``owner``; None for ``owner`` itself.
     """
-    alike, names = lookalikes(owner), near(owner)
-    modules = {names[n]: linear_map(names[n]) for pair in alike for n in pair}
-    maps = {module: found for module, found in modules.items() if found is not None}
-    pairs = {(names[a], names[b]) for a, b in alike}
-    known = {tuple(m.weight.shape) for m in maps.values()}
+    names = near(owner)
+    pairs = [(names[a], names[b]) for a, b in lookalikes(owner)]
+    modules = {module: linear_map(module) for pair in pairs for module in pair}
+    maps = {module: linear for module, linear in modules.items() if linear is not None}
+    weights = {tuple(m.weight.shape) for m in maps.values()}
     # [H, D] that has a matching [D, H]; [2 H, D] if one map computes gate and value.
-    shapes = sorted((h, w) for h, w in known if (w, h) in known or (h % 2 == 0 and (w, h // 2) in known))
+    shapes = sorted((h, w) for h, w in weights if (w, h) in weights or (h % 2 == 0 and (w, h // 2) in weights))
     if not shapes:
         return Refusal("it has no linear maps D -> H and H -> D")
-    like, function = next(iter(maps.values())).weight, function or owner
+    like = next(iter(maps.values())).weight
+    function = function or owner
     refusal = Refusal("its maps are not called one after the other")
     # A module may narrow its input before the block (MobileBERT).
-    others = [size for m in owner.modules() if (size := looks_linear(m)) is not None]
+    sizes = [looks_linear(m) for m in owner.modules()]
+    widths = [w for _, w in shapes] + [size[0] for size in sizes if size is not None]
     height = min(h for h, _ in shapes)
-    for width in dict.fromkeys([*(w for _, w in shapes), *(size[0] for size in others)]):
+    for width in dict.fromkeys(widths):
         for trial in _trials(owner, function, (height, width), like):
             try:
                 calls, _ = trial()
@@ -161,10 +169,10 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
                 for chosen in (before[-1:], before[-2:]):
                     first = [calls[i].module for i in chosen]
                     if call.module in maps and all((m, call.module) in pairs for m in first) and first:
-                        found = _read(trial, calls, chosen, index, maps)
-                        if isinstance(found, Pieces):
-                            return found
-                        refusal = found
+                        result = _read(trial, calls, chosen, index, maps)
+                        if isinstance(result, Pieces):
+                            return result
+                        refusal = result
             break
     return refusal
 
@@ -182,45 +190,48 @@ def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: 
     rows = torch.randn(2, side * side, width, generator=generator, device="cpu", dtype=torch.float32)
     rows = rows.to(device=like.device, dtype=like.dtype)
     others = len(required(function)) - 1
-    choices = [(rows, *(None for _ in range(others)))]
+    nones = [None] * others
+    choices = [(rows, *nones)]
     if others > 0:
-        choices.append((rows, *(rows for _ in range(others))))
+        choices.append((rows, *[rows] * others))
         # Inputs of different widths (LiLT).
         sizes = [looks_linear(near(owner)[name]) for name, _ in lookalikes(owner)]
         widths = {size[0] for size in sizes if size is not None}
-        choices += [(rows, *(rows[..., :w] for _ in range(others))) for w in sorted(widths) if w < width]
+        choices += [(rows, *[rows[..., :w]] * others) for w in sorted(widths) if w < width]
         choices.append((rows, *((side, side) if others == 2 else ((side, side),) * others)))
     if any(isinstance(m, nn.Conv2d) for m in owner.children()):
-        choices.append((rows.transpose(1, 2).unflatten(2, (side, side)), *(None for _ in range(others))))
+        choices.append((rows.transpose(1, 2).unflatten(2, (side, side)), *nones))
     yield from (Trial(owner, function, args, {}) for args in choices)
     holders = {name.partition(".")[0] for pair in lookalikes(owner) for name in pair}
     left_out = [m for name, m in owner.named_children() if name not in holders and next(m.children(), None) is not None]
-    for more in ((), (None,), (None, None)) if left_out else ():
-        stubs: dict[nn.Module, Callable[..., Any]] = {m: partial(_return_input, more=more) for m in left_out}
+    for nones in ([], [None], [None, None]) if left_out else ():
+        stubs: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(left_out, partial(_return_input, nones=nones))
         yield from (Trial(owner, function, args, stubs) for args in choices)
 
 
-def _return_input(*args: Any, more: tuple, **kwargs: Any) -> Any:
+def _return_input(*args: Any, nones: list[None], **kwargs: Any) -> Any:
     x = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
-    return (x, *more) if more else x
+    return (x, *nones) if nones else x
 
 
 def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: dict) -> Pieces | Refusal:
     """Return the block whose input maps are the calls with indices ``chosen``; its output map is the call ``index``."""
     called = [call.module for call in calls]
-    first, last = tuple(called[i] for i in chosen), called[index]
-    names, counts = {m: name for name, m in trial.owner.named_modules()}, Counter(called)
+    first = tuple(called[i] for i in chosen)
+    last = called[index]
+    names = {m: name for name, m in trial.owner.named_modules()}
+    counts = Counter(called)
     label = " and ".join(names[m] for m in (*first, last))
     if any(counts[m] > 1 for m in (*first, last)):
         return Refusal(f"{label} are called several times in one forward pass")
     map_out = maps[last]
     between = tuple(m for m in called[chosen[0] + 1 : index] if m not in first)
-    more = f"there is more than a row-wise activation between {label}"
+    reason = f"there is more than a row-wise activation between {label}"
     if between:
-        more += f" ({', '.join(dict.fromkeys(type(m).__name__ for m in between))})"
+        reason += f" ({', '.join(dict.fromkeys(type(m).__name__ for m in between))})"
     dropouts = [m for m in between if isinstance(m, nn.Dropout)]
     if len(dropouts) > 1:
-        return Refusal(more)
+        return Refusal(reason)
     if len(first) == 2 and len({maps[m].weight.shape for m in (*first, last)} - {map_out.weight.shape}) > 1:
         return Refusal(f"{label} have sizes that do not match")
     is_fused = len(first) == 1 and maps[first[0]].weight.shape[0] == 2 * map_out.weight.shape[1]
@@ -232,24 +243,26 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
     try:
         hidden = inject().hidden
     except Exception:  # for example of a normalization whose weights are not float64
-        return Refusal(more)
+        return Refusal(reason)
     if not all(is_plain(m) for m in between if not {*first, last} & {*m.modules()}):
-        return Refusal(more)
+        return Refusal(reason)
     holders = [trial.owner, *(m for m in trial.owner.modules() if {*first, last} & set(m._modules.values()))]
     functions: list[Any] = [m for m in between if is_plain(m) and not isinstance(m, nn.Dropout | nn.Identity)]
     functions += [f for m in holders for f in vars(m).values() if callable(f) and not isinstance(f, type)]
     functions += ACTIVATIONS.values()  # called as a function: F.gelu(self.fc1(x))
     orders = [[0]] if len(maps_in) == 1 else [[0, 1], [1, 0]]
-    found = next(((f, o) for o in orders for f in functions if inject.follows(f, o, hidden)), None)
-    if found is None or not is_rowwise(found[0], hidden.shape[-1]):
-        return Refusal(more)
-    activation, order = found
-    rate, dropout = None, dropouts[0].p if dropouts else 0.0
+    fits = ((f, o) for o in orders for f in functions if inject.follows(f, o, hidden))
+    activation, order = next(fits, (None, []))
+    if activation is None or not is_rowwise(activation, hidden.shape[-1]):
+        return Refusal(reason)
+    rate = None
+    dropout = dropouts[0].p if dropouts else 0.0
     if not inject.follows(activation, order, inject(training=True).hidden):
         rates = Rates()
         if dropouts or not inject.follows(activation, order, inject(training=True, rates=rates).hidden):
             return Refusal(f"a module between {label} is random in training")
-        if (rate := _attribute_of(rates, holders, inject)) is None:
+        rate = _attribute_of(rates, holders, inject)
+        if rate is None:
             return Refusal(f"the rate of the dropout between {label} is not a separate attribute")
         dropout = rates.inside[0]
     if not inject.keeps_slope(activation, order):
@@ -310,7 +323,8 @@ def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> 
     Args:
         owner: the module that ``block.install`` changes; None for the module of ``trial``.
     """
-    rows, after = trial.args[0], []
+    rows = trial.args[0]
+    after = []
     for x in (rows, wide_rows(rows)) if block.install is None else (rows,):
         if block.install is None:
             with torch.no_grad():

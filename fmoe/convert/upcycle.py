@@ -29,7 +29,8 @@ from fmoe.moe import MoE
 
 # Router logits of this size make all probabilities 1 / E, up to the tolerance of the comparison (1e-5 in float32), but
 # still rank the experts.
-_QUIET_LOGIT, _QUIET_LOGIT_16_BIT = 1e-6, 1e-3
+_QUIET_LOGIT = 1e-6
+_QUIET_LOGIT_16_BIT = 1e-3
 _TOLERANCE = 1e-5
 
 
@@ -58,7 +59,8 @@ def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
     `fmoe.experts.FFNExperts` of hidden width ``block.d_hidden / how.granularity``. Like initial weights, noise depends
     on (seed of the layer, global expert id, name of the parameter).
     """
-    experts, width = layer.experts, block.d_hidden // how.granularity
+    experts = layer.experts
+    width = block.d_hidden // how.granularity
     for local in range(experts.weight_in.shape[0]):
         expert = layer.first_expert + local
         part = slice(expert % how.granularity * width, (expert % how.granularity + 1) * width)
@@ -131,12 +133,13 @@ def plan_upcycling(
             what = "no token gets a multiple of" if math.isnan(share) else "most tokens get none of"
             raise UserError(f"gate={gate} is not supported with upcycle=True: {what} the output of the dense block")
         return Upcycling(_factor(share), False, granularity, noise)
-    if (scale := _constant(share_T)) is not None:
+    scale = _constant(share_T)
+    if scale is not None:
         return Upcycling(scale, False, granularity, noise)
     reasons = _what_drops(layer.gate)
     if not reasons and granularity == 1 and _router(layer) is not None:
-        quiet = Upcycling(is_quiet=True)
-        if (scale := _constant(_shares(build(trial), trial, quiet))) is not None:
+        scale = _constant(_shares(build(trial), trial, Upcycling(is_quiet=True)))
+        if scale is not None:
             return Upcycling(scale, True, granularity, noise)
     if reasons:
         options = {name: value for _, changes in reasons for name, value in changes.items()}
@@ -168,8 +171,7 @@ def check_block(block: Block, name: str, granularity: int) -> None:
 def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None, name: str) -> None:
     if router is None:
         raise UserError(f"granularity={granularity} needs a gate with a router `weight` [E, D], not gate={name}")
-    top_k = getattr(gate, "top_k", granularity)
-    for key, value in (("num_experts", router.shape[0]), ("top_k", top_k)):
+    for key, value in (("num_experts", router.shape[0]), ("top_k", getattr(gate, "top_k", granularity))):
         if value % granularity:
             raise UserError(
                 f"{key}={value} is not divisible by granularity={granularity}, the number of experts that form a copy "
@@ -185,7 +187,8 @@ def _router(layer: MoE) -> Tensor | None:
 def _trial_block(block: Block, granularity: int) -> Block:
     """Return a block of the same width and few hidden units, on the CPU in float32."""
     like: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
-    width, hidden = block.d_model, 4 * granularity
+    width = block.d_model
+    hidden = 4 * granularity
     weight_in = torch.randn(hidden, width, **like) / width**0.5
     weight_out = torch.randn(width, hidden, **like) / hidden**0.5
     maps = (LinearMap(weight_in),), LinearMap(weight_out, torch.randn(width, **like))
@@ -203,8 +206,10 @@ def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 64, block.d_model, generator=generator, dtype=torch.float32, device="cpu")
     x[1] = x[1, :1]
-    if (router := _router(layer)) is not None and len(router) > how.granularity:
-        best, other = router[(x[0, ::2] @ router.T).topk(how.granularity + 1).indices[:, [0, -1]]].unbind(1)
+    router = _router(layer)
+    if router is not None and len(router) > how.granularity:
+        ranked = (x[0, ::2] @ router.T).topk(how.granularity + 1).indices
+        best, other = router[ranked[:, [0, -1]]].unbind(1)
         apart = F.normalize(best - other, dim=1)
         x[0, ::2] -= 0.999 * (x[0, ::2] * apart).sum(1, keepdim=True) * apart
     x = x.transpose(0, 1).contiguous() if block.sequence_first else x
@@ -234,10 +239,9 @@ def _factor(share: float) -> float:
 
 
 def _spread(share_T: Tensor) -> str:
-    known_T = share_T[~share_T.isnan()]
-    if len(known_T) < len(share_T):
+    if share_T.isnan().any():
         return "some tokens get a value that is not a multiple of the dense block's output"
-    return f"tokens get {known_T.min():.3g} to {known_T.max():.3g} times the dense block's output"
+    return f"tokens get {share_T.min():.3g} to {share_T.max():.3g} times the dense block's output"
 
 
 def _what_drops(gate: nn.Module) -> list[tuple[str, dict]]:

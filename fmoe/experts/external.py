@@ -73,17 +73,15 @@ def check(
         if num_experts % 4:
             raise UserError(f"backend='sonicmoe' needs a multiple of 4 experts per rank, got {num_experts}")
     package = _module(backend)
-    if backend == "sonicmoe" and not _has_our_layout(package):
-        raise UserError("backend='sonicmoe' needs sonic-moe 0.1.2 or later: the installed one lacks concat_layout")
+    if backend == "sonicmoe":
+        # Gated weights are two halves: gate, then value.
+        parameters = inspect.signature(package.moe_general_routing_inputs).parameters
+        if "concat_layout" not in parameters:
+            raise UserError("backend='sonicmoe' needs sonic-moe 0.1.2 or later: the installed one lacks concat_layout")
 
 
 def _fits_sonic(num_experts: int, d_model: int, d_hidden: int) -> bool:
     return num_experts % 4 == 0 and d_model % 64 == 0 and d_model >= 512 and d_hidden % 64 == 0
-
-
-def _has_our_layout(package: ModuleType) -> bool:
-    """Return whether ``package``, SonicMoE, accepts gated weights as two halves: gate, then value."""
-    return "concat_layout" in inspect.signature(package.moe_general_routing_inputs).parameters
 
 
 def _module(backend: str) -> ModuleType:
@@ -359,11 +357,8 @@ def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequen
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])
     step = "forward and backward" if is_training else "forward"
-    return f"{_device_name(rows.device)}, {versions}, {str(rows.dtype).removeprefix('torch.')}, {sizes}, {step}"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    device = torch.cuda.get_device_name(rows.device) if rows.is_cuda else rows.device.type
+    return f"{device}, {versions}, {str(rows.dtype).removeprefix('torch.')}, {sizes}, {step}"
 
 
 @functools.cache

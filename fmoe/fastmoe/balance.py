@@ -1,27 +1,15 @@
 """FastMoE's balance metrics by layer, which a gate hook stores. `fmoe.metrics` has more metrics and needs no hook."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def _coefficient_of_variation(count_E: Tensor) -> Tensor:
-    return count_E.std(correction=min(1, len(count_E) - 1)) / count_E.mean()
-
-
-def _largest_over_smallest(count_E: Tensor) -> Tensor:
-    return (count_E.max() + 1) / (count_E.min() + 1)
-
-
-def _largest_over_mean(count_E: Tensor) -> Tensor:
-    return count_E.max() / count_E.mean()
-
-
-metrics = {
-    "coefficient-variation": _coefficient_of_variation,
-    "Lmax-over-Lmin": _largest_over_smallest,
-    "Lmax-over-Lmean": _largest_over_mean,
+metrics: dict[str, Callable[[Tensor], Tensor]] = {
+    "coefficient-variation": lambda count_E: count_E.std(correction=min(1, len(count_E) - 1)) / count_E.mean(),
+    "Lmax-over-Lmin": lambda count_E: (count_E.max() + 1) / (count_E.min() + 1),
+    "Lmax-over-Lmean": lambda count_E: count_E.max() / count_E.mean(),
 }
 
 

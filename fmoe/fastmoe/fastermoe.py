@@ -105,6 +105,10 @@ def _fmoe_general_global_forward(
     Raises:
         UserError: an expert would be shadowed, but ``experts`` is None.
     """
+
+    def run(rows: Tensor, index: int) -> Tensor:
+        return expert_fn(rows, torch.tensor([len(rows)], dtype=torch.int64, device="cpu"), index)
+
     top_k = gate.shape[1] if gate.dim() == 2 else 1
     if stored_models is None:
         policy = get_shadow_policy(d_model=inp.shape[-1])
@@ -119,19 +123,14 @@ def _fmoe_general_global_forward(
     token = torch.div(pos, top_k, rounding_mode="floor")
     rows = MOEScatter.apply(inp, token, sent, received, num_rows, world_size)
     parts = rows.split(counts_L.tolist())
-    outputs = [
-        expert_fn(part, torch.tensor([len(part)], dtype=torch.int64, device="cpu"), index)
-        for index, part in enumerate(parts)
-    ]
+    outputs = [run(part, index) for index, part in enumerate(parts)]
     out = MOEGather.apply(torch.cat(outputs), pos, sent, received, gate.numel(), world_size)
     for expert in stored:
         owner, index = divmod(expert, n_expert)
-        names, own = zip(*modules[index].named_parameters(), strict=True)
-        parameters = broadcast_parameters(moe_group_of(world_size), owner, own)
+        names, local = zip(*modules[index].named_parameters(), strict=True)
+        parameters = broadcast_parameters(moe_group_of(world_size), owner, local)
         place = (gate.reshape(-1) == expert).nonzero().view(-1)
         rows = inp.index_select(0, torch.div(place, top_k, rounding_mode="floor"))
         with _reparametrize_module(modules[index], dict(zip(names, parameters, strict=True))):
-            out = out.index_add(
-                0, place, expert_fn(rows, torch.tensor([len(rows)], dtype=torch.int64, device="cpu"), index)
-            )
+            out = out.index_add(0, place, run(rows, index))
     return out

@@ -191,7 +191,9 @@ class Slice:
 
         If the rows are not divisible by the number of ranks, the first ranks get one more. ``rank`` is ignored.
         """
-        return inp if world_size == 1 else take_slice(inp, get_torch_default_comm() if group is None else group)
+        if world_size == 1:
+            return inp
+        return take_slice(inp, get_torch_default_comm() if group is None else group)
 
 
 def moe_group_of(world_size: int) -> dist.ProcessGroup:
@@ -210,6 +212,6 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
 
 
 def _hop(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> Hop:
-    sent_WL, received_WL = sent.view(world_size, -1), received.view(world_size, -1)
-    group = moe_group_of(world_size)
-    return hop_counts(group, sent_WL.tolist(), received_WL.tolist(), received_WL.to(device)).hop()
+    sent_WL = sent.view(world_size, -1).tolist()
+    received_WL = received.view(world_size, -1)
+    return hop_counts(moe_group_of(world_size), sent_WL, received_WL.tolist(), received_WL.to(device)).hop()

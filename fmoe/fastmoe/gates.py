@@ -36,7 +36,8 @@ class BaseGate(nn.Module):
 
     def __init__(self, num_expert: int, world_size: int):
         super().__init__()
-        self.world_size, self.num_expert = world_size, num_expert
+        self.world_size = world_size
+        self.num_expert = num_expert
         self.tot_expert = world_size * num_expert
         # By id of the gate. Replicas of nn.DataParallel, which are discarded, share this dict with the gate.
         self._losses: dict[int, Tensor] = {}
@@ -133,7 +134,8 @@ class NoisyGate(BaseGate):
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
         super().__init__(num_expert, world_size)
         check_top_k(top_k, num_expert, world_size)
-        self.top_k, self.noise_epsilon = top_k, 1e-2
+        self.top_k = top_k
+        self.noise_epsilon = 1e-2
         self.w_gate = nn.Parameter(torch.empty(d_model, self.tot_expert))
         self.w_noise = nn.Parameter(torch.empty(d_model, self.tot_expert))
         self.reset_parameters()
@@ -186,7 +188,8 @@ class GShardGate(NaiveGate):
         gate_bias: bool = True,
     ):
         super().__init__(d_model, num_expert, world_size, top_k=topk, gate_bias=gate_bias)
-        self.capacity, self.random_routing = capacity, random_routing
+        self.capacity = capacity
+        self.random_routing = random_routing
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [T, D] to index [T, K], -1 for dropped choices, and score [T, K]."""
@@ -231,7 +234,8 @@ class SwitchGate(NaiveGate):
         gate_bias: bool = True,
     ):
         super().__init__(d_model, num_expert, world_size, top_k=topk, gate_bias=gate_bias)
-        self.switch_eps, self.capacity = switch_eps, capacity
+        self.switch_eps = switch_eps
+        self.capacity = capacity
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [T, D] to index [T, K], -1 if the expert is full, and score [T, K]."""
@@ -286,17 +290,21 @@ class SwipeGate(NaiveGate):
         """
         rank_T = torch.div(idx, self.num_expert, rounding_mode="floor")
         want_W = torch.bincount(rank_T, minlength=self.world_size)
-        want_WW, capacity_W, rank = want_W[None].cpu(), capacity.reshape(1).cpu(), 0
+        rank = 0
+        counts = torch.cat([want_W, capacity.reshape(1).to(want_W)])
         if self.world_size > 1:
             group = moe_group_of(self.world_size)
-            mine = torch.cat([want_W, capacity.reshape(1).to(want_W)])
-            gathered = all_gather(group, mine, "a gate's exchange of counts").wait(for_host=True)
-            gathered = gathered.view(self.world_size, -1).cpu()
-            want_WW, capacity_W, rank = gathered[:, :-1], gathered[:, -1], group.rank()
+            rank = group.rank()
+            counts = all_gather(group, counts, "a gate's exchange of counts").wait(for_host=True)
+        counts = counts.view(self.world_size, -1).cpu()
+        want_WW = counts[:, :-1]
+        capacity_W = counts[:, -1]
         # [source, destination]: the queue of refused choices is matched with the queue of free capacity.
         taken_WW = grant(want_WW, capacity_W)
-        refused_W, room_W = (want_WW - taken_WW).sum(1), capacity_W - taken_WW.sum(0)
-        refused_end_W1, room_end_W = refused_W.cumsum(0).unsqueeze(1), room_W.cumsum(0)
+        refused_W = (want_WW - taken_WW).sum(1)
+        room_W = capacity_W - taken_WW.sum(0)
+        refused_end_W1 = refused_W.cumsum(0).unsqueeze(1)
+        room_end_W = room_W.cumsum(0)
         end_WW = torch.minimum(refused_end_W1, room_end_W)
         begin_WW = torch.maximum(refused_end_W1 - refused_W.unsqueeze(1), room_end_W - room_W)
         moved_WW = (end_WW - begin_WW).clamp(min=0)

@@ -73,25 +73,25 @@ class NestedLayout(Layout):
             tokens = self._own_slice(self.slice_group, leaves[0], mask, token_ids, seed)
         else:
             tokens = super().split(leaves[0], mask, token_ids, seed, by_logits)
-        rest = leaves[1:]
-        for leaf in rest:
+        others = leaves[1:]
+        for leaf in others:
             if leaf.shape[: len(leading)] != leading:
                 raise UserError(
                     f"a tensor of the input has shape {tuple(leaf.shape)}; its first dimensions must be "
                     f"{tuple(leading)}, as in the first tensor"
                 )
         if self.slice_group is not None:
-            rest, filled = take_slice((rest, filled), self.slice_group)
+            others, filled = take_slice((others, filled), self.slice_group)
         num_tokens = tokens.x_TD.shape[0]
-        inputs = [tokens.x_TD, *(leaf.reshape(num_tokens, *leaf.shape[len(leading) :]) for leaf in rest)]
+        inputs = [tokens.x_TD, *(leaf.reshape(num_tokens, *leaf.shape[len(leading) :]) for leaf in others)]
         return NestedTokens(**vars(tokens) | {"inputs": inputs}, nest=nest, filled=filled)
 
     def _own_slice(
         self, group: dist.ProcessGroup, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int
     ) -> LocalTokens:
         begin, end = slice_bounds(x.shape[0], group.rank(), group.size())
-        own, mask, token_ids = take_slice((x, mask, token_ids), group)
-        x_TD, groups = self.tokens(own, mask, token_ids, seed)
+        part, mask, token_ids = take_slice((x, mask, token_ids), group)
+        x_TD, groups = self.tokens(part, mask, token_ids, seed)
         before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()  # tokens on earlier ranks
         groups.first_group = (before + random.first_token()) // groups.size
         share = (end - begin) / x.shape[0] if x.shape[0] else 1.0
@@ -220,18 +220,27 @@ class FMoE(MoE):
             options |= {"slice_group": slice_group, "moe_group": moe_group, "expert": expert}
         spec = Spec.of({"name": "FMoE"} | options)
         super().__init__(**spec.arguments(layout=NestedLayout))
-        self.spec, self.is_fastmoe = spec, is_fastmoe
-        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
-        self.d_model, self.d_hidden = spec.d_model, spec.d_hidden
+        self.spec = spec
+        self.is_fastmoe = is_fastmoe
+        self.gate_hook = gate_hook
+        self.mask = mask
+        self.mask_dict = mask_dict
+        self.d_model = spec.d_model
+        self.d_hidden = spec.d_hidden
+        self.moe_group = spec.moe_group
+        self.expert_tensor_group = spec.expert_tensor_group
         self.top_k = getattr(self.gate, "top_k", top_k)
         self.num_experts = self.exchange.num_experts
-        self.world_size, self.num_local_experts = self.exchange.ep_size, self.exchange.num_local_experts
-        self.num_expert, self.first_expert = self.num_local_experts, self.exchange.ep_rank * self.num_local_experts
-        self.moe_group, self.expert_tensor_group = spec.moe_group, spec.expert_tensor_group
+        self.world_size = self.exchange.ep_size
+        self.num_expert = self.num_local_experts = self.exchange.num_local_experts
+        self.first_expert = self.exchange.ep_rank * self.num_expert
 
-    slice_group, sequence_group = _of("layout", "slice_group"), _of("layout", "sequence_group")
-    group_size, sequence_first = _of("layout", "group_size"), _of("layout", "sequence_first")
-    loss_weights, loss_scale = _of("aux", "weights"), _of("aux", "loss_scale")
+    slice_group = _of("layout", "slice_group")
+    sequence_group = _of("layout", "sequence_group")
+    group_size = _of("layout", "group_size")
+    sequence_first = _of("layout", "sequence_first")
+    loss_weights = _of("aux", "weights")
+    loss_scale = _of("aux", "loss_scale")
 
     @property
     def aux_loss(self) -> str:
@@ -289,8 +298,8 @@ class FMoE(MoE):
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> NestedTokens:
         x = x if mask is None else pytree.tree_map(lambda leaf: zero_padding(leaf, mask), x)
         filled = None if self.mask_dict is None else self.mask
-        given = (x, mask, token_ids, self.seed, routes_by_logits(self.gate))
-        tokens = self.layout.split(*given, filled=filled, is_fastmoe=self.is_fastmoe)
+        by_logits = routes_by_logits(self.gate)
+        tokens = self.layout.split(x, mask, token_ids, self.seed, by_logits, filled=filled, is_fastmoe=self.is_fastmoe)
         if self.world_size > 1:  # for FastMoE's functions, which the gate may call
             ensure_comm(tokens.x_TD, self.moe_group)
         return tokens

@@ -25,7 +25,10 @@ class FMoELinear(Stacked):
 
     def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
         super().__init__()
-        self.num_expert, self.in_feat, self.out_feat, self.rank = num_expert, in_feat, out_feat, rank
+        self.num_expert = num_expert
+        self.in_feat = in_feat
+        self.out_feat = out_feat
+        self.rank = rank
         self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
         self.bias = nn.Parameter(torch.zeros(num_expert, out_feat)) if bias else None
         self.reset_parameters()
@@ -43,13 +46,9 @@ class FMoELinear(Stacked):
 
     def forward(self, inp: Tensor, fwd_expert_count: Tensor | Sequence[int]) -> Tensor:
         """Map [R, I] to [R, O]; ``fwd_expert_count`` is the number of rows of each expert."""
-        counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        dtype = autocast_dtype(inp.device, inp.dtype, weight.dtype)
-        if dtype is not None:
-            inp, weight, bias = inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return grouped_linear(inp.type_as(weight), weight, bias, counts)
+        dtype = autocast_dtype(inp.device, inp.dtype, self.weight.dtype) or self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return MOELinear.apply(inp.to(dtype), fwd_expert_count, self.weight.to(dtype), bias)
 
     def extra_repr(self) -> str:
         return (

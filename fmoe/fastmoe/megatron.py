@@ -67,7 +67,8 @@ def gone(name: str, instead: str) -> Callable[..., NoReturn]:
             f"{instead}"
         )
 
-    refuse.__name__, refuse.__doc__ = name, f"Raise UserError: {instead}."
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raise UserError: {instead}."
     return refuse
 
 
@@ -115,25 +116,6 @@ STRATEGIES: dict[str, type[nn.Module]] = {
     "switch": gates.SwitchGate,
     "swipe": gates.SwipeGate,
 }
-
-
-def _megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
-    """Fill the weight of the linear map ``self`` by ``rng.normal`` with deviation ``sigma``, and zero its bias."""
-    _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
-
-
-def _random_init_weight(self: Any, rng: Any) -> None:
-    """Fill weight and bias of the linear map ``self`` by ``rng.uniform`` in -1/sqrt(fan in)..1/sqrt(fan in)."""
-    bound = 1 / math.sqrt(self.weight.shape[-1])
-    weight = rng.uniform(-bound, bound, size=tuple(self.weight.shape))
-    _fill(self, weight, 0.0 if self.bias is None else rng.uniform(-bound, bound, size=tuple(self.bias.shape)))
-
-
-@torch.no_grad()
-def _fill(linear: Any, weight: Any, bias: Any) -> None:
-    linear.weight.copy_(torch.as_tensor(weight, dtype=torch.float64, device="cpu"))
-    if linear.bias is not None:
-        linear.bias.copy_(torch.as_tensor(bias, dtype=torch.float64, device="cpu"))
 
 
 class MegatronMLP(FMoETransformerMLP):
@@ -195,16 +177,13 @@ class MegatronMLP(FMoETransformerMLP):
         The standard deviation is ``init_method_std`` for the first matrix, and
         ``init_method_std / sqrt(2 * num_layers)`` for the second. Biases are zero.
         """
+        output_sigma = self.sigma / math.sqrt(2 * self.num_layers)
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
-                for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
-                    linear.weight.copy_(
-                        torch.empty(linear.weight.shape, device="cpu", dtype=torch.float32).normal_(0, sigma)
-                    )
+                for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, output_sigma)):
+                    weight = torch.empty(linear.weight.shape, device="cpu", dtype=torch.float32)
+                    linear.weight.copy_(weight.normal_(0, sigma))
                     linear.bias.zero_()
-
-    def _output_sigma(self) -> float:
-        return self.sigma / math.sqrt(2 * self.num_layers)
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [s, b, h] to ([s, b, h], bias of zeros [h])."""
@@ -246,13 +225,13 @@ def fmoefy(
         raise UserError(f"megatron_version={megatron_version!r} is not supported: use v2.2, v2.5, v3.0.2 or None")
     args = megatron_args()
     settings = SimpleNamespace(**(vars(args) if args is not None else {}))
-    given = {
+    arguments = {
         "fmoe_num_experts": fmoe_num_experts,
         "distributed_experts": distributed_experts,
         "hidden_hidden_size": hidden_hidden_size,
         "top_k": top_k,
     }
-    vars(settings).update({name: value for name, value in given.items() if value is not None})
+    vars(settings).update({name: value for name, value in arguments.items() if value is not None})
     if hasattr(settings, "fmoefy") and not hasattr(settings, "fmoe_num_experts"):  # see `add_fmoe_args`
         settings.fmoe_num_experts = getattr(settings, "num_experts", None)
     if getattr(settings, "fmoe_num_experts", None) is None:
@@ -263,10 +242,11 @@ def fmoefy(
     settings.num_layers = len(layers)
     sizes = [_widths(layer.mlp, index) for index, layer in enumerate(layers)]  # before any layer is replaced
     for index, (layer, (width, hidden)) in enumerate(zip(layers, sizes, strict=True)):
-        own = SimpleNamespace(**{"hidden_hidden_size": None, **vars(settings)})
-        own.hidden_size, own.hidden_hidden_size = width, own.hidden_hidden_size or hidden
+        of_layer = SimpleNamespace(**vars(settings))
+        of_layer.hidden_size = width
+        of_layer.hidden_hidden_size = getattr(settings, "hidden_hidden_size", None) or hidden
         old = next(layer.mlp.parameters())
-        layer.mlp = MegatronMLP(own, index, gate).to(old.device, old.dtype).train(layer.training)
+        layer.mlp = MegatronMLP(of_layer, index, gate).to(old.device, old.dtype).train(layer.training)
     reset_gate_hook(len(layers))
     return model
 
@@ -291,7 +271,7 @@ def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
 
 def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.Module:
     if isinstance(gate, type) and issubclass(gate, gates.BaseGate):
-        names = [name for name, known in STRATEGIES.items() if known is gate]
+        names = [name for name, of_strategy in STRATEGIES.items() if of_strategy is gate]
         if not names:
             raise UserError(
                 f"gate={gate.__name__} has no counterpart among fmoe's routers: pass the name or class of a router"
@@ -300,12 +280,14 @@ def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.M
     options = {"top_k": getattr(settings, "top_k", None), "gate": gate}
     options["d_hidden"] = getattr(settings, "hidden_hidden_size", None)
     options = {name: value for name, value in options.items() if value is not None}
-    ep_size, groups = 1, megatron_groups()
+    ep_size = 1
+    groups = megatron_groups()
     if getattr(settings, "distributed_experts", False):
         if groups is not None:  # MegatronMoE layers find the group themselves
             ep_size = groups.get_expert_model_parallel_world_size()
         elif dist.is_initialized() and dist.get_world_size() > 1:
-            ep_size, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
+            ep_size = dist.get_world_size()
+            options["moe_group"] = dist.group.WORLD
     return convert.fmoefy(model, num_experts=settings.fmoe_num_experts * ep_size, upcycle=False, **options)
 
 

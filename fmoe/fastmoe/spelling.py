@@ -68,19 +68,18 @@ def translate(
             )
     if top_k is None and not isinstance(gate, nn.Module):
         top_k = getattr(gate, "default_top_k", 2)
-    own = {"gate_bias": gate_bias is not False} if isinstance(gate, type) and issubclass(gate, NaiveGate) else {}
-    built: Any = gate if isinstance(gate, nn.Module) else gate(d_model, num_expert, world_size, top_k, **own)
-    experts = None
+    has_bias = isinstance(gate, type) and issubclass(gate, NaiveGate)
+    bias = {"gate_bias": gate_bias is not False} if has_bias else {}
+    built: Any = gate if isinstance(gate, nn.Module) else gate(d_model, num_expert, world_size, top_k, **bias)
     if expert is not None:
         # The layer builds only this rank's experts; the list has an entry for every expert of all ranks.
-        experts = (list(expert) if isinstance(expert, list) else [expert] * num_expert) * world_size
-    top_k = getattr(built, "top_k", top_k)
+        expert = (expert if isinstance(expert, list) else [expert] * num_expert) * world_size
     return {
         "num_experts": num_expert * world_size,
         "d_model": d_model,
-        "top_k": top_k,
+        "top_k": getattr(built, "top_k", top_k),
         "gate": built,
-        "expert": experts,
+        "expert": expert,
         "moe_group": moe_group,
         "slice_group": slice_group,
         "aux_loss": "manual",

@@ -77,11 +77,7 @@ class FMoETransformerMLP(FMoE):
         function: Any = nn.GELU() if activation is None else activation
         d_hidden = 4096 if d_hidden is None else d_hidden
 
-        expert = functools.partial(_one_expert, d_hidden=d_hidden, activation=function, rank=expert_rank)
+        expert = functools.partial(_Expert, 1, d_hidden=d_hidden, activation=function, rank=expert_rank)
         super().__init__(num_expert, d_model, expert=expert, **options)
         self.d_hidden = d_hidden
         self.mark_parallel_comm(expert_dp_comm)
-
-
-def _one_expert(d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int) -> _Expert:
-    return _Expert(1, d_model, d_hidden, activation, rank=rank)  # at module level: local functions do not pickle

@@ -122,7 +122,8 @@ class FusedLamb:
         for (dtype, grad_dtype), members in alike.items():
             members.sort(key=lambda member: (not member[0].part.count, member[0].part.block))
             sizes = torch.tensor([dtype.itemsize, grad_dtype.itemsize, 4, 4], dtype=torch.int64, device="cpu")
-            rows, per_block = [], torch.zeros(num_blocks + 1, dtype=torch.int64, device="cpu")
+            rows = []
+            per_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device="cpu")
             for number, (slot, pointers) in enumerate(members):
                 rows.append(_chunks(slot, number, torch.tensor(pointers, dtype=torch.int64, device="cpu"), sizes))
                 if slot.part.count:
@@ -155,14 +156,22 @@ def _chunks(slot: Slot, number: int, pointers_4: Tensor, sizes_4: Tensor) -> Ten
 def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tensor:
     rows = []
     for slot in slots:
-        group, step = slot.group, float(state[slot.tensor]["step"])
+        group = slot.group
+        step = float(state[slot.tensor]["step"])
         beta1, beta2 = group["betas"]
         root = math.sqrt(1 - beta2**step)
-        factor, trust = root / (1 - beta1**step), group["max_trust"]
+        factor = root / (1 - beta1**step)
+        trust = group["max_trust"]
         rows.append(
             [
-                *(1 - beta1, beta2, group["eps"] * root, factor, group["weight_decay"], float(group["lr"])),
-                *(math.inf if trust is None else trust, 1 - beta2),
+                1 - beta1,
+                beta2,
+                group["eps"] * root,
+                factor,
+                group["weight_decay"],
+                float(group["lr"]),
+                math.inf if trust is None else trust,
+                1 - beta2,
             ]
         )
     return torch.tensor(rows, dtype=torch.float32, device="cpu")

@@ -98,7 +98,7 @@ def _find_scales(moment, values_BS: Tensor) -> None:
     largest_B = values_BS.abs().amax(1)
     order = moment.qmap.argsort()
     midpoints = (moment.qmap[order][1:] + moment.qmap[order][:-1]) / 2
-    codes_BS, scale_B = moment.codes.view(-1, BLOCK), moment.scale
+    codes_BS = moment.codes.view(-1, BLOCK)
     is_found_B = torch.zeros_like(largest_B, dtype=torch.bool)
     for extreme in (moment.qmap.max(), -moment.qmap.min()):
         for bits in range(-2, 3):
@@ -107,5 +107,6 @@ def _find_scales(moment, values_BS: Tensor) -> None:
             tried_B = ((largest_B / extreme).view(torch.int32) + bits).clamp(min=1).view(torch.float32)
             tried_BS = order[torch.bucketize(values_BS / tried_B.unsqueeze(1), midpoints)]
             fits_B = (moment.qmap[tried_BS] * tried_B.unsqueeze(1) == values_BS).all(1) & ~is_found_B
-            codes_BS[fits_B], scale_B[fits_B] = tried_BS[fits_B].to(codes_BS.dtype), tried_B[fits_B]
+            codes_BS[fits_B] = tried_BS[fits_B].to(codes_BS.dtype)
+            moment.scale[fits_B] = tried_B[fits_B]
             is_found_B |= fits_B

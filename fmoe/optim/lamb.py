@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmoe.kernels import fused_lamb
 from fmoe.optim.checks import check
-from fmoe.optim.trust import Plan, Slot, TrustOptimizer, write_back
+from fmoe.optim.trust import Plan, Slot, TrustOptimizer
 
 
 class Lamb(TrustOptimizer):
@@ -81,10 +81,7 @@ class Lamb(TrustOptimizer):
         return list(updates)
 
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
-        ratio = weight_norms / compared_norms
-        ratio = torch.where((weight_norms > 0) & (compared_norms > 0), ratio, 1.0)
-        return ratio if group["max_trust"] is None else ratio.clamp(max=group["max_trust"])
+        return weight_norms / compared_norms
 
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
         torch._foreach_add_(weights, updates, alpha=-float(slots[0].group["lr"]))
-        write_back(slots, weights)

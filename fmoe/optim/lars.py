@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fmoe.optim.checks import check
-from fmoe.optim.trust import Slot, TrustOptimizer, write_back
+from fmoe.optim.trust import Slot, TrustOptimizer
 
 
 class Lars(TrustOptimizer):
@@ -54,9 +54,7 @@ class Lars(TrustOptimizer):
         return list(torch._foreach_add(gradients, weights, alpha=decay))
 
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
-        ratio = group["trust_coefficient"] * weight_norms / (compared_norms + group["weight_decay"] * weight_norms)
-        ratio = torch.where((weight_norms > 0) & (compared_norms > 0), ratio, 1.0)
-        return ratio if group["max_trust"] is None else ratio.clamp(max=group["max_trust"])
+        return group["trust_coefficient"] * weight_norms / (compared_norms + group["weight_decay"] * weight_norms)
 
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
         group = slots[0].group
@@ -64,4 +62,3 @@ class Lars(TrustOptimizer):
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, updates, alpha=float(group["lr"]))
         torch._foreach_sub_(weights, velocities)
-        write_back(slots, weights)

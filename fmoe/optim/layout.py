@@ -44,9 +44,10 @@ def param_groups(model: nn.Module, weight_decay: float, **options) -> list[dict]
         options: options of both groups, such as ``lr``.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    decays = {True: weight_decay, False: 0.0}
-    groups = [{"params": [p for p in trained if is_matrix(p) is kind], "weight_decay": decays[kind]} for kind in decays]
-    return [{**options, **group} for group in groups if group["params"]]
+    matrices = [p for p in trained if is_matrix(p)]
+    vectors = [p for p in trained if not is_matrix(p)]
+    groups = ((matrices, weight_decay), (vectors, 0.0))
+    return [{**options, "params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ class Blocks:
     @classmethod
     def of(cls, parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] = ()) -> "Blocks":
         """Divide a stack of L experts into L blocks; any other matrix is one block, and a vector has none."""
-        count = (parameter.shape[0] if is_stacked(parameter) else 1) if is_matrix(parameter) else 0
-        return cls(parameter.numel(), count, tuple(g for g in groups if g.size() > 1) if count else ())
+        if not is_matrix(parameter):
+            return cls(parameter.numel(), 0)
+        count = parameter.shape[0] if is_stacked(parameter) else 1
+        return cls(parameter.numel(), count, tuple(g for g in groups if g.size() > 1))
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,10 @@ def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_n
         raise UserError(f"elements {start} to {start + numel} exceed a parameter of {blocks.numel} elements")
     if blocks.count and blocks.numel % blocks.count:
         raise UserError(f"a parameter of {blocks.numel} elements does not divide into {blocks.count} equal blocks")
-    if not blocks.count or not numel:
-        if numel:
-            yield Part(None, 0)
+    if not numel:
+        return
+    if not blocks.count:
+        yield Part(None, 0)
         return
     length = blocks.numel // blocks.count
     at_once = max(1, max_numel // length)

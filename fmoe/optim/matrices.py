@@ -5,7 +5,7 @@ Shape letters: B blocks (experts of a stack), M rows, N columns.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ class Matrices:
         """Return one matrix [B, m, N] per section. Its m rows are from all repetitions of the sections."""
         if len(self.sections) == 1:
             return [x_BMN]
-        return [part.flatten(1, 2) for part in x_BMN.unflatten(1, (-1, sum(self.sections))).split(self.sections, 2)]
+        repeated = x_BMN.unflatten(1, (-1, sum(self.sections)))
+        return [part.flatten(1, 2) for part in repeated.split(self.sections, 2)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the fused weight [B, M, N], given what `cut` returns."""
@@ -100,19 +101,18 @@ class Matrices:
         """Return this rank's slice [B, M, N], given what `whole` returns."""
         if self.group is None:
             return self.join(wholes)
-        ranks, rank = self.group.size(), self.group.rank()
-        return self.join([whole.chunk(ranks, 1 + self.axis)[rank] for whole in wholes])
+        rank = self.group.rank()
+        return self.join([whole.chunk(self.group.size(), 1 + self.axis)[rank] for whole in wholes])
 
     def with_sections(self, *rows: int) -> "Matrices":
         """Return the description of a fused weight with these sections."""
-        return Matrices(self.blocks, self.rows, self.columns, rows, self.axis, self.group)
+        return replace(self, sections=rows)
 
     def split_over(self, group: dist.ProcessGroup, axis: int) -> "Matrices":
         """Return the description of this rank's slice of a weight that is split along an axis."""
-        is_split = group.size() > 1
-        return Matrices(
-            self.blocks, self.rows, self.columns, self.sections, axis if is_split else 0, group if is_split else None
-        )
+        if group.size() == 1:
+            return replace(self, axis=0, group=None)
+        return replace(self, axis=axis, group=group)
 
 
 def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[Tensor, Matrices]:
@@ -142,14 +142,15 @@ def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[
             excluded.append(module.output_gate)
     for module in excluded:
         spared.update(module.parameters())
-    found: dict[Tensor, Matrices] = {}
+    hidden: dict[Tensor, Matrices] = {}
     for module in model.modules():
         for name, parameter in _own_parameters(module):
             if parameter in spared or not parameter.requires_grad:
                 continue
-            if (matrices := _described(module, name, parameter)) is not None:
-                found[parameter] = matrices
-    return found
+            matrices = _described(module, name, parameter)
+            if matrices is not None:
+                hidden[parameter] = matrices
+    return hidden
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -171,8 +172,9 @@ def _described(module: nn.Module, name: str, parameter: Tensor) -> Matrices | No
     if not isinstance(module, FFNExperts) or not name.startswith("weight"):
         return Matrices.of(parameter)
     is_first = name == "weight_in"
-    group = getattr(module, "group", None)  # of ShardedFFNExperts
-    split = {"axis": 0 if is_first else 1, "group": group} if module.hidden_parts > 1 else {}
+    split: dict[str, Any] = {}
+    if module.hidden_parts > 1:  # ShardedFFNExperts
+        split = {"axis": 0 if is_first else 1, "group": module.group}
     return Matrices.of(parameter, parts=1 + (module.gated and is_first), **split)
 
 

@@ -4,6 +4,7 @@ Shape letters: B blocks (experts of a stack), M rows, N columns.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,20 +117,20 @@ class Muon(Optimizer):
         )
         if scale not in ("rms", "original"):
             raise UserError(f"scale={scale!r} must be 'rms' or 'original'")
-        self._matrices, self._shards, self._plan_now = matrices, None, None
+        self._matrices = matrices
+        self._shards: Shards | None = None
+        self._plan_now: _Plan | None = None
         options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "scale": scale}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps} | options)
-
-    _matrices: Mapping[Tensor, Matrices] | None
-    _shards: Shards | None
-    _plan_now: _Plan | None
 
     def set_shards(self, matrices: Mapping[Tensor, Matrices], shards: Shards) -> None:
         """Set which parameters hold hidden matrices, and which range of a parameter each optimized tensor holds.
 
         From then on, all ranks of the process groups in ``matrices`` and ``shards`` must take the same steps.
         """
-        self._matrices, self._shards, self._plan_now = matrices, shards, None
+        self._matrices = matrices
+        self._shards = shards
+        self._plan_now = None
 
     def matrices_of(self, parameter: Tensor) -> Matrices | None:
         """Return how a parameter divides into hidden matrices; None if AdamW steps it."""
@@ -180,7 +181,8 @@ class Muon(Optimizer):
             if not state:
                 state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in names}
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        return [[self.state[tensor][name] for tensor in tensors] for name in (*names, "step")]
+        states = [self.state[tensor] for tensor in tensors]
+        return [[state[name] for state in states] for name in (*names, "step")]
 
     def _accumulate(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         if tensors:
@@ -192,7 +194,8 @@ class Muon(Optimizer):
         if not tensors:
             return
         averages, squares, steps = self._begin(tensors, "exp_avg", "exp_avg_sq")
-        weights, on_cpu = floats(tensors), all(tensor.device.type == "cpu" for tensor in tensors)
+        weights = floats(tensors)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         adamw(
             weights,
             floats([_gradient(tensor) for tensor in tensors]),
@@ -226,30 +229,34 @@ class Muon(Optimizer):
             return {}
         ranks = self._shards.group.size()
         directions = [self._direction(piece).to(plan.dtype) for piece in plan.parts]
+        device = self._shards.parameters[0].device
+        empty = torch.empty(0, dtype=plan.dtype, device=device)
         sends: list[list[Tensor]] = [[] for _ in range(ranks)]
         receives = [0] * ranks
-        for piece, own in zip(plan.parts, directions, strict=True):
+        for piece, direction in zip(plan.parts, directions, strict=True):
             for rank, (begin, end) in piece.others.items():
-                sends[rank].append(own)
+                sends[rank].append(direction)
                 receives[rank] += end - begin
-        device = self._shards.parameters[0].device
-        received = torch.empty(sum(receives), dtype=plan.dtype, device=device)
-        sent = torch.cat([received[:0], *(own for to_rank in sends for own in to_rank)])
-        counts = [sum(own.numel() for own in to_rank) for to_rank in sends]
+        received = empty.new_empty(sum(receives))
+        sent = torch.cat([empty, *itertools.chain.from_iterable(sends)])
+        counts = [sum(map(len, to_rank)) for to_rank in sends]
         collectives.run(dist.all_to_all_single, received, sent, receives, counts, group=self._shards.group)
-        from_rank, used = received.split(receives), [0] * ranks
+        from_rank = received.split(receives)
+        used = [0] * ranks
         blocks = {}
-        for piece, own in zip(plan.parts, directions, strict=True):
-            block = blocks[piece.key] = torch.empty(piece.matrices.block_size, dtype=plan.dtype, device=device)
-            block[piece.begin : piece.end] = own
+        for piece, direction in zip(plan.parts, directions, strict=True):
+            block = blocks[piece.key] = empty.new_empty(piece.matrices.block_size)
+            block[piece.begin : piece.end] = direction
             for rank, (begin, end) in piece.others.items():
                 block[begin:end] = from_rank[rank][used[rank] : used[rank] + end - begin]
                 used[rank] += end - begin
         return blocks
 
     def _move(self, pieces: list[_Piece], blocks: Mapping[tuple[int, int], Tensor]) -> None:
-        matrices, group = pieces[0].matrices, pieces[0].group
-        shape, dtype = (matrices.rows, matrices.columns), stepped_dtype(pieces[0].tensor)
+        matrices = pieces[0].matrices
+        group = pieces[0].group
+        shape = (matrices.rows, matrices.columns)
+        dtype = stepped_dtype(pieces[0].tensor)
         x_BMN = torch.stack(
             [
                 (blocks[piece.key].to(dtype) if piece.others else self._direction(piece)).reshape(shape)
@@ -264,13 +271,10 @@ class Muon(Optimizer):
         for piece, update in zip(pieces, matrices.own(wholes), strict=True):
             target = piece.part.of(piece.tensor)
             (weight,) = floats([target])
-            own = update.reshape(-1)[piece.begin : piece.end].view(weight.shape)
-            weight.mul_(1 - lr * group["weight_decay"]).add_(own, alpha=-lr)
+            part = update.reshape(-1)[piece.begin : piece.end].view(weight.shape)
+            weight.mul_(1 - lr * group["weight_decay"]).add_(part, alpha=-lr)
             if weight is not target:
                 target.copy_(weight)
-
-    def _parameter_of(self, tensor: Tensor) -> tuple[Tensor, int]:
-        return (tensor, 0) if self._shards is None else self._shards.parts[tensor]
 
     def _plan(self) -> _Plan:
         """Return the pieces to step, and their order. All ranks of the shards' group must make this call."""
@@ -282,10 +286,11 @@ class Muon(Optimizer):
         described = [self.matrices_of(parameter) for parameter in parameters]
         ranges = self._ranges(numbers)
         chunks: dict[tuple, list[list[_Piece]]] = {}
-        hidden, parts = set(), []
+        hidden = set()
+        parts = []
         for index, group in enumerate(self.param_groups):
             for tensor in group["params"]:
-                parameter, start = self._parameter_of(tensor)
+                parameter, start = (tensor, 0) if self._shards is None else self._shards.parts[tensor]
                 number = numbers[parameter]
                 matrices = described[number]
                 if matrices is None:
@@ -326,9 +331,9 @@ class Muon(Optimizer):
         held = [[0, 0] for _ in numbers]
         for tensor, (parameter, start) in self._shards.parts.items():
             held[numbers[parameter]] = [start, start + tensor.numel()]
-        own = torch.tensor(held, dtype=torch.int64, device=self._shards.parameters[0].device)
-        everyone = [torch.empty_like(own) for _ in range(self._shards.group.size())]
-        collectives.run(dist.all_gather, everyone, own, group=self._shards.group)
+        of_this_rank = torch.tensor(held, dtype=torch.int64, device=self._shards.parameters[0].device)
+        everyone = [torch.empty_like(of_this_rank) for _ in range(self._shards.group.size())]
+        collectives.run(dist.all_gather, everyone, of_this_rank, group=self._shards.group)
         return [of_rank.tolist() for of_rank in everyone]
 
 
@@ -339,11 +344,15 @@ def _pieces(
     size = matrices.block_size
     for part in parts_of(tensor, Blocks(matrices.blocks * size, matrices.blocks), 0, start, max_numel=1):
         first = part.block * size
-        own = (start - first, start - first + part.of(tensor).numel())
-        start = first + own[1]
-        on_ranks = {rank: tuple(min(max(bound - first, 0), size) for bound in held) for rank, held in enumerate(ranges)}
-        others = {rank: (low, high) for rank, (low, high) in on_ranks.items() if low < high and (low, high) != own}
-        yield _Piece(tensor, group, matrices, part, (number, part.block), *own, others)
+        begin = start - first
+        end = begin + part.of(tensor).numel()
+        start = first + end
+        others = {}
+        for rank, (low, high) in enumerate(ranges):
+            of_rank = (max(low - first, 0), min(high - first, size))
+            if of_rank[0] < of_rank[1] and of_rank != (begin, end):
+                others[rank] = of_rank
+        yield _Piece(tensor, group, matrices, part, (number, part.block), begin, end, others)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ class TrustOptimizer(Optimizer):
 
         From then on, all ranks of the process groups in the layout must take the same steps.
         """
-        self._layout, self._plan_now = layout, None
+        self._layout = layout
+        self._plan_now = None
 
     def trust_ratios(self) -> list[Tensor]:
         """Return the trust ratios of the last step: a tensor [blocks] per parameter, which is empty for vectors.
@@ -118,27 +119,21 @@ class TrustOptimizer(Optimizer):
             slots = [slot for slot in chunk if slot.tensor.grad is not None]
             if not slots:
                 continue
-            weights = self._weights(slots)
-            gradients = floats([slot.part.of(slot.gradient) for slot in slots])
+            weights, gradients = _values(slots)
             self._advance(slots, gradients)
             updates = self._updates(slots, weights, gradients)
             if slots[0].part.count:
-                compared = gradients if self._compares_gradients else updates
-                blocks = _measure(plan.squares, slots, weights, compared)
+                _measure(plan.squares, slots, weights, gradients if self._compares_gradients else updates)
                 if plan.reductions:
                     # Wait for the norms of the other ranks. The update is then recomputed from the moments, because
                     # keeping it would take as much memory as the parameters.
-                    waiting.append((slots, blocks))
+                    waiting.append(slots)
                     continue
-                self._scale(plan, slots, updates, blocks)
-            self._move(slots, weights, updates)
+            self._apply(plan, slots, weights, updates)
         self._reduce(plan)
-        for slots, blocks in waiting:
-            weights = self._weights(slots)
-            gradients = floats([slot.part.of(slot.gradient) for slot in slots])
-            updates = self._updates(slots, weights, gradients)
-            self._scale(plan, slots, updates, blocks)
-            self._move(slots, weights, updates)
+        for slots in waiting:
+            weights, gradients = _values(slots)
+            self._apply(plan, slots, weights, self._updates(slots, weights, gradients))
         return loss
 
     def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
@@ -156,16 +151,26 @@ class TrustOptimizer(Optimizer):
             if blocks is not None:
                 plan.squares[:, blocks] = part
 
-    def _weights(self, slots: list[Slot]) -> list[Tensor]:
-        return floats([slot.part.of(slot.tensor) for slot in slots])
-
     def _states(self, slots: list[Slot], name: str) -> list[Tensor]:
         return [slot.part.of(self.state[slot.tensor][name]) for slot in slots]
 
-    def _scale(self, plan: Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
+    def _apply(self, plan: Plan, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
+        """Apply ``updates``, times their trust ratios, to the tensors of ``slots``. Overwrites ``updates``."""
+        if slots[0].part.count:
+            self._scale(plan, slots, updates)
+        self._move(slots, weights, updates)
+        for slot, weight in zip(slots, weights, strict=True):
+            if slot.tensor.dtype != weight.dtype:  # a 16-bit tensor, and its float32 copy
+                slot.part.of(slot.tensor).copy_(weight)
+
+    def _scale(self, plan: Plan, slots: list[Slot], updates: list[Tensor]) -> None:
         """Multiply ``updates`` by their trust ratios in place, and write the ratios to ``plan.ratios``."""
+        group = slots[0].group
+        blocks = _blocks(slots)
         weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
-        ratio = self._ratio(weight_norms, compared_norms, slots[0].group).to(updates[0].dtype)
+        ratio = self._ratio(weight_norms, compared_norms, group)
+        ratio = torch.where((weight_norms > 0) & (compared_norms > 0), ratio, 1.0)
+        ratio = ratio.clamp(max=group["max_trust"] or torch.inf).to(updates[0].dtype)
         plan.ratios[blocks] = ratio.to(plan.ratios.dtype)
         factors = ratio.split([slot.part.count for slot in slots])
         single = [number for number, slot in enumerate(slots) if slot.part.count == 1]
@@ -234,14 +239,14 @@ class TrustOptimizer(Optimizer):
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the trust ratios of blocks, given the norms of their weights, and of their gradients or updates."""
+        """Return the trust ratios of blocks, given the norms of their weights, and of their gradients or updates.
+
+        Ratios of blocks with a norm of 0 are not used.
+        """
 
     @abstractmethod
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
-        """Apply ``updates`` to the tensors of ``slots``. May overwrite ``updates``.
-
-        ``weights`` are the tensors' values: float32 copies of 16-bit tensors, views of others.
-        """
+        """Apply ``updates``, which it may overwrite, to ``weights``, the values of the tensors of ``slots``."""
 
 
 def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Any]]:
@@ -256,12 +261,22 @@ def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterat
         yield group, None if len(blocks) == ends[-1] else blocks
 
 
-def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> Tensor:
-    """Write the squared norm of each block to ``squares``, and return the indices of the blocks.
+def _values(slots: list[Slot]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return weights and gradients: float32 copies of 16-bit tensors, views of others."""
+    weights = floats([slot.part.of(slot.tensor) for slot in slots])
+    return weights, floats([slot.part.of(slot.gradient) for slot in slots])
+
+
+def _blocks(slots: list[Slot]) -> Tensor:
+    return torch.cat([slot.blocks for slot in slots])
+
+
+def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> None:
+    """Write the squared norm of each block to ``squares``.
 
     Row 0 is for ``weights``. Row 1 is for ``compared``, which are gradients or updates.
     """
-    blocks = torch.cat([slot.blocks for slot in slots])
+    blocks = _blocks(slots)
     for row, tensors in enumerate((weights, compared)):
         single = [tensor for tensor, slot in zip(tensors, slots, strict=True) if slot.part.count == 1]
         of_single = iter(torch._foreach_norm(single) if single else ())
@@ -272,7 +287,6 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
             for tensor, slot in zip(tensors, slots, strict=True)
         ]
         squares[row, blocks] = torch.cat(norms).to(squares).square()
-    return blocks
 
 
 def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
@@ -297,10 +311,3 @@ def stepped_dtype(tensor: Tensor) -> torch.dtype:
 def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return 16-bit tensors as float32 copies, others unchanged."""
     return [tensor if tensor.dtype.itemsize >= 4 else tensor.float() for tensor in tensors]
-
-
-def write_back(slots: list[Slot], weights: list[Tensor]) -> None:
-    """Round the stepped float32 copies of 16-bit weights into their tensors."""
-    for slot, weight in zip(slots, weights, strict=True):
-        if slot.tensor.dtype != weight.dtype:
-            slot.part.of(slot.tensor).copy_(weight)

@@ -18,11 +18,13 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
     A larger tensor gets its own bucket.
     """
     buckets: list[list[Tensor]] = []
-    kind, filled = None, 0
+    kind = None
+    filled = 0
     for tensor in tensors:
         if (tensor.dtype, tensor.device) != kind or filled + tensor.nbytes > max_bytes:
             buckets.append([])
-            kind, filled = (tensor.dtype, tensor.device), 0
+            kind = (tensor.dtype, tensor.device)
+            filled = 0
         buckets[-1].append(tensor)
         filled += tensor.nbytes
     return buckets
@@ -30,9 +32,9 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
 
 def on_any_rank(flags: Iterable[bool], group: dist.ProcessGroup, device: torch.device | str) -> list[bool]:
     """Return for each flag whether it is True on any rank of the group. Collective; waits for the device."""
-    found = torch.tensor(list(flags), dtype=torch.uint8, device=device)
-    collectives.run(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
-    return found.bool().tolist()
+    on_any = torch.tensor(list(flags), dtype=torch.uint8, device=device)
+    collectives.run(dist.all_reduce, on_any, dist.ReduceOp.MAX, group=group)
+    return on_any.bool().tolist()
 
 
 def refuse_difference(
@@ -73,9 +75,9 @@ def with_gradients(parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -
         device = next(iter(parameters.values())).device
         refuse_difference("requires_grad", parameters, group, device)
         flags = on_any_rank(flags, group, device)
-    found = [p for p, has_gradient in zip(parameters.values(), flags, strict=True) if has_gradient]
-    fill_gradients(found)
-    return found
+    trained = [p for p, has_gradient in zip(parameters.values(), flags, strict=True) if has_gradient]
+    fill_gradients(trained)
+    return trained
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
@@ -97,11 +99,11 @@ class Reduction:
         self._gradients = [
             p.grad if p.requires_grad and p.grad is not None else torch.zeros_like(p) for p in parameters
         ]
-        alone = len(parameters) == 1 and self._gradients[0].is_contiguous()
-        self._sum = (
-            self._gradients[0].detach() if alone else torch.cat([g.detach().reshape(-1) for g in self._gradients])
-        )
-        self._is_copy, self._work = not alone, None
+        self._is_copy = len(parameters) > 1 or not self._gradients[0].is_contiguous()
+        self._sum = self._gradients[0].detach()
+        if self._is_copy:
+            self._sum = torch.cat([g.detach().reshape(-1) for g in self._gradients])
+        self._work = None
         if group.size() > 1:
             self._work = collectives.start(dist.all_reduce, self._sum, group=group)
 

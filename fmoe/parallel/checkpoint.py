@@ -67,19 +67,19 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], groups: Parallel
     layers = _layers(model, groups)
     if (held := next((name for name in state if name.endswith(ONE_RANK)), None)) is not None:
         raise UserError(f"{held}: the state has the experts of one rank only: save fmoe.parallel.state_dict instead")
-    rest = {name: value for name, value in state.items() if not _is_listed(name, layers)}
-    own = {}
+    unknown = {name: value for name, value in state.items() if not _is_listed(name, layers)}
+    local = {}
     for name, like in get_model_state_dict(model).items():
         layer = _layer_of(name, layers)
         key = _key(name, layer)
         if name.endswith(ONE_RANK):
-            own[name] = like
+            local[name] = like
         elif key in state:
-            own[name] = _local(name, state[key], like, layer)
-            rest.pop(key, None)
+            local[name] = _local(name, state[key], like, layer)
+            unknown.pop(key, None)
         elif strict:
             raise UserError(f"the state lacks {key}: pass the state of the same model, or strict=False")
-    set_model_state_dict(model, {**rest, **own}, options=StateDictOptions(strict=strict))
+    set_model_state_dict(model, {**unknown, **local}, options=StateDictOptions(strict=strict))
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, groups: ParallelGroups) -> dict[str, Any]:
@@ -98,16 +98,14 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, gro
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     layers = _layers(model, groups)
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    local: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     state = {}
-    for name, entry in found["state"].items():
+    for name, entry in local["state"].items():
         layer = _layer_of(name, layers)
         state[_key(name, layer)] = {kind: _whole(f"{kind} of {name}", value, layer) for kind, value in entry.items()}
-    param_groups = [
-        {**group, "params": [_key(name, _layer_of(name, layers)) for name in group["params"]]}
-        for group in found["param_groups"]
-    ]
-    return {"state": state, "param_groups": param_groups}
+    for group in local["param_groups"]:
+        group["params"] = [_key(name, _layer_of(name, layers)) for name in group["params"]]
+    return {"state": state, "param_groups": local["param_groups"]}
 
 
 def load_optimizer_state_dict(
@@ -128,12 +126,12 @@ def load_optimizer_state_dict(
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     layers = _layers(model, groups)
-    own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if len(own["param_groups"]) != len(state["param_groups"]):
-        numbers = f"{len(state['param_groups'])} parameter groups, but the optimizer has {len(own['param_groups'])}"
+    local: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if len(local["param_groups"]) != len(state["param_groups"]):
+        numbers = f"{len(state['param_groups'])} parameter groups, but the optimizer has {len(local['param_groups'])}"
         raise UserError(f"the state has {numbers}: pass the state of an optimizer with the same groups")
     entries = {}
-    for name, likes in own["state"].items():
+    for name, likes in local["state"].items():
         layer = _layer_of(name, layers)
         key = _key(name, layer)
         if key not in state["state"]:
@@ -145,7 +143,7 @@ def load_optimizer_state_dict(
     # A saved list of parameters has only the separate experts of the rank that wrote it.
     param_groups = [
         {**saved, "params": group["params"]}
-        for saved, group in zip(state["param_groups"], own["param_groups"], strict=True)
+        for saved, group in zip(state["param_groups"], local["param_groups"], strict=True)
     ]
     loaded: dict[str, Any] = {"state": entries, "param_groups": param_groups}
     set_optimizer_state_dict(model, optimizer, loaded)
@@ -181,7 +179,7 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
         mesh=ranks.contiguous(),
         mesh_dim_names=(groups.ep_name, groups.dp_name),
     )
-    found = []
+    spread = []
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, MoE):
             path = ".".join([*_path(model, name), ""])
@@ -194,15 +192,16 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
                 raise UserError(f"{prefix}* are split over expert_tensor_group, which ep={groups.ep} does not support")
             are_listed = isinstance(layer.experts, nn.ModuleList)
             sizes = (layer.first_expert, layer.num_local_experts, layer.exchange.num_experts)
-            found.append(_Experts(prefix, mesh, *sizes, are_listed))
+            spread.append(_Experts(prefix, mesh, *sizes, are_listed))
             if (form := getattr(layer, "form", None)) is not None:  # of `fmoe.convert.RoutedMoE`: names in its state
-                found.append(_Experts(path, mesh, *sizes, form.is_listed))
-    return found
+                spread.append(_Experts(path, mesh, *sizes, form.is_listed))
+    return spread
 
 
 def _path(model: nn.Module, name: str) -> list[str]:
     """Return the parts of a module's name that are part of the names in a state."""
-    path, module = [], model
+    path = []
+    module = model
     for part in name.split(".") if name else []:
         if part not in _WRAPPERS and not isinstance(module, nn.parallel.DistributedDataParallel):
             path.append(part)
@@ -226,8 +225,8 @@ def _key(name: str, layer: _Experts | None) -> str:
     """Return the key in the whole state for the name of a tensor on this rank."""
     if layer is None or not layer.are_listed:
         return name
-    local, _, rest = name.removeprefix(layer.prefix).partition(".")
-    return f"{layer.prefix}{layer.first + int(local)}.{rest}" if local.isdecimal() else name  # of a RoutedMoE: global
+    local, _, inside = name.removeprefix(layer.prefix).partition(".")
+    return f"{layer.prefix}{layer.first + int(local)}.{inside}" if local.isdecimal() else name  # of a RoutedMoE: global
 
 
 def _whole(name: str, value: Any, layer: _Experts | None) -> Any:
@@ -262,20 +261,19 @@ def _local(name: str, value: Any, like: Any, layer: _Experts | None) -> Any:
                 f"{name} has shape {tuple(value.shape)} in the state, whose first axis is not that of all "
                 f"{layer.total} experts"
             )
-        if isinstance(value, DTensor):
-            return _like(value.to_local(), like)
-        value = value[layer.first : layer.first + layer.count]
+        if not isinstance(value, DTensor):
+            value = value[layer.first : layer.first + layer.count]
+        elif isinstance(like, DTensor):
+            return DTensor.from_local(
+                value.to_local(),
+                like.device_mesh,
+                like.placements,
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
+        else:
+            return value.to_local()
     if isinstance(like, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     return value
-
-
-def _like(local: Tensor, like: Any) -> Tensor:
-    """Return this rank's shard ``local`` as a DTensor of the layout of ``like``, if that is one."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

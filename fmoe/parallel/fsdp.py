@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fmoe.experts.modules import ModuleExperts
 from fmoe.parallel.buckets import broadcast, refuse_difference
@@ -44,10 +44,11 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard
+    from torch.distributed.tensor import DTensor
 
     layers = moe_layers(module, groups).values()
     ownership.refresh()
-    named = {name: p for name, p in module.named_parameters() if not _is_sharded(p)}
+    named = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
     dense = {name: p for name, p in named.items() if not has_mark(p)}
     experts = {name: p for name, p in named.items() if has_mark(p)}
     for parameters, group in ((dense, groups.data_group), (experts, groups.expert_data_group)):
@@ -91,17 +92,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.set_requires_gradient_sync(True)
-    elif (without_sync := getattr(model, "no_sync", None)) is not None:
-        with without_sync():
-            yield
-    else:  # not wrapped, or reduced by an explicit call
+        return
+    # Without the method, the model is not wrapped, or reduced by an explicit call.
+    with getattr(model, "no_sync", contextlib.nullcontext)():
         yield
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
 
 
 def _placement(ranks: int):

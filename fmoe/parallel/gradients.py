@@ -59,7 +59,8 @@ def average_gradients(
             it.
     """
     if groups is not None:
-        group, expert_data_group = groups.data_group, groups.expert_data_group
+        group = groups.data_group
+        expert_data_group = groups.expert_data_group
     if group is None:
         raise UserError("average_gradients needs the data parallel group: pass group= or groups=")
     ownership.refresh()

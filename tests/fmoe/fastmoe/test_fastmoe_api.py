@@ -138,7 +138,7 @@ PATHS = {
     "fmoe.megatron": "MegatronMLP fmoefy add_fmoe_args save_checkpoint load_checkpoint DistributedDataParallel "
     "reset_gate_hook get_balance_profile generate_megatron_gate_hook add_balance_log patch_forward_step "
     "patch_model_provider",
-    "fmoe.megatron.layers": "MegatronMLP fmoefy _megatron_init_method _random_init_weight",
+    "fmoe.megatron.layers": "MegatronMLP fmoefy",
 }
 
 
