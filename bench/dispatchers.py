@@ -71,8 +71,10 @@ def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
     travel = build_exchange(dist.group.WORLD, batch.num_experts, exchange, options)
 
     def step(experts: Experts = identity) -> Result:
-        x_TD, weight_TK = batch.x_TD.detach().requires_grad_(), batch.weight_TK.detach().requires_grad_()
-        module, routing = _Module(experts), Routing(batch.expert_TK, weight_TK, max_load=batch.most)
+        x_TD = batch.x_TD.detach().requires_grad_()
+        weight_TK = batch.weight_TK.detach().requires_grad_()
+        module = _Module(experts)
+        routing = Routing(batch.expert_TK, weight_TK, max_load=batch.most)
         with travel.session("bench", lambda x: {"name": "bench", "d_model": x.shape[1]}, module, x_TD) as session:
             (y_TD,) = session.run(routing, weight_TK, [x_TD], ExpertCall(module, "bench", x_TD, training=True))
         y_TD.backward(batch.grad_TD)
@@ -107,8 +109,10 @@ def megatron(batch: Batch, dispatcher: str) -> Callable[[Experts], Result]:
         "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher,
         "allgather": token_dispatcher.MoEAllGatherTokenDispatcher,
     }
-    size, rank = dist.get_world_size(), dist.get_rank()
-    (tokens, top_k), num_local = batch.expert_TK.shape, batch.num_experts // size
+    size = dist.get_world_size()
+    rank = dist.get_rank()
+    tokens, top_k = batch.expert_TK.shape
+    num_local = batch.num_experts // size
     config = TransformerConfig(
         num_layers=1,
         hidden_size=batch.x_TD.shape[1],
@@ -126,7 +130,8 @@ def megatron(batch: Batch, dispatcher: str) -> Callable[[Experts], Result]:
     probs_TE = torch.zeros(tokens, batch.num_experts).scatter_(1, batch.expert_TK, batch.weight_TK)
 
     def step(experts: Experts = identity) -> Result:
-        x_TD, weight_TE = batch.x_TD.detach().requires_grad_(), probs_TE.detach().requires_grad_()
+        x_TD = batch.x_TD.detach().requires_grad_()
+        weight_TE = probs_TE.detach().requires_grad_()
         rows, weights = travel.dispatch_preprocess(x_TD.unsqueeze(1), map_TE, weight_TE)
         rows, counts, weights = travel.dispatch_postprocess(*travel.token_dispatch(rows, weights))
         out = travel.combine_preprocess(experts(rows, counts) * weights.unsqueeze(1))

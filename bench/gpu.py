@@ -31,8 +31,20 @@ from fmoe.kernels.cuda import loader as cuda
 from fmoe.routing import RoutingGroups
 
 PACKAGES = (
-    *("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "megatron-core", "transformers"),
-    *("transformer-engine", "sonic-moe", "scattermoe", "apex", "pytest", "sentencepiece", "datasets"),
+    "torch",
+    "triton",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "sonic-moe",
+    "scattermoe",
+    "apex",
+    "pytest",
+    "sentencepiece",
+    "datasets",
 )
 GATES = ("naive", "sigmoid", "switch", "gshard")
 
@@ -203,7 +215,8 @@ def _triton(device: torch.device) -> None:
 
 def _cold_thread(device: torch.device) -> None:
     _only_on_gpu(device)
-    x, found = torch.randn(64, 32, device=device), []
+    x = torch.randn(64, 32, device=device)
+    found = []
 
     def launch() -> None:
         try:
@@ -221,7 +234,8 @@ def _cold_thread(device: torch.device) -> None:
 
 
 def _initial_weights(device: torch.device) -> None:
-    keys, count = [random.key("smoke", number) for number in range(3)], 60_000
+    keys = [random.key("smoke", number) for number in range(3)]
+    count = 60_000
     keys_L = torch.tensor(keys)
     _near(initial.draw(keys, count, device, 1.0, True), random.exact_normal(keys_L, count), 0.0)
     _near(initial.draw(keys, count, device, 1.0, False), random.uniform(keys_L, count) * 2 - 1, 0.0)
@@ -291,7 +305,8 @@ def _main_grad(device: torch.device) -> None:
     layer.zero_grad(set_to_none=True)
     experts.into_main_grad = True
     for weight in (experts.weight_in, experts.weight_out):
-        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.float32), False
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
     layer(x).sum().backward()
     if not experts.weight_in.grad_added_to_main_grad:
         raise Skipped("the backend in use leaves main_grad to Megatron-core")
@@ -327,7 +342,8 @@ def _batch(device: torch.device) -> None:
 
 def _near(found: Tensor, expected: Tensor, limit: float) -> None:
     """Raise unless the relative error is at most ``limit``; 0 for the same bits."""
-    found, expected = found.detach().cpu(), expected.detach().cpu()
+    found = found.detach().cpu()
+    expected = expected.detach().cpu()
     if limit == 0:
         if not torch.equal(found, expected):
             raise AssertionError("the bits differ")

@@ -67,7 +67,8 @@ def trimmed_mean_interval(rows: Sequence[Sequence[float]], confidence: float = 0
 def _trimmed_mean(values: Sequence[float]) -> tuple[float, float, int]:
     """Return the trimmed mean, the variance of that mean, and its degrees of freedom."""
     ordered = sorted(values)
-    num_values, num_cut = len(ordered), int(len(ordered) * TRIMMED)
+    num_values = len(ordered)
+    num_cut = int(len(ordered) * TRIMMED)
     kept = ordered[num_cut : num_values - num_cut]
     # The variance is that of the winsorized values: what is cut counts as the nearest value that is kept.
     winsorized = [kept[0]] * num_cut + kept + [kept[-1]] * num_cut
@@ -81,7 +82,8 @@ def student_t(confidence: float, degrees: float) -> float:
     Fractional degrees of freedom are rounded down, which is the safe side.
     """
     degrees = max(1, math.floor(degrees + 1e-9))
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while _mass(high, degrees) < confidence:
         high *= 2
     for _ in range(100):

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+
+from pretrain.config import Recipe
 
 TIMEOUT = timedelta(minutes=2)  # of a collective, which bounds the wait for a rank that failed
 
@@ -34,6 +37,20 @@ def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args:
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def start_parallel(recipe: Recipe) -> Any:
+    """Set up Megatron-core on this rank for a recipe on the CPU, without its warnings; return what `Engine` needs."""
+    from megatron_patch import cpu
+
+    cpu.install()
+    from pretrain.engine import init_parallel
+    from pretrain.start.process import Processes
+
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
+    init_parallel(recipe)
+    return Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
 def slowest(seconds: float) -> float:

@@ -55,7 +55,8 @@ def write(
     facts = describe_machine() if machine is None else machine
     out_dir.mkdir(parents=True, exist_ok=True)
     name = file_name(title)
-    json_path, markdown_path = out_dir / f"{name}.json", out_dir / f"{name}.md"
+    json_path = out_dir / f"{name}.json"
+    markdown_path = out_dir / f"{name}.md"
     values = {"title": title, "machine": facts, "measurements": [row.to_json() for row in measurements]}
     if notes:
         values["notes"] = list(notes)

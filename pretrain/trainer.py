@@ -22,6 +22,7 @@ from pretrain.data.inputs import Inputs
 from pretrain.data.prefetch import Prefetch
 from pretrain.engine import Engine, state
 from pretrain.engine.flops import peak_flops
+from pretrain.interchange.published import PUBLISHED, without_ids
 from pretrain.start import resume
 from pretrain.start.process import Processes
 from pretrain.tracking.metrics import routing_metrics
@@ -158,7 +159,7 @@ class Trainer:
             "schedule": state.schedule_state(self.engine),
             "data": {**data, "end_of_document": self.inputs.end_of_document},
             "callbacks": {key: saved for key, saved in callbacks.items() if saved},
-            resume.PUBLISHED: self._published,
+            PUBLISHED: self._published,
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
@@ -185,9 +186,10 @@ class Trainer:
         """
         state.load(self.engine, checkpoint)
         self.step = checkpoint.step
-        self._published = checkpoint.state.get(resume.PUBLISHED, {})
+        self._published = checkpoint.state.get(PUBLISHED, {})
         for callback in self.callbacks:
-            if saved := checkpoint.state.get("callbacks", {}).get(callback.state_key):
+            saved = checkpoint.state.get("callbacks", {}).get(callback.state_key)
+            if saved:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
@@ -202,9 +204,9 @@ class Trainer:
         """
         state.load_weights(self.engine, checkpoint)
         tokenizer = checkpoint.state.get("data", {}).get("tokenizer")
-        self._published = checkpoint.state.get(resume.PUBLISHED, {})
+        self._published = checkpoint.state.get(PUBLISHED, {})
         if self._published and tokenizer != self.inputs.tokenizer_fingerprint:
-            self._published = resume.without_ids(self._published)
+            self._published = without_ids(self._published)
 
 
 def _memory_mb(device: torch.device) -> float:

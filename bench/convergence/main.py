@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"recipes must have different names, because folders are named after them: {', '.join(stems)}")
     jobs = study.plan(arguments.recipes, arguments.seeds, arguments.folder, options)
     # Longest runs first (recipes are in ascending order), because a long run at the end would leave a core idle.
-    if code := study.train(jobs[::-1], at_once=arguments.at_once, threads=arguments.threads):
+    code = study.train(jobs[::-1], at_once=arguments.at_once, threads=arguments.threads)
+    if code:
         return code
     return compare([*(str(job.folder) for job in jobs), "--out", str(arguments.folder / "curves.svg")])

@@ -83,8 +83,9 @@ def check_options(arguments: argparse.Namespace) -> list[str]:
     for name in ("at_once", "threads"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} must be at least 1")
-    if wrong := [setting for setting in arguments.set if "=" not in setting]:
-        raise UserError(f"--set={wrong[0]} must have the form KEY=VALUE")
+    for setting in arguments.set:
+        if "=" not in setting:
+            raise UserError(f"--set={setting} must have the form KEY=VALUE")
     if len(set(arguments.seeds)) < len(arguments.seeds):
         raise UserError(f"--seeds={' '.join(map(str, arguments.seeds))} must differ from each other")
     return [f"--{setting}" for setting in arguments.set]
@@ -132,7 +133,8 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
     for job in jobs:
         job.look()
     waiting = [job for job in jobs if not job.is_done]
-    told, first = time.monotonic(), None
+    told = time.monotonic()
+    first = None
     with _stopping() as received:
         try:
             while waiting or _running(jobs):

@@ -34,14 +34,26 @@ class Kernel:
 
 def kernels_of(problem: Problem) -> Iterator[Kernel]:
     """Return the kernels that a layer of this shape runs, with even loads and nothing dropped."""
-    shape, dtype, device = problem.shape, problem.dtype, problem.device
-    t, d, h, p, e, k = shape.tokens, shape.d_model, shape.d_hidden, shape.height, shape.num_experts, shape.top_k
-    n, size = shape.rows, dtype.itemsize
+    shape = problem.shape
+    dtype = problem.dtype
+    device = problem.device
+    t = shape.tokens
+    d = shape.d_model
+    h = shape.d_hidden
+    p = shape.height
+    e = shape.num_experts
+    k = shape.top_k
+    n = shape.rows
+    size = dtype.itemsize
     expert_TK = forced_choices(shape, 1.0, torch.Generator().manual_seed(0)).to(device)
     order, place_N, _, _, end, kept = calls.place(expert_TK.view(-1), e)
-    place_TK, code = place_N.view(t, k), 3 if shape.gated else 0
+    place_TK = place_N.view(t, k)
+    code = 3 if shape.gated else 0
     new = functools.partial(torch.randn, dtype=dtype, device=device)
-    x_TD, rows_ND, hidden_NP, active_NH = new(t, d), new(n, d), new(n, p), new(n, h)
+    x_TD = new(t, d)
+    rows_ND = new(n, d)
+    hidden_NP = new(n, p)
+    active_NH = new(n, h)
     weight_TK = torch.rand(t, k, device=device)
     logits_TE = torch.randn(t, e, device=device)
     call = functools.partial

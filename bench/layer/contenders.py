@@ -118,7 +118,8 @@ def layers_on_cuda() -> dict[str, Layer]:
 def layer_step(layer: Layer, problem: Problem, backward: bool) -> Callable[[], None]:
     """Build a contender and return its step on the batch: forward without gradients, or forward and backward."""
     module = layer.build(problem).train()
-    x_TD, grad_TD = problem.x_TD, problem.grad_TD
+    x_TD = problem.x_TD
+    grad_TD = problem.grad_TD
 
     def step() -> None:
         if not backward:

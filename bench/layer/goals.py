@@ -26,7 +26,8 @@ BELOW_GROUPED_MM = {"D": 2.5}
 GROUPED_MM = "HF grouped_mm"
 # Per assignment: expert, order and inverse in int64, and 8 bytes for the weight and others. Per expert: the offsets of
 # its rows.
-INDEX_BYTES, OFFSET_BYTES = 32, 16
+INDEX_BYTES = 32
+OFFSET_BYTES = 16
 # On an H100-class GPU in bf16: fractions of dense GEMMs by pass and shape, speedups over peers, fractions of a copy.
 OF_THE_LIMIT_ON_CUDA = {
     "forward": {"G1": 0.70, "G2": 0.70, "G3": 0.45},
@@ -70,10 +71,12 @@ def of_kernels(measured: Sequence[frame.Measurement]) -> list[Goal]:
 
 
 def _on_cuda(row: Row) -> Iterator[Goal]:
-    point, ours = row.point, row.ours
+    point = row.point
+    ours = row.ours
     if point.precision != "bf16":
         return
-    head, of_limit = f"{point.label}: {ours}", row.timed.ratio(ours)
+    head = f"{point.label}: {ours}"
+    of_limit = row.timed.ratio(ours)
     least = OF_THE_LIMIT_ON_CUDA[point.passes].get(point.problem.shape.name)
     if least is not None and of_limit is not None:
         yield Goal(f"{head} at {of_limit} of the {limits.DENSE} (at least {least})", of_limit.estimate >= least)
@@ -91,13 +94,16 @@ def _on_cuda(row: Row) -> Iterator[Goal]:
 
 
 def _of_row(row: Row) -> Iterator[Goal]:
-    shape, precision, ours = row.point.problem.shape, row.point.precision, row.ours
+    shape = row.point.problem.shape
+    precision = row.point.precision
+    ours = row.ours
     head = f"{row.point.label}: {ours}"
     of_limit = row.timed.ratio(ours)
     least = OF_THE_LIMIT[precision].get(shape.name)
     if least is not None and of_limit is not None:
         yield Goal(f"{head} at {of_limit} of the {limits.DENSE} (at least {least})", of_limit.estimate >= least)
-    factor, peer = OVER_THE_PEER[precision].get(shape.name), row.best_peer
+    factor = OVER_THE_PEER[precision].get(shape.name)
+    peer = row.best_peer
     over_peer = speedup(row.timed, ours, peer)
     if factor is not None and over_peer is not None and of_limit is not None:
         is_met = over_peer.estimate >= factor or of_limit.estimate >= ENOUGH_OF_THE_LIMIT
@@ -113,7 +119,8 @@ def _of_row(row: Row) -> Iterator[Goal]:
 
 
 def _of_memory(row: Row, head: str) -> Iterator[Goal]:
-    shape, ours = row.point.problem.shape, row.ours
+    shape = row.point.problem.shape
+    ours = row.ours
     if ours not in row.saved or shape.name not in OF_THE_LIMIT[row.point.precision]:
         return
     saved = row.saved[ours]

@@ -10,7 +10,8 @@ import torch
 
 from bench.layer.problem import Problem, even_counts
 
-DENSE, SPLIT = "GEMM limit", "GEMM limit over E"
+DENSE = "GEMM limit"
+SPLIT = "GEMM limit over E"
 
 
 def dense(problem: Problem, backward: bool) -> Callable[[], None]:
@@ -25,12 +26,19 @@ def split(problem: Problem, backward: bool) -> Callable[[], None]:
 
 def _gemms(problem: Problem, backward: bool, counts: list[int]) -> Callable[[], None]:
     shape = problem.shape
-    n, d, h, p, e = shape.rows, shape.d_model, shape.d_hidden, shape.height, len(counts)
+    n = shape.rows
+    d = shape.d_model
+    h = shape.d_hidden
+    p = shape.height
+    e = len(counts)
     new = functools.partial(torch.ones, dtype=problem.dtype, device=problem.device)
     x, hidden, act, y = (new(n, width).normal_(0, width**-0.5) for width in (d, p, h, d))
-    d_act, d_x = new(n, h), new(n, d)
-    w_in, w_out = new(e, p, d).normal_(0, d**-0.5), new(e, d, h).normal_(0, h**-0.5)
-    d_w_in, d_w_out = new(e, p, d), new(e, d, h)
+    d_act = new(n, h)
+    d_x = new(n, d)
+    w_in = new(e, p, d).normal_(0, d**-0.5)
+    w_out = new(e, d, h).normal_(0, h**-0.5)
+    d_w_in = new(e, p, d)
+    d_w_out = new(e, d, h)
     # Cut beforehand: the limit has no Python beyond its calls.
     rows = list(zip(*(tensor.split(counts) for tensor in (x, hidden, act, y, d_act, d_x)), strict=True))
     experts = list(zip(rows, w_in, w_out, d_w_in, d_w_out, strict=True))

@@ -28,7 +28,8 @@ _PRELOADED = [
     "megatron.core.models.gpt.gpt_layer_specs",
 ]
 _STEPS = 2  # some contenders keep memory of the first for the second
-_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def megatron(problem: Problem) -> nn.Module:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     start_megatron()
-    shape, dtype = problem.shape, problem.dtype
+    shape = problem.shape
+    dtype = problem.dtype
     config = TransformerConfig(
         num_layers=1,
         hidden_size=shape.d_model,
@@ -245,7 +246,8 @@ def _behind_router(problem: Problem, experts: nn.Module, call: Callable[..., Ten
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.router, self.experts = Router(problem), experts.to(problem.device, problem.dtype)
+            self.router = Router(problem)
+            self.experts = experts.to(problem.device, problem.dtype)
 
         def forward(self, x_TD: Tensor) -> Tensor:
             expert_TK, weight_TK = self.router(x_TD)

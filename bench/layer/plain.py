@@ -16,14 +16,16 @@ class Router(nn.Module):
     def __init__(self, problem: Problem):
         super().__init__()
         self.weight = nn.Parameter(problem.router_ED.clone())
-        self.top_k, self.expert_TK = problem.shape.top_k, problem.expert_TK
+        self.top_k = problem.shape.top_k
+        self.expert_TK = problem.expert_TK
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         probs_TE = F.linear(x_TD, self.weight).float().softmax(-1)
         if self.expert_TK is None:
             weight_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
         else:
-            weight_TK, expert_TK = probs_TE.gather(1, self.expert_TK), self.expert_TK
+            weight_TK = probs_TE.gather(1, self.expert_TK)
+            expert_TK = self.expert_TK
         return expert_TK, (weight_TK / weight_TK.sum(-1, keepdim=True)).to(x_TD.dtype)
 
 
@@ -32,7 +34,8 @@ class _Stacks(nn.Module):
 
     def __init__(self, problem: Problem):
         super().__init__()
-        self.shape, self.router = problem.shape, Router(problem)
+        self.shape = problem.shape
+        self.router = Router(problem)
         self.w_in = nn.Parameter(problem.w_in_EPD.clone())
         self.w_out = nn.Parameter(problem.w_out_EDH.clone())
 
@@ -72,7 +75,8 @@ class TokenLoop(nn.Module):
 
     def __init__(self, problem: Problem):
         super().__init__()
-        self.act, self.router = problem.shape.act, Router(problem)
+        self.act = problem.shape.act
+        self.router = Router(problem)
         # A parameter per expert: an index into a stack would make a gradient of the whole stack for every token.
         self.w_in = nn.ParameterList(w.clone() for w in problem.w_in_EPD)
         self.w_out = nn.ParameterList(w.clone() for w in problem.w_out_EDH)

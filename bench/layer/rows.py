@@ -99,7 +99,8 @@ class Row:
         return [timed, self._with_facts(self.slow, self.slow.seconds.keys() - self.timed.seconds.keys())]
 
     def _with_facts(self, measured: frame.Measurement, names: Collection[str]) -> frame.Measurement:
-        shape, facts = self.point.problem.shape, {}
+        shape = self.point.problem.shape
+        facts = {}
         unit = shape.rows * shape.height * self.point.problem.dtype.itemsize
         for name in names:
             facts[name] = {
@@ -163,8 +164,11 @@ class Settings:
 def measure(point: Point, settings: Settings) -> Row:
     """Measure one row, with the point's number of threads."""
     torch.set_num_threads(point.threads)
-    asked, point = point, replace(point, problem=replace(point.problem))  # a copy, whose tensors end with the row
-    left_out, quick, slow = [], {}, {}
+    asked = point
+    point = replace(point, problem=replace(point.problem))  # a copy, whose tensors end with the row
+    left_out = []
+    quick = {}
+    slow = {}
     for name, layer in settings.layers.items():
         reason = _reason(name, layer, point, settings)
         if reason is None:
@@ -180,7 +184,9 @@ def measure(point: Point, settings: Settings) -> Row:
         )
         apart = replace(apart, label=f"{point.label} (apart)")
     alive = {n: l for n, l in (quick | slow).items() if n in timed.seconds or (apart and n in apart.seconds)}
-    saved, peak, told = {}, {}, {}
+    saved = {}
+    peak = {}
+    told = {}
     for name, layer in alive.items():
         if point.backward:
             saved[name] = saved_for_backward(layer.build(point.problem).train(), point.problem.x_TD)
@@ -233,7 +239,8 @@ def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
 def _measure(
     point: Point, settings: Settings, layers: Mapping[str, Layer], bounds: Mapping, rounds: int
 ) -> frame.Measurement:
-    tokens, problem = point.problem.shape.tokens, point.problem
+    tokens = point.problem.shape.tokens
+    problem = point.problem
     entries = [
         frame.Contender(name, functools.partial(setup, problem, point.backward), tokens)
         for name, setup in bounds.items()

@@ -151,7 +151,8 @@ def along(sweep: str | None, rows: Sequence[Row], settings: Settings) -> list[Al
         return []
     found = []
     for curve in same_curve(rows):
-        name, points = curve[0].ours, [row.point for row in curve]
+        name = curve[0].ours
+        points = [row.point for row in curve]
         if len(points) < 2 or any(row.ours != name for row in curve) or name is None:
             continue
         torch.set_num_threads(points[0].threads)

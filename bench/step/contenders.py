@@ -14,7 +14,10 @@ from pretrain.engine import Engine
 from pretrain.engine.model import build_model
 from pretrain.start.process import Processes
 
-NATIVE, CUDA, TORCH, MEGATRON = "fmoe native", "fmoe cuda", "fmoe torch", "megatron-core MoELayer"
+NATIVE = "fmoe native"
+CUDA = "fmoe cuda"
+TORCH = "fmoe torch"
+MEGATRON = "megatron-core MoELayer"
 BACKENDS = {NATIVE: "native", CUDA: "cuda", TORCH: "torch"}
 
 
@@ -32,7 +35,9 @@ class Contenders:
     """
 
     def __init__(self, recipe: Recipe, processes: Processes):
-        self.recipe, self.device, self._processes = recipe, processes.device, processes
+        self.recipe = recipe
+        self.device = processes.device
+        self._processes = processes
         self.samples = Tokens(recipe)
         self.names = names_on(self.device.type)
         if NATIVE in self.names and not native.load():

@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> None:
         return
     if arguments.device == "cuda" and _device() != "cuda":
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU here")
-    rows, notes = [], []
+    rows = []
+    notes = []
     for name in recipes:
         for split in arguments.splits:
             size = _recipe(name, split).parallel.world_size
@@ -140,8 +141,9 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
     torch.set_num_threads(threads)
     clock = options.CLOCKS[arguments.clock]
     recipe = _recipe(name, split, arguments.layers)
-    init_parallel(recipe, processes)
-    rows, goals = [], []
+    init_parallel(recipe)
+    rows = []
+    goals = []
     for precision in arguments.precision:
         label = f"{name}, {split}, {precision}, {processes.world_size} x {threads} threads"
         of_row = replace(recipe, train=replace(recipe.train, precision=precision))

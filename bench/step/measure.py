@@ -53,7 +53,8 @@ def regions(contenders: Contenders, arguments, clock: Callable[[], float]) -> Lo
     looks: dict[str, list[Mapping[str, float]]] = {name: [] for name in contenders.names}
     for _ in range(max(arguments.looks, 1)):
         for name in order.sample(contenders.names, len(contenders.names)):
-            engine, step = contenders.engine(name), contenders.step(name)
+            engine = contenders.engine(name)
+            step = contenders.step(name)
             with Regions(marks_of(engine), (engine.model[0], "forward"), clock) as found:
                 step()
             looks[name].append(found.seconds)
@@ -117,6 +118,7 @@ def _inputs(engine: Any, step: Callable[[], object]) -> list[Tensor]:
 def comparisons(timed: frame.Measurement, alone: frame.Measurement, looks: Looks) -> Iterator[Comparison]:
     """Return the comparisons of our native layer with the others, if it was measured."""
     for other in (TORCH, MEGATRON):
-        of_step, of_block = speedup(timed, NATIVE, other), speedup(alone, NATIVE, other)
+        of_step = speedup(timed, NATIVE, other)
+        of_block = speedup(alone, NATIVE, other)
         if of_step is not None and of_block is not None:
             yield Comparison(timed.label, NATIVE, other, share(looks[other]), of_block, of_step)

@@ -41,7 +41,9 @@ class Regions:
 
     def __init__(self, marks: Iterable[Mark], model: tuple[Any, str], clock: Callable[[], float] = time.perf_counter):
         self.seconds: dict[str, float] = defaultdict(float)
-        self._marks, self._model, self._clock = list(marks), model, clock
+        self._marks = list(marks)
+        self._model = model
+        self._clock = clock
         self._region = OTHER
         self._since = 0.0
         # Autograd's sequence number at the beginning of each region of the current forward pass.
@@ -62,14 +64,16 @@ class Regions:
         self._restore.clear()
 
     def _replace(self, owner: Any, name: str, wrap: Callable) -> None:
-        own, call = vars(owner).get(name), wrap(getattr(owner, name))
+        own = vars(owner).get(name)
+        call = wrap(getattr(owner, name))
         # A plain function, so that it binds `self` if the owner is a class.
         setattr(owner, name, functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs)))
         self._restore.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 
     def _switch(self, region: str) -> str:
         now = self._clock()
-        before, self._region = self._region, region
+        before = self._region
+        self._region = region
         self.seconds[before] += now - self._since
         self._since = now
         return before
@@ -112,7 +116,8 @@ class Regions:
 
 def _nodes(last: Any) -> Iterator[tuple[int, Any]]:
     """Yield the nodes of a graph that run in the reverse order of their sequence numbers, with these numbers."""
-    seen, waiting = {last}, [last]
+    seen = {last}
+    waiting = [last]
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() != _LAST:

@@ -24,7 +24,8 @@ from bench.samples import Tokens
 AS_IT_IS = "as it is"
 _GIB = 1 << 30
 _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(_GIB), "MALLOC_TRIM_THRESHOLD_": str(8 * _GIB)}
-_OF_TORCH, _OF_GLIBC = {"THP_MEM_ALLOC_ENABLE": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_OF_TORCH = {"THP_MEM_ALLOC_ENABLE": "1"}
+_OF_GLIBC = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 SETTINGS: dict[str, dict[str, str]] = {
     AS_IT_IS: {},
     "huge pages by torch": _OF_TORCH,
@@ -134,7 +135,8 @@ def _child(arguments) -> None:
         step = WORKLOADS[arguments.workloads[0]](arguments.precision[0])
         for _ in range(_WARMUP):
             step()
-        before, seconds = resource.getrusage(resource.RUSAGE_SELF), []
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = []
         for _ in range(arguments.steps):
             begin = time.perf_counter()
             step()
@@ -142,7 +144,8 @@ def _child(arguments) -> None:
         after = resource.getrusage(resource.RUSAGE_SELF)
     finally:
         process.stop()
-    system, user = after.ru_stime - before.ru_stime, after.ru_utime - before.ru_utime
+    system = after.ru_stime - before.ru_stime
+    user = after.ru_utime - before.ru_utime
     result = {
         "seconds": statistics.median(seconds),
         "cpu": (user + system) / arguments.steps,
@@ -171,8 +174,9 @@ def _training_step(precision: str) -> Callable[[], object]:
         parallel=replace(recipe.parallel, expert=1, data=1),
         train=replace(recipe.train, precision=precision),
     )
-    init_parallel(recipe, processes)
-    engine, samples = Engine(recipe, processes), Tokens(recipe)
+    init_parallel(recipe)
+    engine = Engine(recipe, processes)
+    samples = Tokens(recipe)
     step = -1
 
     def run() -> None:

@@ -20,7 +20,9 @@ from bench.samples import Tokens
 from pretrain.config import Recipe, load_recipe
 from pretrain.start import process
 
-SYNC, ASYNC, RAW = "synchronous", "asynchronous", "write and fsync"
+SYNC = "synchronous"
+ASYNC = "asynchronous"
+RAW = "write and fsync"
 # With the quickstart's SwiGLU experts 140 million parameters; with AdamW's moments 1.7 GB.
 MODEL = {"num_layers": 9, "hidden_size": 512, "attention.num_heads": 8, "ffn_hidden_size": 1024, "moe.num_experts": 8}
 MODEL |= {"sequence_length": 32, "vocab_size": 32768}
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     processes = process.start()
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.folder))
     try:
-        init_parallel(recipe, processes)
+        init_parallel(recipe)
         row = _Savers(recipe, processes, folder).measure(arguments)
     finally:
         process.stop()
@@ -65,10 +67,13 @@ class _Savers:
         from pretrain.checkpoint.host import HostBuffers
         from pretrain.engine import Engine, state
 
-        self._recipe, self._folder, self._state = recipe, folder, state
+        self._recipe = recipe
+        self._folder = folder
+        self._state = state
         self._engine = Engine(recipe, processes)
         self._engine.train_step(0, Tokens(recipe))  # before it, the optimizer has no state
-        self._writer, self._buffers = BackgroundWriter(), HostBuffers()
+        self._writer = BackgroundWriter()
+        self._buffers = HostBuffers()
         self._begun = 0.0
         self._durable: list[float] = []
         self._first: float | None = None

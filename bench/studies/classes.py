@@ -7,11 +7,7 @@ agree within ``--tolerance``, and the largest rank must hold the bytes of the pl
 """
 
 import math
-import warnings
 from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
 
 from bench import options, ranks, report
 from bench.samples import Tokens
@@ -96,22 +92,20 @@ def steps(classes: int, width: int, size: int, count: int) -> dict:
     this rank sent in the last step.
     """
     from bench.studies.memory import tensors_of
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
 
-    cpu.install()
-    warnings.filterwarnings("ignore", module="megatron")
     recipe = recipe_of(classes, width, size)
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    init_parallel(recipe, processes)
-    engine, tokens, losses = Engine(recipe, processes), Tokens(recipe), []
+    processes = ranks.start_parallel(recipe)
+    from pretrain.engine import Engine
+
+    engine = Engine(recipe, processes)
+    tokens = Tokens(recipe)
+    losses = []
     for _ in range(count):
         with Traffic() as traffic:
             losses.append(engine.train_step(0, tokens).loss)  # the same tokens: their loss falls
     # The plan leaves out AdamW's counters of steps, one number per tensor.
-    own = sum(tensor.nbytes for of_kind in tensors_of(engine).values() for tensor in of_kind if tensor.dim())
-    held = int(ranks.slowest(own))
+    held = sum(tensor.nbytes for of_kind in tensors_of(engine).values() for tensor in of_kind if tensor.dim())
+    held = int(ranks.slowest(held))
     return {"classes": classes, "width": width, "ranks": size, "losses": losses, "held": held, "sent": traffic.sent}
 
 

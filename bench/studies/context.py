@@ -8,7 +8,6 @@ in common rounds.
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -76,23 +75,16 @@ def recipe_of(arguments: Any, split: str, length: int):
 
 def measure(arguments: Any, split: str) -> list[dict[str, Any]]:
     """Return, on every rank, the fields of a `Row` for each length."""
-    import torch
-
+    recipes = [recipe_of(arguments, split, length) for length in arguments.lengths]
+    processes = ranks.start_parallel(recipes[0])
     from bench.samples import Tokens
     from bench.studies.recompute import kept_bytes
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
+    from pretrain.engine import Engine
 
-    for module in ("megatron", "torch"):
-        warnings.filterwarnings("ignore", module=module)
-    cpu.install()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    recipes = [recipe_of(arguments, split, length) for length in arguments.lengths]
-    init_parallel(recipes[0], processes)
     rows = []
     for recipe in recipes:
-        engine, samples = Engine(recipe, processes), Tokens(recipe)
+        engine = Engine(recipe, processes)
+        samples = Tokens(recipe)
         kept = ranks.slowest(kept_bytes(engine, samples))  # the largest of all ranks
         seconds = []
         for turn in range(arguments.warmup + arguments.rounds):

@@ -27,7 +27,10 @@ class DGCState:
     """
 
     def __init__(self, group: dist.ProcessGroup, density: float = 0.001, momentum: float = 0.9, warmup: int = 0):
-        self.group, self.density, self.momentum, self.warmup = group, density, momentum, warmup
+        self.group = group
+        self.density = density
+        self.momentum = momentum
+        self.warmup = warmup
         self.step = 0
         # By parameter, not by bucket: DDP arranges its buckets anew after the first step.
         self.velocity: dict[nn.Parameter, Tensor] = {}
@@ -42,8 +45,10 @@ class DGCState:
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulate a gradient; return values and flat indices of the elements to send, and reset these."""
         if parameter not in self.velocity:
-            self.velocity[parameter], self.unsent[parameter] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        u, v = self.velocity[parameter].view(-1), self.unsent[parameter].view(-1)
+            self.velocity[parameter] = torch.zeros_like(gradient)
+            self.unsent[parameter] = torch.zeros_like(gradient)
+        u = self.velocity[parameter].view(-1)
+        v = self.unsent[parameter].view(-1)
         u.mul_(self.momentum).add_(gradient.view(-1))
         v.add_(u)
         count = min(v.numel(), math.ceil(self.current_density * v.numel()))
@@ -55,15 +60,20 @@ class DGCState:
 
 def dgc_hook(state: DGCState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Replace a bucket by the mean over the ranks of their largest accumulated elements."""
-    buffer, size, offset = bucket.buffer(), state.group.size(), 0
-    values, indices = [], []
+    buffer = bucket.buffer()
+    size = state.group.size()
+    offset = 0
+    values = []
+    indices = []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         own, where = state.take(parameter, gradient)
         values.append(own)
         indices.append(where + offset)
         offset += gradient.numel()
-    own, where = torch.cat(values), torch.cat(indices).int()
-    all_values, all_indices = own.new_empty(size * own.numel()), where.new_empty(size * own.numel())
+    own = torch.cat(values)
+    where = torch.cat(indices).int()
+    all_values = own.new_empty(size * own.numel())
+    all_indices = where.new_empty(size * own.numel())
     dist.all_gather_into_tensor(all_values, own, group=state.group)
     dist.all_gather_into_tensor(all_indices, where, group=state.group)
     buffer.zero_().index_add_(0, all_indices, all_values, alpha=1 / size)

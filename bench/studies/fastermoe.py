@@ -27,7 +27,9 @@ from fmoe.errors import UserError
 from fmoe.exchange import collectives
 from fmoe.exchange.shadow import Cost
 
-PLAIN, SHADOW, TOPOLOGY = "plain", "shadow", "topology"
+PLAIN = "plain"
+SHADOW = "shadow"
+TOPOLOGY = "topology"
 LIMIT = 1e-5
 
 
@@ -51,7 +53,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _check(arguments) -> None:
     options.at_least(arguments, tokens=1, d_model=2, d_hidden=1, top_k=1, rounds=2, warmup=0)
-    size, num_experts = arguments.ranks, arguments.num_experts
+    size = arguments.ranks
+    num_experts = arguments.num_experts
     if size < 2 or num_experts % size:
         raise UserError(f"--ranks={size} must be at least 2 and divide --num-experts={num_experts}")
     if arguments.top_k >= num_experts:
@@ -133,7 +136,9 @@ def _step(layer, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def _measure_all(arguments) -> list[dict]:
-    group, link, rows = dist.group.WORLD, Link(), []
+    group = dist.group.WORLD
+    link = Link()
+    rows = []
     for skew in arguments.skew:
         batch = Batch.random(dist.get_rank(), skew, arguments)
         layers = {
@@ -180,7 +185,8 @@ def _loads(layer, batch: Batch, group: dist.ProcessGroup) -> Tensor:
 def _row_seconds(batch: Batch, arguments) -> float:
     """Return the slowest rank's processor seconds per row, forward and backward, of a layer without an exchange."""
     layer = _layer(batch, arguments, None)
-    step, seconds = _step(layer, batch), []
+    step = _step(layer, batch)
+    seconds = []
     for _ in range(4):
         begin = time.thread_time()
         step()
@@ -240,7 +246,8 @@ def _pays(row: Measurement, name: str) -> str:
 
 def notes(rows: Sequence[Measurement], arguments) -> list[str]:
     """Return a table of skew x bandwidth for each technique, and how often model and measurement agree."""
-    lines, bandwidths = [], [f"{megabytes:g} MB/s" for megabytes in arguments.bandwidth]
+    lines = []
+    bandwidths = [f"{megabytes:g} MB/s" for megabytes in arguments.bandwidth]
     by_label = {row.label: row for row in rows}
     for name in [name for name in rows[0].seconds if name != PLAIN]:
         cells = [["skew", *bandwidths]]

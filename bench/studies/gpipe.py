@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> None:
         for stages in arguments.stages
         if mode[0] == "1f1b" or (stages == 1) == (mode[0] == "whole")
     ]
-    rows, text = {"fits": fits}, memory_table(fits, arguments)
+    rows = {"fits": fits}
+    text = memory_table(fits, arguments)
     if not arguments.no_steps:
         steps = {stages: ranks.run(stages, pipeline.measure, _steps(arguments, stages)) for stages in (1, 2)}
         rows["steps"] = steps
@@ -135,7 +136,8 @@ def _fit(recipe: Recipe, stages: int, schedule: str, recompute: str, budget: int
     from pretrain.dryrun import make_plan
 
     one, two = (kept_bytes(_with(recipe, layers, recompute)) for layers in (1, 2))
-    layer, ends = two - one, 2 * one - two
+    layer = two - one
+    ends = 2 * one - two
     # While a layer is recomputed, its whole forward pass is kept.
     extra = 0 if recompute == "none" else kept_bytes(_with(recipe, 2, "none")) - kept_bytes(_with(recipe, 1, "none"))
 
@@ -150,7 +152,8 @@ def _fit(recipe: Recipe, stages: int, schedule: str, recompute: str, budget: int
         total, state, activations = max(found)
         return {"parameters": plan.parameters, "total": total, "state": state, "activations": activations}
 
-    first, second = sizes(1), sizes(2)
+    first = sizes(1)
+    second = sizes(2)
     depth = max(0, 1 + (budget - first["total"]) // (second["total"] - first["total"]))
     while sizes(depth + 1)["total"] <= budget:  # the largest stage may be another one at another depth
         depth += 1

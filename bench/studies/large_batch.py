@@ -40,7 +40,8 @@ from pretrain.start.codes import EXIT_DIVERGED
 from pretrain.tracking import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")
-BASE_BATCH, FACTOR = 4, 32
+BASE_BATCH = 4
+FACTOR = 32
 WARMUP = 0.1  # of the tokens, for every contender
 SMALL = "adamw"
 
@@ -116,7 +117,9 @@ class Study:
     """
 
     def __init__(self, folder: Path, size: Size, threads: int):
-        self.folder, self.size, self._threads = folder, size, threads
+        self.folder = folder
+        self.size = size
+        self._threads = threads
         self.figures: list[Figure] = []
 
     def read(self) -> None:
@@ -198,7 +201,8 @@ class Study:
         return load_recipe(str(RECIPE), self._options(contender, rate, seed))
 
     def _run(self, contender: Contender, rate: float, seed: int) -> Figure:
-        name, recipe = _name(contender, rate, seed), self._recipe(contender, rate, seed)
+        name = _name(contender, rate, seed)
+        recipe = self._recipe(contender, rate, seed)
         folder = Path(recipe.run.folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -272,7 +276,8 @@ def tables(study: Study) -> str:
     cells = [["contender", "steps", "rate", "validation loss", "over the base batch", "seeds", "CPU per run"]]
     swept = [["contender", "rate: loss at the first seed, the best in bold"]]
     for contender in reversed(CONTENDERS):
-        losses, of_seeds = study.sweep_of(contender), study.of_seeds(contender)
+        losses = study.sweep_of(contender)
+        of_seeds = study.of_seeds(contender)
         rate = sweep.best(losses)
         if losses:
             each = (f"{r:g}: {_shown(loss)}" for r, loss in losses.items())
@@ -301,7 +306,9 @@ def verdicts(study: Study, names: Sequence[str], most: float) -> tuple[str, bool
     gaps are. A contender without all seeds misses it.
     """
     titles = {contender.name: contender for contender in CONTENDERS}
-    small, lines, met = study.of_seeds(titles[SMALL]), [], []
+    small = study.of_seeds(titles[SMALL])
+    lines = []
+    met = []
     for name in names:
         of_seeds = study.of_seeds(titles[name])
         is_complete = set(of_seeds) == set(small) == set(study.size.seeds)

@@ -41,7 +41,8 @@ class Link:
     def line_up(self) -> None:
         """Set the clocks of all ranks to zero."""
         dist.barrier(self._group)
-        self._ahead, self._free_at = -time.thread_time(), 0.0
+        self._ahead = -time.thread_time()
+        self._free_at = 0.0
 
     def start(self, num_bytes: int) -> float:
         """Begin a transfer; return the time at which it ends on this rank."""
@@ -49,7 +50,8 @@ class Link:
         return self._free_at
 
     def __enter__(self) -> "Link":
-        link, plain = self, collectives.Pending
+        link = self
+        plain = collectives.Pending
 
         class Delayed(plain):
             def __init__(self, monitor: Any, work: Any, what: str, sent: int, result: Tensor, *read: Tensor):

@@ -5,12 +5,9 @@ It counts the tensors that persist from step to step on rank 0: weights, gradien
 """
 
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bench import options, ranks, report
@@ -44,13 +41,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) -> list[dict]:
-    from megatron_patch import cpu
-
-    cpu.install()
-    warnings.filterwarnings("ignore", module="megatron")
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
     recipe = load_recipe(name)
     recipe = replace(
         recipe,
@@ -58,8 +48,9 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
         train=replace(recipe.train, global_batch=2, micro_batch=1),
         parallel=replace(recipe.parallel, expert=1, data=2),
     )
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    init_parallel(recipe, processes)
+    processes = ranks.start_parallel(recipe)
+    from pretrain.engine import Engine
+
     rows = []
     for optimizer in optimizers:
         for precision in precisions:

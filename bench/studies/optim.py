@@ -89,7 +89,8 @@ def _measure(shape: Shape, kind: str, device: torch.device, arguments) -> frame.
         # A view of each expert, as for an optimizer that does not support stacks.
         tensors = []
         for parameter in shape.parameters(device):
-            weights, gradients = parameter.detach(), parameter.grad
+            weights = parameter.detach()
+            gradients = parameter.grad
             pairs = (
                 zip(weights.unbind(), gradients.unbind(), strict=True)
                 if is_stacked(parameter)
@@ -123,8 +124,12 @@ class _Tensor:
     """One tensor, its gradient and state, and whether it is a hidden matrix."""
 
     def __init__(self, weight: Tensor, gradient: Tensor, is_hidden: bool):
-        self.weight, self.gradient, self.is_hidden, self.step = weight, gradient, is_hidden, 0
-        self.first, self.second = torch.zeros_like(weight), torch.zeros_like(weight)
+        self.weight = weight
+        self.gradient = gradient
+        self.is_hidden = is_hidden
+        self.step = 0
+        self.first = torch.zeros_like(weight)
+        self.second = torch.zeros_like(weight)
 
 
 @torch.no_grad()
@@ -150,7 +155,8 @@ def _lamb_loop(tensors: list[_Tensor]) -> Callable[[], None]:
 def _lars_loop(tensors: list[_Tensor]) -> Callable[[], None]:
     def step() -> None:
         for t in tensors:
-            update, ratio = t.gradient, 1.0
+            update = t.gradient
+            ratio = 1.0
             if t.weight.dim() > 1:
                 update = torch.add(t.gradient, t.weight, alpha=1e-4)
                 norms = t.weight.norm(), t.gradient.norm()

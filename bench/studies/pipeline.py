@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-import torch
 import torch.distributed as dist
 
 from bench import options, ranks, report
@@ -85,14 +84,10 @@ def _recipe(arguments) -> Recipe:
 
 
 def _engines(arguments) -> dict:
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    cpu.install()
     recipe = _recipe(arguments)
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    init_parallel(recipe, processes)
+    processes = ranks.start_parallel(recipe)
+    from pretrain.engine import Engine
+
     return {
         schedule: Engine(replace(recipe, parallel=replace(recipe.parallel, schedule=schedule)), processes)
         for schedule in SCHEDULES
@@ -101,7 +96,8 @@ def _engines(arguments) -> dict:
 
 def bubbles(rows: Sequence[Sequence[float]], index: int) -> list[float]:
     """Return the measured share in each round, for the ``index``-th number of micro batches."""
-    (first, *shortest), (last, *longest) = rows[0], rows[-1]
+    (first, *shortest) = rows[0]
+    (last, *longest) = rows[-1]
     # t from all rounds: that of one would bring its noise into all shares.
     t = median((b - a) / (last - first) for a, b in zip(shortest, longest, strict=True))
     number, *seconds = rows[index]

@@ -77,7 +77,8 @@ class _Saved:
     """A tensor that autograd holds; it is dropped with the part of the graph that needs it."""
 
     def __init__(self, held: Held, x: Tensor):
-        self.x, self._held = x, held
+        self.x = x
+        self._held = held
         held.add(x.untyped_storage(), 1)
 
     def __del__(self) -> None:
@@ -133,7 +134,7 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
     warnings.filterwarnings("ignore", module="megatron")
     torch.set_num_threads(arguments.threads)
     recipe = replace(recipe, parallel=replace(recipe.parallel, expert=1, data=1))
-    init_parallel(recipe, processes)
+    init_parallel(recipe)
     tokens = recipe.train.global_batch * recipe.model.sequence_length
     rows = []
     for precision in arguments.precision:

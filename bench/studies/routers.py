@@ -153,7 +153,8 @@ def _gradients(model: Any, recipe: Recipe, samples: Samples, layers: dict[int, A
         loss.backward()
         return {number: layer.gate.weight.grad.clone() for number, layer in layers.items()}
 
-    of_text, of_next = gradients(0), gradients(size)
+    of_text = gradients(0)
+    of_next = gradients(size)
     found = {
         number: {
             "text": float(grad.norm()),

@@ -190,12 +190,16 @@ class DeltaAverager:
     """Synchronous Geo-SGD: like torch's ``PeriodicModelAverager``, but averages the changes since the last average."""
 
     def __init__(self, period: int, warmup: int, group: dist.ProcessGroup):
-        self.period, self.warmup, self.group, self.step = period, warmup, group, 0
+        self.period = period
+        self.warmup = warmup
+        self.group = group
+        self.step = 0
         self.base: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def average_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        parameters, step = list(parameters), self.step
+        parameters = list(parameters)
+        step = self.step
         self.step += 1
         if step >= self.warmup and (step - self.warmup) % self.period == 0:
             change = torch.cat([(p - self.base[p]).flatten() for p in parameters])

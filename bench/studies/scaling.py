@@ -7,7 +7,6 @@ order and with new processes, because drift of the machine would otherwise look 
 
 import json
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -115,17 +114,11 @@ def recipe_of(arguments, size: int, mode: str) -> Recipe:
 
 def _measure_all(arguments) -> list[dict]:
     """Return, on every rank, the fields of a `Row` for each mode."""
-    from megatron_patch import cpu
-    from pretrain.engine import Engine, init_parallel
-    from pretrain.start.process import Processes
-
-    for module in ("megatron", "torch"):
-        warnings.filterwarnings("ignore", module=module)
-    cpu.install()
     size = dist.get_world_size()
-    processes = Processes(dist.get_rank(), size, torch.device("cpu"))
     recipes = {mode: recipe_of(arguments, size, mode) for mode in arguments.modes}
-    init_parallel(recipes[arguments.modes[0]], processes)
+    processes = ranks.start_parallel(recipes[arguments.modes[0]])
+    from pretrain.engine import Engine
+
     steps = {mode: _step(Engine(recipe, processes), Tokens(recipe)) for mode, recipe in recipes.items()}
     times: dict[str, dict[str, list[float]]] = {mode: {"wall": [], "cpu": []} for mode in steps}
     for turn in range(arguments.warmup + arguments.rounds):
@@ -134,7 +127,8 @@ def _measure_all(arguments) -> list[dict]:
             begin = time.perf_counter(), time.process_time()
             step(turn)
             end = time.perf_counter(), time.process_time()
-            wall, cpu_seconds = ranks.slowest(end[0] - begin[0]), torch.tensor(end[1] - begin[1], dtype=torch.float64)
+            wall = ranks.slowest(end[0] - begin[0])
+            cpu_seconds = torch.tensor(end[1] - begin[1], dtype=torch.float64)
             dist.all_reduce(cpu_seconds)
             if turn >= arguments.warmup:
                 times[mode]["wall"].append(wall)

@@ -15,8 +15,10 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, experts: int, groups: fmoe.parallel.ParallelGroups, seed: int):
         super().__init__()
         self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.moe = fmoe.FMoE(
             d_model=width, num_experts=experts, d_hidden=2 * width, top_k=2, moe_group=groups.moe_group, seed=seed
         )
@@ -49,9 +51,11 @@ class SmallLM(nn.Module):
         length: int = 64,
     ):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads, experts, groups, seed=n) for n in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))

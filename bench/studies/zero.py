@@ -72,7 +72,6 @@ def count_all(precisions: Sequence[str], width: int, layers: int) -> list[dict]:
 def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     """Count the bytes of the trainer's engine, whose optimizer is sharded at stage 1."""
     from bench.studies.memory import tensors_of
-    from megatron_patch import cpu
     from pretrain.config import (
         AttentionConfig,
         ModelConfig,
@@ -82,10 +81,7 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
         Recipe,
         TrainConfig,
     )
-    from pretrain.engine import Engine, init_parallel, stop_parallel
-    from pretrain.start.process import Processes
 
-    cpu.install()
     size = dist.get_world_size()
     model = ModelConfig(
         num_layers=layers,
@@ -103,9 +99,11 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
         train=TrainConfig(micro_batch=1, global_batch=size, precision=precision),
     )
     recipe.check()
-    processes = Processes(dist.get_rank(), size, torch.device("cpu"))
-    init_parallel(recipe, processes)
-    engine, samples = Engine(recipe, processes), Tokens(recipe)
+    processes = ranks.start_parallel(recipe)
+    from pretrain.engine import Engine, stop_parallel
+
+    engine = Engine(recipe, processes)
+    samples = Tokens(recipe)
     engine.train_step(0, samples)
     with Traffic() as traffic:
         engine.train_step(1, samples)
@@ -165,9 +163,11 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def table(rows: Sequence[dict], tolerance: float) -> tuple[str, bool]:
     """Return Markdown, and whether all figures are within the tolerance of their formulas."""
     header = ["stage", "precision", "N", "held", "formula", "paper", "gathered", "formula", "sent", "formula"]
-    cells, worst = [[*header, "paper, elements"]], 0.0
+    cells = [[*header, "paper, elements"]]
+    worst = 0.0
     for row in rows:
-        ranks_, count = row["ranks"], row["parameters"]
+        ranks_ = row["ranks"]
+        count = row["parameters"]
         formulas = FORMULAS[row["precision"], row["stage"]]
         shown = []
         for name, formula in zip(("held", "gathered", "sent"), formulas, strict=True):

@@ -46,9 +46,10 @@ class Checkpointing(Callback):
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         if self._writer is not None:
             self._writer.poll()
+        buffers = self._buffers
         if trainer.step % self.config.every == 0 or trainer.is_last:
             self.save(trainer)
-        elif (buffers := self._buffers) is not None and self._writer is not None and not self._reserved:
+        elif buffers is not None and self._writer is not None and not self._reserved:
             # The first step has created the optimizer state. The thread reserves the memory: page faults take time.
             wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
             self._writer.start(lambda group: buffers.reserve(wanted))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fmoe.errors import UserError, require
 from pretrain.compare.groups import Group
-from pretrain.data.files import replacing
+from pretrain.files import replacing
 
 FORMATS = (".svg", ".png")
 

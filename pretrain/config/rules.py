@@ -182,7 +182,8 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 def check_rules(recipe: Any) -> None:
     """Raise UserError for the first broken rule of a `pretrain.config.recipe.Recipe` whose values are within bounds."""
     for rule in RULES:
-        if message := broken(rule, recipe):
+        message = broken(rule, recipe)
+        if message:
             raise UserError(message)
     for check in _CHECKS:
         for message in check(recipe):

@@ -121,7 +121,8 @@ def unknown_key(name: str, similar: Collection[str]) -> str:
     old = ".".join(name.replace(".no_", ".").split(".")[:2])
     if old in RENAMED:
         return f"{old} is now {RENAMED[old]}"
-    if instead := instead_of_key(name):
+    instead = instead_of_key(name)
+    if instead:
         return f"unknown key {name}; {instead}"
     last = name.rpartition(".")[2]
     near = difflib.get_close_matches(name, similar, n=3, cutoff=0.7)

@@ -3,14 +3,15 @@
 import argparse
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fmoe.cli import Parser
 from fmoe.errors import UserError, printable
 from pretrain.data.corpus import CORPORA, SPLITS, example_folder, split_paths
-from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import FORMATS
@@ -23,6 +24,7 @@ from pretrain.data.tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
+from pretrain.files import refuse_existing
 from pretrain.formats import size_text
 
 INPUTS = """\
@@ -73,20 +75,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_name(corpus)
     corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder for the three files")
 
-    example = commands.add_parser(
+    example = _command(
+        commands,
         "example",
-        help="make the corpus of the recipe quickstart, or another example",
-        description="Write text (like fmoe data corpus), a tokenizer of 2,048 pieces and the tokens of three splits.\n"
+        _example,
+        "make the corpus of the recipe quickstart, or another example",
+        "Write text (like fmoe data corpus), a tokenizer of 2,048 pieces and the tokens of three splits.\n"
         "A step whose outputs exist is skipped; delete the folder to start anew.",
-        epilog="example:\n  fmoe data example && fmoe train quickstart",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "fmoe data example && fmoe train quickstart",
+        can_overwrite=False,
     )
     _add_name(example)
     example.add_argument(
         "--out", type=path_argument, metavar="DIR", help="folder for all files (default: data/NAME/out)"
     )
-    example.set_defaults(run=_example)
 
     tokenizer = _command(
         commands,
@@ -152,13 +154,14 @@ def _parser() -> argparse.ArgumentParser:
         help="number of processes (default: one per available processor, fewer for little text)",
     )
 
-    show = commands.add_parser(
+    show = _command(
+        commands,
         "show",
-        help="check a corpus and print its counts",
-        description="Check a corpus and print its counts; with a tokenizer, also print the first documents as text.",
-        epilog="example:\n  fmoe data show out/train --tokenizer out/tokenizer.model --documents 5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _show,
+        "check a corpus and print its counts",
+        "Check a corpus and print its counts; with a tokenizer, also print the first documents as text.",
+        "fmoe data show out/train --tokenizer out/tokenizer.model --documents 5",
+        can_overwrite=False,
     )
     show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
     show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="tokenizer of the corpus")
@@ -166,7 +169,6 @@ def _parser() -> argparse.ArgumentParser:
         "--documents", type=int, default=3, metavar="N", help="documents that --tokenizer shows (default: %(default)s)"
     )
     show.add_argument("--verify", action="store_true", help="read all tokens and check them against their checksum")
-    show.set_defaults(run=_show)
     return parser
 
 
@@ -177,6 +179,8 @@ def _command(
     summary: str,
     description: str,
     example: str,
+    *,
+    can_overwrite: bool = True,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -186,7 +190,8 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    if can_overwrite:
+        parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     parser.set_defaults(run=run)
     return parser
 
@@ -246,12 +251,13 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
 
 def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
     """Return the INPUT paths, or the `Mixture` of ``--dataset``; raise UserError if options conflict."""
-    names, paths = arguments.dataset, arguments.inputs
-    options = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
-    given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    names = arguments.dataset
+    paths = arguments.inputs
+    keys = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
+    options = {key: getattr(arguments, key) for key in keys if getattr(arguments, key) is not None}
     if not names:
-        if given:
-            raise UserError(f"{_option(next(iter(given)))} needs --dataset")
+        if options:
+            raise UserError(f"{_option(next(iter(options)))} needs --dataset")
         return paths
     if paths:
         raise UserError(f"--dataset {names[0]} and INPUT {paths[0]} are mutually exclusive: pass one or the other")
@@ -259,27 +265,23 @@ def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
         raise UserError(f"--text-key {arguments.text_key} applies only to INPUT: with --dataset, pass --columns")
     if arguments.format != "auto":
         raise UserError(f"--format {arguments.format} applies only to INPUT: omit it with --dataset")
-    each: dict[str, list] = {}
-    for option in ("split", "columns", "data_files"):
-        values = given.pop(option, None)
+    datasets = [Dataset(*parse_dataset(name)) for name in names]
+    for key in ("split", "columns", "data_files"):
+        values = options.pop(key, None)
         if values is None:
-            each[option] = [{} for _ in names]
             continue
         if len(values) not in (1, len(names)):
             raise UserError(
-                f"{_option(option)} is given {len(values)} times for {len(names)} --dataset: give it once, or once for "
+                f"{_option(key)} is given {len(values)} times for {len(names)} --dataset: give it once, or once for "
                 "each"
             )
-        values = values * len(names) if len(values) == 1 else values
-        each[option] = [{option: value if option == "split" else tuple(value)} for value in values]
-    datasets = []
-    for name, *chosen in zip(names, each["split"], each["columns"], each["data_files"], strict=True):
-        own, config, revision = parse_dataset(name)
-        fields = {key: value for part in chosen for key, value in part.items()}
-        datasets.append(Dataset(own, config, revision, **fields))
-    if "weights" in given:
-        given["weights"] = tuple(given["weights"])
-    return Mixture(tuple(datasets), **given)
+        for number, dataset in enumerate(datasets):
+            value = values[number % len(values)]
+            field: Any = value if key == "split" else tuple(value)
+            datasets[number] = replace(dataset, **{key: field})
+    if "weights" in options:
+        options["weights"] = tuple(options["weights"])
+    return Mixture(tuple(datasets), **options)
 
 
 def _option(name: str) -> str:
@@ -347,7 +349,8 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    if not (inputs := _inputs(arguments)):
+    inputs = _inputs(arguments)
+    if not inputs:
         raise UserError("no input: pass at least one file or folder as INPUT, or --dataset")
     refuse_existing(corpus_paths(arguments.out), arguments.overwrite, [*arguments.inputs, arguments.tokenizer])
     done = prepare(
@@ -367,8 +370,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"({done.text_bytes / done.tokens:.2f} bytes per token){empty}"
     )
     if done.skipped:
-        more = f"\n  and {done.skipped - len(done.first_skipped):,} more" * (done.skipped > len(done.first_skipped))
-        print(f"{done.skipped:,} documents skipped:\n  " + "\n  ".join(done.first_skipped) + more)
+        lines = [f"{done.skipped:,} documents skipped:", *done.first_skipped]
+        unlisted = done.skipped - len(done.first_skipped)
+        if unlisted:
+            lines.append(f"and {unlisted:,} more")
+        print("\n  ".join(lines))
     for path in done.paths:
         print(f"{_shown(path)}: {size_text(path.stat().st_size)}")
 
@@ -380,7 +386,8 @@ def _show(arguments: argparse.Namespace) -> None:
     if corpus.num_documents:
         least, half, most = np.quantile(corpus.lengths, [0, 0.5, 1], method="lower")
         print(f"tokens per document: minimum {least:,}, median {half:,}, maximum {most:,}")
-    if (counts := corpus.counts) is not None and counts.unigrams is not None:
+    counts = corpus.counts
+    if counts is not None and counts.unigrams is not None:
         print(f"token ids: {np.count_nonzero(counts.unigrams):,} distinct, the largest is {counts.largest:,}")
     for dataset in corpus.description.get("mixture", {}).get("datasets", ()):
         print(f"dataset: {dataset}")
@@ -403,9 +410,9 @@ def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> 
         )
     for i in range(min(count, corpus.num_documents)):
         tokens = corpus.document(i)
-        more = "..." if len(tokens) > _SHOWN_TOKENS else ""
+        dots = "..." if len(tokens) > _SHOWN_TOKENS else ""
         # repr: the terminal must not interpret control characters of a document
-        print(f"document {i}, {len(tokens):,} tokens: {tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{more}")
+        print(f"document {i}, {len(tokens):,} tokens: {tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{dots}")
 
 
 def _shown(path: Path) -> str:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError
-from pretrain.data.files import replacing
+from pretrain.files import replacing
 
 SPLITS = ("train", "validation", "test")
-_PERCENT_TRAIN, _PERCENT_VALIDATION = 90, 5  # of the files; the rest is the test split
+_PERCENT_TRAIN = 90  # of the files
+_PERCENT_VALIDATION = 5  # the rest is the test split
 _NOT_THE_LIBRARY = frozenset(["site-packages", "dist-packages", "__pycache__"])
 _SHORTEST = 200  # minimum bytes of a document of prose
 _LETTERS = 0.7  # minimum share of letters and white space in prose: tables and lists of commits have less
@@ -123,9 +124,9 @@ def write_documentation(
     seen: set[bytes] = set()
 
     def documents() -> Iterator[_Document]:
-        for source, found in sources.items():
+        for source, of_source in sources.items():
             count = 0
-            for document in found:
+            for document in of_source:
                 digest = hashlib.sha256(document.data.strip()).digest()
                 if _is_prose(document.data) and digest not in seen:
                     seen.add(digest)
@@ -171,15 +172,16 @@ def _library_files(library: Path) -> list[tuple[str, Path]]:
 
 
 def _descriptions() -> Iterator[_Document]:
-    found = {}
+    documents = {}
     for distribution in metadata.distributions():
         facts: Any = distribution.metadata  # an email.message.Message
+        name = facts.get("Name")
         text = facts.get("Description") or facts.get_payload()
-        if (name := facts.get("Name")) and isinstance(text, str) and text.strip() != "UNKNOWN":
+        if name and isinstance(text, str) and text.strip() != "UNKNOWN":
             license = facts.get("License-Expression") or facts.get("License") or "unknown"
             data = text.encode(errors="replace")
-            found[name] = _Document(f"packages/{name}", data, license.strip().split("\n")[0][:80])
-    yield from (found[name] for name in sorted(found))
+            documents[name] = _Document(f"packages/{name}", data, license.strip().split("\n")[0][:80])
+    yield from (documents[name] for name in sorted(documents))
 
 
 def _topics() -> Iterator[_Document]:

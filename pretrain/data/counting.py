@@ -71,7 +71,8 @@ def count_missing(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
             if ranks.rank == 0:
                 logger.warning("%s has no token counts: reading its %d tokens once", corpus.prefix, corpus.num_tokens)
             corpus.counts = _count_together(corpus, vocab_size, ranks)
-        if ranks.rank == 0 and (reason := corpus.keep_counts()) is not None:
+        reason = corpus.keep_counts() if ranks.rank == 0 else None
+        if reason is not None:
             logger.warning("token counts of %s are not saved, so each new run counts again: %s", corpus.prefix, reason)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.files import replacing, with_ending
+from pretrain.files import replacing, with_ending
 
 _VERSION = 1
 _MAX_IDS = 1 << 24  # exceeds any vocabulary; bounds the array that a damaged id would allocate
@@ -56,7 +56,9 @@ class TokenCounts:
         if not isinstance(values, dict) or values.get("version") != _VERSION:
             return None
         try:
-            least, largest, unigrams = values["least"], values["largest"], values["unigrams"]
+            least = values["least"]
+            largest = values["largest"]
+            unigrams = values["unigrams"]
         except LookupError as error:
             raise ValueError(f"the token counts have no key {error}") from error
         is_countable = unigrams is not None
@@ -80,7 +82,8 @@ class TokenCounter:
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
-        self._least, self._largest = 0, -1
+        self._least = 0
+        self._largest = -1
         self._pending: list[np.ndarray] = []
         self._num_pending = 0
 
@@ -101,7 +104,8 @@ class TokenCounter:
         if not self._num_pending:
             return
         tokens = np.concatenate(self._pending)
-        self._pending, self._num_pending = [], 0
+        self._pending = []
+        self._num_pending = 0
         self._least = min(self._least, int(tokens.min()))
         self._largest = max(self._largest, int(tokens.max()))
         if self._least < 0 or self._largest >= _MAX_IDS:
@@ -135,12 +139,13 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
 
     An existing ``PREFIX.counts`` that is not a JSON object is not replaced.
     """
+    path = counts_path(prefix)
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
-    is_other = f"{counts_path(prefix)} exists and is not a file of counts"
+    is_other = f"{path} exists and is not a file of counts"
     try:
-        if counts_path(prefix).exists() and not isinstance(json.loads(counts_path(prefix).read_bytes()), dict):
+        if path.exists() and not isinstance(json.loads(path.read_bytes()), dict):
             return is_other
-        with replacing(counts_path(prefix)) as (file,):
+        with replacing(path) as (file,):
             file.write(text.encode())
     except (OSError, UserError) as error:
         return str(error)

@@ -92,7 +92,7 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")
-    found: list[Source] = []
+    sources: list[Source] = []
     for path in map(Path, paths):
         shown = printable(str(path))
         try:
@@ -101,7 +101,7 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
                 if not stat.S_ISREG(status.st_mode):
                     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "special")
                     raise UserError(f"{shown} is {kind}, not a file or a folder: write its text to a file")
-                found.append(Source(path, printable(path.name), _format_of(path, format), status.st_size))
+                sources.append(Source(path, printable(path.name), _format_of(path, format), status.st_size))
             elif (path / "dataset_dict.json").is_file():
                 splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
                 raise UserError(
@@ -109,16 +109,16 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
                 )
             elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
                 size = sum(file.stat().st_size for file in path.glob("*.arrow"))
-                found.append(Source(path, printable(path.resolve().name), Format.SAVED, size))
+                sources.append(Source(path, printable(path.resolve().name), Format.SAVED, size))
             else:
-                found.extend(_sources_in_folder(path, text_key, format))
+                sources += _sources_in_folder(path, text_key, format)
         except FileNotFoundError as error:
             raise UserError(f"{printable(str(error.filename or path))} does not exist") from error
         except OSError as error:
             raise UserError(f"cannot read {printable(str(error.filename or path))}: {error.strerror}") from error
-    if not found:
+    if not sources:
         raise UserError("no input: pass at least one file or folder")
-    return found
+    return sources
 
 
 def iter_documents(
@@ -206,17 +206,18 @@ def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_e
 
 
 def _format_of(path: Path, format: str) -> Format:
-    found = Format(format) if format != "auto" else _known_format(path) or _FORMAT_WHERE_NAMED.get(path.suffix.lower())
-    if found is None:
+    suffix = path.suffix.lower()
+    kind = Format(format) if format != "auto" else _known_format(path) or _FORMAT_WHERE_NAMED.get(suffix)
+    if kind is None:
         raise UserError(
             f"{printable(str(path))} has the suffix {printable(path.suffix)!r}, not one of {', '.join(_FORMAT_OF)} "
             f"(optionally followed by {' or '.join(_COMPRESSED)}): --format {'|'.join(FORMATS[1:])} sets its format"
         )
-    if found is Format.PARQUET and path.suffix.lower() in _COMPRESSED:
+    if kind is Format.PARQUET and suffix in _COMPRESSED:
         raise UserError(
             f"{printable(str(path))} is a Parquet file in a compressed archive, which is not supported: unpack it"
         )
-    return found
+    return kind
 
 
 def _known_format(path: Path) -> Format | None:
@@ -225,12 +226,12 @@ def _known_format(path: Path) -> Format | None:
 
 
 def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]:
-    found: list[tuple[str, Source]] = []
+    sources: list[tuple[str, Source]] = []
     top = printable(folder.resolve().name)
     hidden = others = 0
     suffixes: set[str] = set()
     not_documents: list[str] = []
-    for parent, folders, files in os.walk(folder, onerror=_raise):
+    for parent, folders, files in os.walk(folder, onerror=stop):
         hidden += sum(name.startswith(".") for name in folders + files)
         others += sum(not name.startswith(".") and os.path.islink(os.path.join(parent, name)) for name in folders)
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -249,7 +250,7 @@ def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]
             if format == "auto" and kind is Format.JSON and not _holds_documents(source, text_key):
                 not_documents.append(source.name)
                 continue
-            found.append((name, source))
+            sources.append((name, source))
     left_out = [f"{hidden} hidden files or folders"] if hidden else []
     if others:
         of = f" (suffixes {', '.join(map(printable, sorted(suffixes)[:10]))})" if suffixes else ""
@@ -257,41 +258,38 @@ def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]
     if not_documents:
         left_out.append(f"{len(not_documents)} .json files without {text_key!r}: {shorten(sorted(not_documents))}")
     shown = printable(str(folder))
-    if not found:
+    if not sources:
         wanted = ", ".join("*" + suffix for suffix in _FORMAT_OF) if format == "auto" else "files"
         without = f"; skipped: {'; '.join(left_out)}" if left_out else ""
         raise UserError(f"no {wanted} in the folder {shown}{without}")
     if left_out:
         logger.warning("%s: skipped %s", shown, "; ".join(left_out))
-    return [source for _, source in sorted(found, key=lambda pair: pair[0])]
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    return [source for _, source in sorted(sources, key=lambda pair: pair[0])]
 
 
 def _holds_documents(source: Source, text_key: str) -> bool:
     """Return whether the first row of a JSON file is an object with the key ``text_key``."""
     # Settings and vocabularies are .json files too.
     try:
-        for _, row in json_rows(source, stop):
-            return isinstance(row, dict) and text_key in row
+        _, row = next(json_rows(source, stop), ("", None))
     except UserError:
-        pass
-    return False
+        return False
+    return isinstance(row, dict) and text_key in row
 
 
 def _read_text(source: Source) -> Iterator[Piece]:
-    held, offset = b"", None  # holds at most two pieces
+    held = b""  # at most two pieces
+    offset = 0  # of what is held
     for block, begin in read_blocks(source, lambda file: file.read(sources.PIECE_SIZE)):
-        if offset is None:
+        if not held:
             offset = begin
         if len(held) >= sources.PIECE_SIZE:
             cut = held.rfind(b"\n") + 1 or _last_character_start(held)
             yield Piece(decode(held[:cut], source, offset), cut, False)
-            held, offset = held[cut:], offset + cut
+            held = held[cut:]
+            offset += cut
         held += block
-    yield Piece(decode(held, source, offset or 0), len(held), True)
+    yield Piece(decode(held, source, offset), len(held), True)
 
 
 def _read_bytes(source: Source) -> Iterator[Piece]:
@@ -343,5 +341,6 @@ def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError
         text = value[start:cut]
         size = len(text.encode())
         yield Piece(text, size, False)
-        start, num_bytes = cut, num_bytes - size
+        start = cut
+        num_bytes -= size
     yield Piece(value[start:], num_bytes, True)

@@ -26,7 +26,7 @@ from fmoe.errors import UserError
 from fmoe.files import sha256
 from pretrain.data.corpus import example_command
 from pretrain.data.counts import TokenCounter, TokenCounts, keep, kept
-from pretrain.data.files import replacing, with_ending
+from pretrain.files import replacing, with_ending
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -120,11 +120,10 @@ class IndexedWriter:
 
     def end_document(self) -> None:
         """End the current document, which may be empty."""
-        rest = self._open_length
-        while rest > _LONGEST_SEQUENCE:
+        while self._open_length > _LONGEST_SEQUENCE:
             self._lengths.append(_LONGEST_SEQUENCE)
-            rest -= _LONGEST_SEQUENCE
-        self._lengths.append(rest)
+            self._open_length -= _LONGEST_SEQUENCE
+        self._lengths.append(self._open_length)
         self._boundaries.append(len(self._lengths))
         self._open_length = 0
         self.num_documents += 1
@@ -301,8 +300,8 @@ class IndexedCorpus:
         if version != _VERSION:
             raise UserError(f"{path} has version {version}; only {_VERSION} is supported")
         if code not in _DTYPES:
-            known = ", ".join(f"{known} ({dtype.name})" for known, dtype in _DTYPES.items())
-            raise UserError(f"{path} has the type code {code}, which is not one of {known}")
+            valid = ", ".join(f"{valid} ({dtype.name})" for valid, dtype in _DTYPES.items())
+            raise UserError(f"{path} has the type code {code}, which is not one of {valid}")
         self.dtype = _DTYPES[code]
         expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries  # may be huge: nothing is allocated yet
         if size == expected + num_sequences and num_sequences:
@@ -320,7 +319,8 @@ class IndexedCorpus:
         self.num_documents = num_boundaries - 1
         self.num_tokens = self._check_sequences(path)
         self._check_boundaries(path)
-        expected, size = self.num_tokens * self.dtype.itemsize, bin_path.stat().st_size
+        expected = self.num_tokens * self.dtype.itemsize
+        size = bin_path.stat().st_size
         if size != expected:
             raise UserError(
                 f"{bin_path} has {size} bytes, but its index {path.name} describes {expected}: copy or prepare the "
@@ -350,7 +350,8 @@ class IndexedCorpus:
         return end
 
     def _check_boundaries(self, path: Path) -> None:
-        boundaries, num_sequences = self.document_boundaries, len(self.sequence_lengths)
+        boundaries = self.document_boundaries
+        num_sequences = len(self.sequence_lengths)
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
             raise UserError(f"{path} is damaged: the document boundaries do not go from 0 to {num_sequences}")
         for start in range(0, len(boundaries), _CHUNK):
@@ -363,7 +364,8 @@ def _remedy(prefix: Path) -> str:
     """Return what to do about a missing corpus."""
     if prefix.suffix in (".bin", ".idx"):
         return "pass the prefix, without .bin or .idx"
-    if command := example_command(prefix):
+    command = example_command(prefix)
+    if command is not None:
         return f"make it with {command}"
     if prefix.exists():
         return f"make one of this text with fmoe data prepare {prefix} --tokenizer FILE --out PREFIX, and pass PREFIX"

@@ -199,7 +199,8 @@ def _doubts(
 
 def _is_same(corpus: tuple[str, str | None], other: tuple[str, str | None]) -> bool:
     """Return whether two corpora, given by prefix and SHA-256, have the same SHA-256 or are one file."""
-    (prefix, fingerprint), (other_prefix, other_fingerprint) = corpus, other
+    prefix, fingerprint = corpus
+    other_prefix, other_fingerprint = other
     if fingerprint is not None and fingerprint == other_fingerprint:
         return True
     return os.path.samefile(corpus_paths(prefix)[0], corpus_paths(other_prefix)[0])

@@ -19,12 +19,12 @@ import numpy as np
 from fmoe import __version__
 from fmoe.errors import UserError
 from pretrain.data.documents import Piece, open_sources, read_source
-from pretrain.data.files import refuse_inputs
 from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
 from pretrain.data.progress import show_progress
 from pretrain.data.sources import OnError, Skips, Source, shorten, stop
 from pretrain.data.streams import Mixture, Stream
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
+from pretrain.files import refuse_inputs
 
 _BATCH_BYTES = 1 << 19  # of text sent to a worker at a time
 _BATCH_PIECES = 4096
@@ -59,6 +59,10 @@ class Prepared:
 class _Batch:
     source: int  # index of the source of all pieces
     pieces: list[Piece]
+
+    @property
+    def texts(self) -> list[str | bytes]:
+        return [piece.text for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,13 @@ def prepare(
     sources = open_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()
-    total_bytes = _total(sources)
+    sizes = [source.num_bytes for source in sources]
+    total_bytes = None if None in sizes else sum(filter(None, sizes))
     if num_workers is None:
         enough = 1 + total_bytes // _BYTES_A_WORKER if total_bytes is not None else _available_processors()
         num_workers = min(_available_processors(), enough)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    counts = _Counts(sources)
+    counts = _Counts(sizes)
     streams = [source for source in sources if isinstance(source, Stream)]
     with (
         IndexedWriter(output_prefix, dtype) as writer,
@@ -134,7 +139,8 @@ def prepare(
                 if count and not length:
                     writer.append(begin)
                 writer.append(encoded.tokens[start : start + count])
-                start, length = start + count, length + count
+                start += count
+                length += count
                 if not piece.ends_document:
                     continue
                 if length:
@@ -176,18 +182,11 @@ def prepare(
     )
 
 
-def _total(sources: Sequence[Source | Stream]) -> int | None:
-    """Return the total size of the sources in bytes on disk; None if the size of one is unknown."""
-    sizes = [source.num_bytes for source in sources]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
-
-
 class _Counts:
-    def __init__(self, sources: Sequence[Source | Stream]) -> None:
+    def __init__(self, sizes: Sequence[int | None]) -> None:
         self.text_bytes = 0
         self.empty_documents = 0
-        self._sizes = [source.num_bytes for source in sources]
+        self._sizes = sizes
         self._source = 0
         self._bytes_before = 0  # of finished sources
         self._bytes_inside = 0
@@ -195,7 +194,8 @@ class _Counts:
     def add(self, batch: _Batch) -> None:
         while self._source < batch.source:
             self._bytes_before += self._sizes[self._source] or 0
-            self._source, self._bytes_inside = self._source + 1, 0
+            self._source += 1
+            self._bytes_inside = 0
         num_bytes = sum(piece.num_bytes for piece in batch.pieces)
         self.text_bytes += num_bytes
         self._bytes_inside += num_bytes
@@ -218,7 +218,8 @@ def _batches(sources: Sequence[Source | Stream], text_key: str, on_error: OnErro
             num_bytes += piece.num_bytes
             if num_bytes >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
                 yield _Batch(number, pieces)
-                pieces, num_bytes = [], 0
+                pieces = []
+                num_bytes = 0
         if pieces:
             yield _Batch(number, pieces)
 
@@ -242,7 +243,7 @@ def _encoder(
     """Yield a function that encodes batches in order. With ``num_workers`` above 1, it uses as many processes."""
     if num_workers == 1:
         encode = partial(_encode, tokenizer, dtype)
-        yield lambda batches: ((batch, encode([piece.text for piece in batch.pieces])) for batch in batches)
+        yield lambda batches: ((batch, encode(batch.texts)) for batch in batches)
         return
     executor = ProcessPoolExecutor(
         num_workers,
@@ -276,7 +277,7 @@ def _map_in_order(
 ) -> Iterator[tuple[_Batch, _Encoded]]:
     pending: deque[tuple[_Batch, Future[_Encoded]]] = deque()
     for batch in batches:
-        pending.append((batch, executor.submit(_encode_in_worker, [piece.text for piece in batch.pieces])))
+        pending.append((batch, executor.submit(_encode_in_worker, batch.texts)))
         if len(pending) >= limit:
             first, future = pending.popleft()
             yield first, future.result()

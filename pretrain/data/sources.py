@@ -72,7 +72,7 @@ class Source:
 OnError = Callable[[UserError], None]
 
 
-def stop(error: UserError) -> None:
+def stop(error: Exception) -> None:
     """Raise the error. This is the `OnError` that skips nothing."""
     raise error
 
@@ -177,19 +177,21 @@ def json_rows(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]
 
 def _begins_with_bracket(source: Source) -> bool:
     for block, _ in read_blocks(source, lambda file: file.read(1 << 12)):
-        if block := block.lstrip():
-            return block.startswith(b"[")
+        text = block.lstrip()
+        if text:
+            return text.startswith(b"[")
     return False
 
 
 def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
-    number, is_rest = 0, False  # is_rest: within a line that is too long
+    number = 0
+    is_inside = False  # a line that is too long
     for line, offset in read_blocks(source, lambda file: file.readline(MAX_LINE + 1)):
-        number += not is_rest
+        number += not is_inside
         place = f"{source.shown}, line {number}"
         is_cut = len(line) > MAX_LINE and not line.endswith(b"\n")
         try:
-            if is_rest:
+            if is_inside:
                 continue
             if len(line) > MAX_LINE:
                 raise UserError(f"{place} is longer than {MAX_LINE} bytes: split the document")
@@ -201,7 +203,7 @@ def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
             on_error(error)
             continue
         finally:
-            is_rest = is_cut
+            is_inside = is_cut
         yield place, row
 
 
@@ -217,11 +219,11 @@ def _parse(line: str, place: str, format: Format) -> object:
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object; raise ValueError if it has a key twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"an object has the key {printable(repeated)!r} twice")
-    return found
+    return values
 
 
 def _items(source: Source) -> Iterator[tuple[str, object]]:
@@ -230,12 +232,16 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
     decode_part = codecs.getincrementaldecoder("utf-8")().decode
     blocks = read_blocks(source, lambda file: file.read(PIECE_SIZE))
     scan = json.JSONDecoder(object_pairs_hook=_object).raw_decode
-    text, at, number, is_over = "", 0, 0, False
+    text = ""
+    at = 0
+    number = 0
+    is_over = False
 
-    def more() -> None:
+    def read_on() -> None:
         # Doubles the buffer, so that an item of any length is scanned only a few times.
         nonlocal text, at, is_over
-        parts, size = [text[at:]], max(len(text) - at, 1)
+        parts = [text[at:]]
+        size = max(len(parts[0]), 1)
         while size > 0 and not is_over:
             block, offset = next(blocks, (b"", 0))
             is_over = not block
@@ -246,17 +252,18 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
                     f"{source.shown} is not UTF-8 near byte {offset + error.start}: {error.reason}"
                 ) from error
             size -= len(block)
-        text, at = "".join(parts), 0
-
-    def spaces_end() -> int:
-        found = _SPACES.match(text, at)
-        return at if found is None else found.end()
+        text = "".join(parts)
+        at = 0
 
     def next_character() -> str:
         nonlocal at
-        while (at := spaces_end()) == len(text) and not is_over:
-            more()
-        return text[at : at + 1]
+        while True:
+            spaces = _SPACES.match(text, at)
+            assert spaces is not None
+            at = spaces.end()
+            if at < len(text) or is_over:
+                return text[at : at + 1]
+            read_on()
 
     next_character()
     at += 1  # the bracket
@@ -279,7 +286,7 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
                     raise UserError(f"{place} is not JSON{long}: {error.msg}") from error
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{place} is not readable JSON: {error}") from error
-            more()
+            read_on()
         at = end
         yield place, value
     at += 1

@@ -113,8 +113,8 @@ def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None
-    rest, _, revision = text.partition("@")
-    name, _, config = rest.partition(":")
+    unversioned, _, revision = text.partition("@")
+    name, _, config = unversioned.partition(":")
     return name, config or None, revision or None
 
 
@@ -149,7 +149,7 @@ def open_mixture(mixture: Mixture) -> Stream:
     is_all = not mixture.weights and mixture.max_documents is None
     return Stream(
         name=", ".join(names),
-        num_bytes=sum(size for size in sizes if size is not None) if is_all and None not in sizes else None,
+        num_bytes=sum(filter(None, sizes)) if is_all and None not in sizes else None,
         provenance={
             "datasets": [each.provenance for each in opened],
             "weights": list(mixture.weights),
@@ -166,7 +166,8 @@ def open_mixture(mixture: Mixture) -> Stream:
 
 
 def _check(mixture: Mixture) -> None:
-    datasets, weights = mixture.datasets, mixture.weights
+    datasets = mixture.datasets
+    weights = mixture.weights
     if not datasets:
         raise UserError("datasets=() must have at least one dataset")
     for dataset in datasets:
@@ -221,16 +222,18 @@ def _open(datasets, dataset: Dataset) -> _Opened:
     is_saved = not is_builder and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if is_saved:
         for key in ("config", "data_files"):
-            if value := getattr(dataset, key):
+            value = getattr(dataset, key)
+            if value:
                 raise UserError(
                     f"{key}={value!r} of {_quoted(dataset)} has no effect on a folder of save_to_disk: omit {key}"
                 )
         with _one_line_errors(_quoted(dataset)):
-            found = datasets.load_from_disk(str(path))
-        splits = found if isinstance(found, dict) else {dataset.split: found}
+            saved = datasets.load_from_disk(str(path))
+        splits = saved if isinstance(saved, dict) else {dataset.split: saved}
         files = sorted(path.rglob("*.arrow"))
     else:
-        _refuse_script(path)
+        if path.is_dir() and (path / f"{path.resolve().name}.py").is_file():
+            raise _script_error(f"dataset={printable(str(path))!r}")
         if is_builder or path.exists():
             for pattern in dataset.data_files:
                 if "://" not in pattern and not glob.glob(
@@ -240,9 +243,7 @@ def _open(datasets, dataset: Dataset) -> _Opened:
         wanted = {dataset.split: list(dataset.data_files)} if dataset.data_files else None
         name = dataset.name if is_builder or not path.exists() else str(path)
         with _one_line_errors(_quoted(dataset)):
-            builder = datasets.load_dataset_builder(
-                name, dataset.config, data_files=wanted, **_only(revision=facts["revision"])
-            )
+            builder = datasets.load_dataset_builder(name, dataset.config, data_files=wanted, revision=facts["revision"])
             splits = builder.as_streaming_dataset()
         facts["config"] = dataset.config or builder.config.name
         named = (builder.config.data_files or {}).get(dataset.split, ())
@@ -271,7 +272,8 @@ def _open(datasets, dataset: Dataset) -> _Opened:
 
 def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separator: str):
     """Check the columns, and return rows with the keys text, error, dataset and row."""
-    rows, columns = opened.rows, list(dataset.columns)
+    rows = opened.rows
+    columns = list(dataset.columns)
     with _one_line_errors(_quoted(dataset)):
         first = next(iter(rows), None)
     if first is None:
@@ -282,11 +284,11 @@ def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separat
         if column not in names:
             raise UserError(f"columns: {column!r} is not in {_quoted(dataset)}: its columns are {shorten(names)}")
         value = first[column]  # decides if the types are unknown, as for JSON in datasets 4
-        found = types.get(column) or ("string" if isinstance(value, str | None) else type(value).__name__)
-        if found not in _TEXT_TYPES:
-            raise UserError(f"columns: {column!r} of {_quoted(dataset)} has the type {found}, not text")
-    string, integer = datasets.Value("string"), datasets.Value("int64")
-    features = {"text": string, "error": string, "dataset": integer, "row": integer}
+        kind = types.get(column) or ("string" if isinstance(value, str | None) else type(value).__name__)
+        if kind not in _TEXT_TYPES:
+            raise UserError(f"columns: {column!r} of {_quoted(dataset)} has the type {kind}, not text")
+    dtypes = {"text": "string", "error": "string", "dataset": "int64", "row": "int64"}
+    features = {name: datasets.Value(dtype) for name, dtype in dtypes.items()}
     return rows.select_columns(columns).map(
         _document,
         with_indices=True,
@@ -319,7 +321,8 @@ def _find_on_hub(datasets, dataset: Dataset) -> str | None:
         raise UserError(f"dataset={name!r} does not exist: pass a Hub id (owner/name), a folder or a builder")
     hub = require("huggingface_hub", "pretrain", "reading a dataset of the Hub")
     endpoint = datasets.config.HF_ENDPOINT
-    api, quoted = hub.HfApi(endpoint=endpoint), _quoted(dataset)
+    api = hub.HfApi(endpoint=endpoint)
+    quoted = _quoted(dataset)
     try:
         info = api.dataset_info(name, revision=dataset.revision, timeout=_HUB_TIMEOUT)
         if info.gated:
@@ -348,11 +351,6 @@ def _unreachable(what: str, endpoint: str, error: BaseException) -> str:
     )
 
 
-def _refuse_script(folder: Path) -> None:
-    if folder.is_dir() and (folder / f"{folder.resolve().name}.py").is_file():
-        raise _script_error(f"dataset={printable(str(folder))!r}")
-
-
 def _script_error(quoted: str) -> UserError:
     return UserError(
         f"{quoted} has a loading script, but fmoe never runs a dataset's code: pass a folder with its data files, or "
@@ -362,10 +360,6 @@ def _script_error(quoted: str) -> UserError:
 
 def _quoted(dataset: Dataset) -> str:
     return f"dataset={printable(dataset.name)!r}"
-
-
-def _only(**values: str | None) -> dict[str, str]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -53,7 +53,8 @@ def read_saved(path: Path, column: str) -> Iterator[object]:
 def _check_column(path: Path, column: str, names: list[str]) -> None:
     if column not in names:
         raise UserError(f"{path} has no column {column!r}; its columns are {shorten(names)}")
-    if (count := names.count(column)) > 1:
+    count = names.count(column)
+    if count > 1:
         raise UserError(f"{path} has {count} columns {column!r}, but must have one: rename the others")
 
 

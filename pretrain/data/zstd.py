@@ -12,7 +12,9 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, path: Path):
         arrow = require("pyarrow", "pretrain", "reading files compressed with zstd")
-        self._path, self._file, self._error = path, path.open("rb"), arrow.ArrowException
+        self._path = path
+        self._file = path.open("rb")
+        self._error = arrow.ArrowException
         self._stream = arrow.CompressedInputStream(self._file, "zstd")
 
     def readable(self) -> bool:

@@ -6,10 +6,10 @@ from megatron.core import parallel_state
 from megatron_patch.layer import drop_tracked_losses
 from pretrain.config import Recipe
 from pretrain.engine import rng
-from pretrain.start.process import Processes, timeout
+from pretrain.start.process import timeout
 
 
-def init_parallel(recipe: Recipe, processes: Processes) -> None:
+def init_parallel(recipe: Recipe) -> None:
     """Create Megatron's process groups and seed all random number generators.
 
     May be called again only after `stop_parallel`.

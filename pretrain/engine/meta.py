@@ -32,7 +32,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         processes = Processes(rank, size, torch.device("cpu"))
-        init_parallel(recipe, processes)
+        init_parallel(recipe)
         yield processes
     finally:
         parallel_state.destroy_model_parallel()

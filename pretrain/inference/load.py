@@ -135,7 +135,7 @@ def single_process(seed: int = 0) -> Iterator[Processes]:
     processes = process.start()
     try:
         recipe = Recipe()
-        init_parallel(replace(recipe, train=replace(recipe.train, seed=seed)), processes)
+        init_parallel(replace(recipe, train=replace(recipe.train, seed=seed)))
         yield processes
     finally:
         stop_parallel()

@@ -282,7 +282,8 @@ def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
 
 def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype, shape: Shape) -> Tensor:
     """Return the tensor in an archive that ``torch.save`` wrote."""
-    if (member := archive.testzip()) is not None:
+    member = archive.testzip()
+    if member is not None:
         raise ValueError(f"{member} differs from its CRC-32")
     assert archive.fp is not None
     archive.fp.seek(0)

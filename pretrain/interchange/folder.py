@@ -24,7 +24,7 @@ from fmoe.errors import UserError
 from fmoe.files import is_full, sync
 from pretrain.checkpoint.files import free_bytes
 from pretrain.checkpoint.shard import CODES, bytes_of, header_of, open_shard
-from pretrain.data.files import read_object
+from pretrain.files import read_object
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -13,9 +13,9 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import TensorPiece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
-from pretrain.data.files import read_object
 from pretrain.data.opening import naming
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
+from pretrain.files import read_object
 from pretrain.interchange.configs import family_of, model_of
 from pretrain.interchange.family import Family
 from pretrain.interchange.folder import (
@@ -26,9 +26,9 @@ from pretrain.interchange.folder import (
     write_new,
 )
 from pretrain.interchange.outgoing import NO_TOKENIZER, TOKEN_IDS
+from pretrain.interchange.published import PUBLISHED, without_ids
 from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import SENTENCEPIECE, TOKENIZER, check_tokenizer, files_of, find_tokenizer
-from pretrain.start.resume import PUBLISHED, without_ids
 from pretrain.tracking.folder import CHECKPOINTS, CONFIG
 
 TOKENIZER_FOLDER = "tokenizer"

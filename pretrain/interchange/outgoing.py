@@ -29,9 +29,9 @@ from pretrain.interchange.folder import (
     write_weights,
 )
 from pretrain.interchange.llama_cpp import check_convertible, write_gguf
+from pretrain.interchange.published import PUBLISHED
 from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import files_for
-from pretrain.start.resume import PUBLISHED
 
 SHARD_BYTES = 4 << 30
 NO_TOKENIZER = "none"

@@ -169,7 +169,9 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
     else:
         loaded = import_plugins(load_recipe(recipe))
     loaded = replace(loaded, run=replace(loaded.run, folder=str(out)))
-    required = _layouts(loaded)
+    from pretrain.engine.meta import checkpoint_layouts  # imports megatron-core
+
+    required = {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(loaded).items()}
     stored = stored_tensors(folder)
     is_checked = True
     if megatron is not None:
@@ -180,7 +182,8 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
         state, rank_states = _states(source, loaded)
     else:
         loaded = replace(loaded, train=replace(loaded.train, init_from=str(out)))
-        state, rank_states = weights_only(loaded), [{}]
+        state = weights_only(loaded)
+        rank_states = [{}]
     write_run(out, loaded, stored.pieces(), stored.nbytes, state, rank_states=rank_states)
     return Transferred(len(stored.layouts), stored.nbytes, is_resumable, is_checked)
 
@@ -257,13 +260,6 @@ def _of_megatron(
     renamed = rename(folder, required)
     layouts = {tensor.name: (tensor.shape, tensor.dtype) for tensor in renamed}
     return StoredTensors(layouts, lambda: pieces_of(folder, renamed)), is_checked
-
-
-def _layouts(recipe: Recipe) -> dict[str, Layout]:
-    """Return shape and dtype of each tensor of the recipe's model, by name."""
-    from pretrain.engine.meta import checkpoint_layouts  # imports megatron-core
-
-    return {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(recipe).items()}
 
 
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], required: Mapping[str, Layout]) -> None:

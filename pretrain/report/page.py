@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from pretrain.data.files import replacing
+from pretrain.files import replacing
 from pretrain.report.payload import encode
 from pretrain.report.runs import RunFolder, open_runs
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ class Loads:
         self.sizes = dict(sizes)
         self.stride = 1
         ends = np.cumsum([0, *self.sizes.values()])
-        self._slices = {n: slice(a, b) for n, a, b in zip(self.sizes, ends[:-1], ends[1:], strict=True)}
+        self._slices = dict(zip(self.sizes, starmap(slice, pairwise(ends)), strict=True))
         self._num_spans = 2 * max(2, min(_MOST_FRAMES, cells // int(ends[-1])) // 2)
         self._sum = np.zeros((self._num_spans, ends[-1]), np.float32)
         self._count = np.zeros((self._num_spans, len(self.sizes)), np.int64)
@@ -266,7 +267,9 @@ class Record:
             if isinstance(value, list):
                 if layer and name.endswith("/load") and value:
                     loads[layer] = value
-            elif name and (number := _number(value, row, key)) is not None:
+                continue
+            number = _number(value, row, key) if name else None
+            if number is not None:
                 (layers if layer else whole)[name] = number
         if math.isfinite(whole.get("step_seconds", math.nan)):
             self._seconds += whole["step_seconds"]

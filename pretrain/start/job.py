@@ -216,7 +216,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _unknown(option: str, program: str, parser: argparse.ArgumentParser) -> UserError:
-    if instead := instead_of_key(option):
+    instead = instead_of_key(option)
+    if instead:
         return UserError(f"unknown option {option}; {instead}")
     options = [f"--{name.replace('_', '-')}" for name in keys()]
     same = [name for name in options if name.rpartition(".")[2] == option.lstrip("-").replace("_", "-")]

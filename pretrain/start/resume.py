@@ -7,7 +7,7 @@ warm start (``train.init_from``) loads the weights and starts a new run at step 
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,6 @@ from pretrain.config.sections import keys
 from pretrain.data.inputs import Inputs
 from pretrain.start.job import Job
 from pretrain.tracking.folder import CHECKPOINTS, METRICS
-
-# Key of a checkpoint's state with the settings of an imported model that only an export uses.
-PUBLISHED = "published"
-# Further keys of generation_config.json with token ids.
-_ID_KEYS = ("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "constraints")
 
 logger = logging.getLogger(__name__)
 
@@ -170,18 +165,6 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
         elif before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
             lines.append(f"{Path(file).name} of run.imports (its content has changed)")
     return lines
-
-
-def without_ids(published: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `PUBLISHED` settings without token ids, for a model with another tokenizer."""
-    generation = published.get("generation_config", {})
-    return {
-        "generation_config": {
-            key: value
-            for key, value in generation.items()
-            if not (key.endswith(("_token_id", "_token_ids", "_words_ids")) or key in _ID_KEYS or "forced_" in key)
-        }
-    }
 
 
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:

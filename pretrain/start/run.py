@@ -81,7 +81,7 @@ def train(job: Job) -> int:
         if not isinstance(start, Resume):  # a resumed run checked its tokens, and recorded their entropy, at its start
             inputs = with_counts(inputs, recipe.model.vocab_size)
 
-        init_parallel(recipe, processes)
+        init_parallel(recipe)
         trainer = Trainer(recipe, processes, inputs, callbacks_of(job, start, inputs, registered))
         if isinstance(start, Resume):
             trainer.resume(start.checkpoint)

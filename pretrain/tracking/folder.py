@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.files import read_object
+from pretrain.files import read_object
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from forks import only
 
 from bench.studies import routers
@@ -33,9 +32,8 @@ def measure(cases):
     cpu.install()
     from pretrain.engine import init_parallel
     from pretrain.engine.model import build_model
-    from pretrain.start.process import Processes
 
-    init_parallel(RECIPE, Processes(0, 1, torch.device("cpu")))
+    init_parallel(RECIPE)
     reports = []
     for recipe, are_alike in cases:
         model = build_model(recipe).eval()

@@ -131,7 +131,7 @@ def measured(folder):
 
     processes = process.start()
     recipe = main._recipe(str(path), "1")
-    init_parallel(recipe, processes)
+    init_parallel(recipe)
     losses = {}
     for name in (NATIVE, TORCH, MEGATRON):
         contenders = Contenders(recipe, processes)

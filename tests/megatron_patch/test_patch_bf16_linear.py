@@ -64,7 +64,6 @@ def marked():
     from megatron_patch import bf16_linear, cpu
     from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, Recipe, TrainConfig
     from pretrain.engine import init_parallel
-    from pretrain.start.process import Processes
 
     cpu.install()
     model = ModelConfig(
@@ -76,7 +75,7 @@ def marked():
         moe=MoEConfig(num_experts=2),
     )
     recipe = Recipe(model=model, train=TrainConfig(precision="bf16"))
-    init_parallel(recipe, Processes(0, 1, torch.device("cpu")))
+    init_parallel(recipe)
     gpt = _megatron_moe(recipe)
     bf16_linear.mark_weights(gpt)
     attention = gpt.decoder.layers[0].self_attention.core_attention

@@ -149,7 +149,7 @@ def engine_of(recipe):
     recipe.check()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     recipe.check_world_size(processes.world_size)
-    init_parallel(recipe, processes)
+    init_parallel(recipe)
     return Engine(recipe, processes)
 
 

@@ -28,7 +28,9 @@ from pretrain.formats import markdown
 from pretrain.tracking import read_metrics
 
 HERE = Path(__file__).parent
-DENSE, EXPERTS, HALF = "dense", "experts", "half"
+DENSE = "dense"
+EXPERTS = "experts"
+HALF = "half"
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,16 @@ PAIRS = {
     "switch-t5": Pair(
         _without_experts(
             256,
-            *("--model.dense_ffn_hidden_size", "none", "--moe.every", "1"),
-            *("--moe.group_size", "none", "--optimizer.lr", "1e-2"),
+            *[
+                "--model.dense_ffn_hidden_size",
+                "none",
+                "--moe.every",
+                "1",
+                "--moe.group_size",
+                "none",
+                "--optimizer.lr",
+                "1e-2",
+            ],
         ),
         "switch-base",
         _without_experts(3072, "--moe.every", "1"),
@@ -142,10 +152,10 @@ STUDIES = {
             "128-fine-experts-top-4": _FINE,
             "switch-top-1": _experts(64, 224, "--moe.top_k", "1", "--moe.gate", "switch"),
             "switch-top-1-without-jitter": _experts(
-                64, 224, *("--moe.top_k", "1", "--moe.gate", "switch"), *("--moe.jitter", "0")
+                64, 224, "--moe.top_k", "1", "--moe.gate", "switch", "--moe.jitter", "0"
             ),
             "sigmoid-bias": _short("--moe.gate", "sigmoid", "--moe.balance_loss", "0"),
-            "shared-expert": _short(*("--moe.top_k", "1", "--moe.gate", "switch"), *("--moe.num_shared_experts", "1")),
+            "shared-expert": _short("--moe.top_k", "1", "--moe.gate", "switch", "--moe.num_shared_experts", "1"),
             "no-balance-loss": _short("--moe.balance_loss", "0"),
             "balance-over-micro-batch": _short("--moe.balance_scope", "data_parallel"),
             "capacity-1.25": _short("--moe.capacity_factor", "1.25"),
@@ -157,8 +167,10 @@ STUDIES = {
     "half-of-the-steps-on-docs": _half_of_steps(
         "docs-",
         ["2e-2", "4e-2"],
-        *("--data.train", "data/bytes/out/docs/train"),
-        *("--data.validation", "data/bytes/out/docs/validation"),
+        "--data.train",
+        "data/bytes/out/docs/train",
+        "--data.validation",
+        "data/bytes/out/docs/validation",
     ),
 }
 
@@ -185,7 +197,8 @@ def main(argv: Sequence[str]) -> int:
     names = list(dict.fromkeys(arguments.names)) or NAMES
     jobs = plan(names, arguments.seeds, arguments.folder, options)
     once = list({job.folder: job for job in jobs.values()}.values())  # a study may have a run of a pair
-    if not arguments.table and (code := study.train(once, at_once=arguments.at_once, threads=arguments.threads)):
+    code = 0 if arguments.table else study.train(once, at_once=arguments.at_once, threads=arguments.threads)
+    if code:
         return code
     measured = [name for name in numbers.NUMBERS if name in names]
     reports = arguments.folder / "numbers"
@@ -203,7 +216,8 @@ def main(argv: Sequence[str]) -> int:
         print(table(rows))
     for name, variants in of_studies.items():
         print(f"\n{name}, compared with {STUDIES[name].base}:\n\n{study_table(variants)}")
-        if exponent := _exponent(STUDIES[name].curve, variants):
+        exponent = _exponent(STUDIES[name].curve, variants)
+        if exponent:
             print(f"\nloss ~ experts ** {_shown(exponent)}")
     for text in finished:
         print(f"\n{text}")
@@ -267,7 +281,8 @@ def _groups(name: str, jobs: dict[tuple[str, str, int], Job]) -> dict[str, Group
 
 def _row(name: str, groups: dict[str, Group]) -> dict[str, Any]:
     """Return the figures of a pair."""
-    dense, experts = groups[DENSE], groups[EXPERTS]
+    dense = groups[DENSE]
+    experts = groups[EXPERTS]
     of_dense, of_experts, of_half = (_of_seed(groups[m]) if m in groups else {} for m in (DENSE, EXPERTS, HALF))
     reached = reach(experts.curve, dense.last.mean)
     full_dense, full = _full(name)
@@ -414,7 +429,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ]
     ]
     for row in rows:
-        params, recipe = row["params"], row["params_of_recipe"]
+        params = row["params"]
+        recipe = row["params_of_recipe"]
         reached = row["reached_at"]
         lines.append(
             [

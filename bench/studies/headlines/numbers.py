@@ -9,8 +9,13 @@ from pretrain.start.ranks import die_with_parent
 
 # Of the layer: two naive layers, in processor seconds of one thread.
 _NAIVE = (
-    *("--shapes", "A,fastmoe-half", "--only", "fmoe native", "brute force", "token loop"),
-    *("--threads", "1", "--clock", "cpu", "--patience", "300", "--no-peak"),
+    "--shapes",
+    "A,fastmoe-half",
+    "--only",
+    "fmoe native",
+    "brute force",
+    "token loop",
+    *["--threads", "1", "--clock", "cpu", "--patience", "300", "--no-peak"],
 )
 NUMBERS: dict[str, tuple[str, ...]] = {
     "gpipe": (),
@@ -47,7 +52,8 @@ def measure(names: Sequence[str], folder: Path) -> int:
         unfinished = out.with_suffix(".unfinished")
         unfinished.mkdir(parents=True, exist_ok=True)
         print(f"python -m bench {name} {' '.join(NUMBERS[name])}".rstrip(), flush=True)
-        if code := subprocess.run(command(name, unfinished), preexec_fn=die_with_parent).returncode:
+        code = subprocess.run(command(name, unfinished), preexec_fn=die_with_parent).returncode
+        if code:
             print(f"bench {name} ended with code {code}", flush=True)
             failed = failed or (code if code > 0 else 128 - code)
         else:

@@ -10,7 +10,6 @@ from pathlib import Path
 from fmoe.errors import UserError
 from pretrain.data.corpus import example_command
 from pretrain.data.documents import Piece, open_sources, read_source
-from pretrain.data.files import refuse_inputs
 from pretrain.data.sources import Skips, stop
 from pretrain.data.streams import Mixture
 from pretrain.data.tokenizers.base import (
@@ -26,6 +25,7 @@ from pretrain.data.tokenizers.base import (
 )
 from pretrain.data.tokenizers.huggingface import load_json, train_bytes
 from pretrain.data.tokenizers.sentencepiece import ALWAYS_ALONE, LONGEST_LINE, load_model, train_model
+from pretrain.files import refuse_inputs
 
 __all__ = ["Tokenizer", "default_sentinels", "load_tokenizer", "sample_lines", "train_tokenizer"]
 
@@ -120,7 +120,8 @@ def train_tokenizer(
         if value < least:
             raise UserError(f"{name}={value} must be at least {least}")
     alone = 0 if is_json else len(ALWAYS_ALONE)
-    if vocab_size < (least := 7 + sentinels + 256 + alone):
+    least = 7 + sentinels + 256 + alone
+    if vocab_size < least:
         raise UserError(
             f"vocab_size={vocab_size} must be at least {least}: 7 special pieces, sentinels={sentinels}, 256 bytes and "
             f"{alone} line characters"
@@ -171,7 +172,9 @@ def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
     The pieces are read once, in bounded memory.
     """
     lines: list[str] = []
-    seen, stride, size = 0, 1, 0
+    seen = 0
+    stride = 1
+    size = 0
     for piece in pieces:
         assert isinstance(piece.text, str)
         for line in _sentences(piece.text):
@@ -180,7 +183,8 @@ def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
                 size += len(line.encode())
             seen += 1
             while size > max_bytes and len(lines) > 1:
-                lines, stride = lines[::2], stride * 2
+                lines = lines[::2]
+                stride = stride * 2
                 size = sum(len(kept.encode()) for kept in lines)
     return lines
 

@@ -10,16 +10,29 @@ from typing import Any
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.files import read_object
+from pretrain.files import read_object
 
-PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids 0, 1, 2, 3
-CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
+# ids 0, 1, 2, 3
+PAD = "<pad>"
+UNKNOWN = "<unk>"
+BEGIN = "<bos>"
+END_OF_DOCUMENT = "<eod>"
+# ids 4, 5, 6; the sentinels follow
+CLS = "<cls>"
+SEP = "<sep>"
+MASK = "<mask>"
 # Roles of special tokens, and their names here and elsewhere; the first one found is used.
 ROLES = {
     "bos": (BEGIN, "<s>", "<|begin_of_text|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]"),
     "eos": (
-        *(END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
-        *("<eos>", "</s>", "[EOS]", "[SEP]"),
+        END_OF_DOCUMENT,
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<eos>",
+        "</s>",
+        "[EOS]",
+        "[SEP]",
     ),
     "pad": (PAD, "[PAD]"),
     "cls": (CLS, "[CLS]", "<s>"),
@@ -29,7 +42,9 @@ ROLES = {
 SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 # Names of tokenizers in a Hugging Face folder, and of the files that declare their special tokens.
 PUBLISHED_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-SETTINGS, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+SETTINGS = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 _UNKNOWN_TEXT = "\U000e0fff"  # a character without a meaning
 # Surroundings in which a text may spell the name of a special token.
 _AROUND = (("", ""), (" ", " "), ("a", "b"), ("\n", "\n"))

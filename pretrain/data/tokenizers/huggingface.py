@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from fmoe.errors import UserError, one_line, require
-from pretrain.data.files import replacing
 from pretrain.data.tokenizers.base import SPECIAL_NAMES, Declared, Tokenizer, named_sentinels, read_declared
+from pretrain.files import replacing
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 

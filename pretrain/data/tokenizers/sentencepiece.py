@@ -11,7 +11,6 @@ import numpy as np
 import sentencepiece
 
 from fmoe.errors import UserError, require
-from pretrain.data.files import replacing
 from pretrain.data.tokenizers.base import (
     BEGIN,
     END_OF_DOCUMENT,
@@ -23,6 +22,7 @@ from pretrain.data.tokenizers.base import (
     named_sentinels,
     read_declared,
 )
+from pretrain.files import replacing
 
 ALWAYS_ALONE = ("\n", "\t", "\r")  # separate tokens
 LONGEST_LINE = 4096
@@ -208,14 +208,16 @@ def train_model(
 def _explained(error: RuntimeError, vocab_size: int, character_coverage: float) -> Exception:
     """Convert an error about the vocabulary's size to a UserError; return any other error unchanged."""
     text = str(error)
-    if found := re.search(r"Please set it to a value <= (\d+)", text):
+    most = re.search(r"Please set it to a value <= (\d+)", text)
+    if most:
         return UserError(
-            f"vocab_size={vocab_size} exceeds what this text can fill: use at most {found[1]}, or train on more text"
+            f"vocab_size={vocab_size} exceeds what this text can fill: use at most {most[1]}, or train on more text"
         )
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
+    least = re.search(r"smaller than required_chars\. \d+ vs (\d+)", text)
+    if least:
         return UserError(
             f"vocab_size={vocab_size} is too small: the special pieces, bytes and characters of this text are "
-            f"{found[1]} pieces; raise vocab_size to at least {found[1]}, or lower "
+            f"{least[1]} pieces; raise vocab_size to at least {least[1]}, or lower "
             f"character_coverage={character_coverage}"
         )
     return error

@@ -61,7 +61,8 @@ class InTurn:
         return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
 
 
-_OURS, _THEIRS = f"{OUR_LAYER}.mlp", f"{LAYER}.mlp"
+_OURS = f"{OUR_LAYER}.mlp"
+_THEIRS = f"{LAYER}.mlp"
 ATTENTION_TABLE = (
     *COMMON,
     QKV_BIAS,

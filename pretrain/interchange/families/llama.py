@@ -287,7 +287,8 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("use_sliding_window"):
         raise UserError(f"use_sliding_window={toml(config['use_sliding_window'])} is not supported: it must be false")
-    step, dense = read_int(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step = read_int(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     if not isinstance(dense, list) or any(type(n) is not int or n not in layers for n in dense):
         raise UserError(f"mlp_only_layers={toml(dense)} must be a list of layers from 0 to {len(layers) - 1}")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from forks import only
 
 from pretrain.config import AttentionConfig, DataConfig, ModelConfig, MoEConfig, Recipe
@@ -156,18 +155,16 @@ def recipe_of(name):
 
 def count(names):
     """(parameters, those of experts that a token does not meet) of each model as it is built."""
-    import torch.distributed as dist
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from fmoe.parallel import is_expert
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
     from pretrain.engine.model import build_model
-    from pretrain.start.process import Processes
 
     cpu.install()
     recipes = [recipe_of(name) for name in names]
-    init_parallel(recipes[0], Processes(dist.get_rank(), 1, torch.device("cpu")))
+    init_parallel(recipes[0])
     counts = []
     for recipe in recipes:
         model_parallel_cuda_manual_seed(1)

@@ -81,10 +81,9 @@ def on_both(recipe):
     from pretrain.engine import init_parallel
     from pretrain.engine.meta import build_on_meta
     from pretrain.engine.model import build_model
-    from pretrain.start.process import Processes
 
     cpu.install()
-    init_parallel(recipe, Processes(dist.get_rank(), 1, torch.device("cpu")))
+    init_parallel(recipe)
     real = shapes(build_model(recipe))
     with pytest.raises(RuntimeError, match="use a process without process groups"):
         build_on_meta(recipe)

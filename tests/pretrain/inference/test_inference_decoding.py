@@ -107,10 +107,9 @@ MODELS = {
 def start():
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
-    from pretrain.start.process import Processes
 
     cpu.install()
-    init_parallel(Recipe(), Processes(0, 1, torch.device("cpu")))
+    init_parallel(Recipe())
 
 
 def model_of(recipe, *, drops=False):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.interchange.outgoing import recipe_of
-from pretrain.start.resume import PUBLISHED
+from pretrain.interchange.published import PUBLISHED
 
 CLASSES = {
     "T5Config": "T5ForConditionalGeneration",
@@ -120,7 +120,7 @@ def random_run(folder: Path, model: ModelConfig | Recipe):
     recipe.check()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     if not parallel_state.model_parallel_is_initialized():
-        init_parallel(recipe, processes)
+        init_parallel(recipe)
     engine = Engine(recipe, processes)
     torch.manual_seed(3)
     with torch.no_grad():

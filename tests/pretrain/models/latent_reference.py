@@ -80,17 +80,15 @@ def reference(weights, hidden):
 
 def both(rank):
     """(ours, the reference's): output and gradients of input and weights, of two sequences."""
-    import torch.distributed as dist
 
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
     from pretrain.engine.model import build_model
-    from pretrain.start.process import Processes
 
     cpu.install()
     recipe = Recipe(model=MODEL.with_values({"attention.q_lora_rank": rank}))
     recipe.check()
-    init_parallel(recipe, Processes(dist.get_rank(), 1, torch.device("cpu")))
+    init_parallel(recipe)
     attention = build_model(recipe).decoder.layers[1].self_attention
     torch.manual_seed(0)
     with torch.no_grad():

@@ -76,21 +76,10 @@ def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Pat
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
     """Raise a `UserError` for the first output that is one of the inputs, even under another name."""
-    existing = [path for path in outputs if path.exists()]
-    if not existing:
-        return
-    read = {identity for path in inputs if (identity := _identity(path)) is not None}
-    for path in existing:
-        if _identity(path) in read:
+    existing = [path for path in inputs if os.path.exists(path)]  # others are reported when they are read
+    for path in outputs:
+        if path.exists() and any(path.samefile(file) for file in existing):
             raise UserError(f"{path} is an input and would be overwritten; choose another output")
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:  # reported when it is read
-        return None
-    return status.st_dev, status.st_ino
 
 
 def with_ending(prefix: Path, suffix: str) -> Path:
@@ -124,9 +113,11 @@ def _remove_leftovers(path: Path) -> None:
     except OSError:
         return  # the folder is missing, or `_create` reports the error
     for name in names:
-        if (found := pattern.fullmatch(name)) is None:
+        match = pattern.fullmatch(name)
+        if match is None:
             continue
-        leftover, pid = path.with_name(name), int(found[1])
+        leftover = path.with_name(name)
+        pid = int(match[1])
         if (pid != os.getpid() and _is_alive(pid)) or _is_locked(leftover):
             logger.warning("%s is kept: process %d may still be writing it", leftover, pid)
             continue

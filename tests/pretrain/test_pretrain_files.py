@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data.files import refuse_existing, replacing
+from pretrain.files import refuse_existing, replacing
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_last_file_vouches_for_the_others(tmp_path: Path, monkeypatch: pytes
             raise KeyboardInterrupt
         source.rename(target)
 
-    monkeypatch.setattr("pretrain.data.files.os.replace", rename)
+    monkeypatch.setattr("pretrain.files.os.replace", rename)
     with pytest.raises(KeyboardInterrupt), replacing(*paths) as files:
         for file in files:
             file.write(b"1")
