@@ -80,14 +80,6 @@ def test_a_line_that_no_tracker_wrote_is_named(tmp_path, bad):
         file.refresh()
 
 
-def test_what_a_folder_tells(tmp_path):
-    run = RunFolder(write_run(tmp_path / "run", 20))
-    assert run.refresh() and not run.refresh()
-    assert run.recipe["model.kind"] == "gpt" and run.total_steps == 20
-    assert run.run_info["world_size"] == 2 and run.events == []
-    assert run.record.loads.sizes == {1: 4, 2: 4}
-
-
 @pytest.mark.parametrize(("name", "text"), [("config.toml", "[a\n"), ("run.json", "{"), ("run.json", "[]")])
 def test_a_damaged_file_is_named(tmp_path, name, text):
     folder = write_run(tmp_path / "run", 5)
