@@ -3,18 +3,24 @@
 For a tiny random model of each family in float64, a table with the largest relative errors of output and gradients,
 compared with the eager experts of transformers. The loss includes the model's own auxiliary loss, if it has one. The
 converted model is saved, and loaded by transformers. If it differs, or an error is above 1e-10, the exit code is 1.
+
+With ``--rounds``, training steps of a small Qwen3-MoE are timed too: converted, and with the eager and the grouped_mm
+experts of transformers. Saved is the memory that autograd keeps for the backward pass, without parameters.
 """
 
 import copy
+import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fmoe
-from bench import options, report
+from bench import frame, options, report
+from bench.studies.recompute import Kept
 from fmoe.convert import RoutedMoE
 
 LIMIT = 1e-10
@@ -77,13 +83,22 @@ MODELS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str]) -> int:
     parser = options.bare_parser("experts", __doc__)
     parser.add_argument("--families", nargs="+", choices=MODELS, default=[*MODELS], help="prefixes of classes")
+    parser.add_argument("--rounds", type=int, default=0, help="timed steps of every contender; 0 for none")
+    parser.add_argument("--width", type=int, default=256, help="width of the timed model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the timed model")
+    parser.add_argument("--experts", type=int, default=32, help="experts of each of its layers")
+    parser.add_argument("--length", type=int, default=256, help="tokens of each of its 4 sequences")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the timed model")
     arguments = parser.parse_args(argv)
+    options.at_least(arguments, rounds=0, width=16, layers=1, experts=4, length=1)
     rows = [compared(family) for family in arguments.families]
     lines = ["| model of transformers | weights | output | gradients | saved and loaded |", "|---|---|---|---|---|"]
     for row in rows:
         saved = "bit-equal" if row["is_same_when_loaded"] else "differs"
         lines.append(f"| {row['family']} | {row['weights']} | {row['output']:.0e} | {row['gradients']:.0e} | {saved} |")
     report.write_rows(rows, "\n".join(lines) + "\n", arguments.out, "experts")
+    if arguments.rounds:
+        report.write([timed(arguments)], arguments.out, "experts speed")
     is_met = all(max(row["output"], row["gradients"]) <= LIMIT and row["is_same_when_loaded"] for row in rows)
     return 0 if is_met else 1
 
@@ -168,3 +183,45 @@ def compared(family: str) -> dict[str, Any]:
         "gradients": max(relative_error(gradients[name], value) for name, value in expected.items()),
         "is_same_when_loaded": loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state),
     }
+
+
+def timed(arguments: Any) -> frame.Measurement:
+    """Time training steps of a small Qwen3-MoE whose experts run in transformers or, converted, in fmoe."""
+    sizes = {
+        "hidden_size": arguments.width,
+        "moe_intermediate_size": arguments.width // 2,
+        "head_dim": arguments.width // 4,
+        "num_experts": arguments.experts,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": arguments.layers,
+        "mlp_only_layers": [],
+        "max_position_embeddings": arguments.length,
+    }
+    tokens = torch.randint(61, (4, arguments.length), generator=torch.Generator().manual_seed(0))
+    model = tiny("Qwen3Moe", getattr(torch, arguments.dtype), **sizes).train()
+    kept: dict[str, int] = {}
+
+    def setup(name: str) -> Callable[[], None]:
+        mine = copy.deepcopy(model)
+        if name == "fmoe":
+            fmoe.fmoefy(mine)
+        else:
+            mine.set_experts_implementation(name)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=1e-3)
+        saved = Kept(mine)
+        with saved:
+            mine(input_ids=tokens, labels=tokens)
+        kept[name] = saved.bytes
+
+        def step() -> None:
+            mine(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    names = ("fmoe", "grouped_mm", "eager")
+    contenders = [frame.Contender(name, functools.partial(setup, name), tokens.numel()) for name in names]
+    label = f"{arguments.layers} layers of {arguments.experts} experts, width {arguments.width}, {arguments.dtype}"
+    found = frame.measure(contenders, rounds=arguments.rounds, warmup=2, reference="grouped_mm", label=label)
+    return replace(found, facts={name: {"saved": f"{size / 2**20:.3f} MiB"} for name, size in kept.items()})

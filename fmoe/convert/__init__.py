@@ -85,7 +85,8 @@ def fmoefy(
 
     Raises:
         UserError: no block is found (the message counts the modules by class); the model is wrapped or has MoE layers
-            already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
+            already; its own experts have an unknown form, or are quantized or shared between layers; ``layers`` is out
+            of range; upcycling cannot keep the output; an option is invalid.
     """
     chosen_here: dict[str, Any] = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
     chosen_here |= {"granularity": granularity, "seed": seed}

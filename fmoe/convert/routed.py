@@ -40,7 +40,7 @@ class Form:
         return any("{}" in part for parts in self.names.values() for part in parts)
 
     def is_same(self, name: str) -> bool:
-        """Return whether one tensor of the model holds the parameter ``name`` in the layout of `FFNExperts`."""
+        """Return whether one tensor of the model holds the parameter ``name`` in fmoe's layout."""
         is_moved = self.is_transposed and name.startswith("weight")
         is_mixed = self.is_interleaved and name.endswith("_in")
         return len(self.names[name]) == 1 and not (self.is_listed or is_moved or is_mixed)
@@ -50,7 +50,7 @@ class Form:
         return [part.format(i) for part in self.names[name] for i in (experts if "{}" in part else experts[:1])]
 
     def read(self, name: str, tensors: Mapping[str, Tensor], experts: Sequence[int]) -> Tensor:
-        """Return the parameter ``name`` of `FFNExperts` of these experts (global ids), given the model's tensors."""
+        """Return fmoe's parameter ``name`` of these experts (global ids), given the model's tensors."""
         parts = []
         for part in self.names[name]:
             value = torch.stack([tensors[part.format(i)] for i in experts]) if "{}" in part else tensors[part]

@@ -303,7 +303,8 @@ def assert_equal_to_one_process(results, family, ep):
             if name.startswith(prefixes) and whole.shape != value.shape:
                 layer = next(n for n in first if name.startswith(f"{n}."))
                 whole = whole[first[layer] : first[layer] + len(value)]
-            assert_close(value, whole, EXACT, name)
+            is_exact = value.dtype == torch.float64  # not the router of Switch, which transformers makes float32
+            assert_close(value, whole, EXACT if is_exact else 1e-6, name)
         saved |= state
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
