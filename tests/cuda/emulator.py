@@ -5,6 +5,7 @@ Not a test itself. `on_cpu` makes them the kernels of tensors on the CPU, so tha
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -34,19 +35,26 @@ def build(source: Path, names: Sequence[str], folder: Path) -> "Library":
     texts = [host, FLAGS, WARNINGS, compiler, *(file.read_text() for file in files)]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
     library = folder / f"{source.stem}-{key}.so"
-    if not library.exists():
-        code = folder / f"{source.stem}-{key}-{os.getpid()}.cpp"
-        code.write_text(host)
-        built = code.with_suffix(".so")
-        folders = [f"-I{HEADERS}", f"-I{source.parent}"]
-        command = [compiler, *FLAGS.split(), *WARNINGS.split(), *folders, "-o", built, code]
-        done = subprocess.run(command, capture_output=True, text=True)
-        code.unlink()
-        assert done.returncode == 0, done.stderr
-        for older in folder.glob(f"{source.stem}-????????????????????.so"):  # not what another process builds
-            older.unlink(missing_ok=True)
-        built.replace(library)
+    with open(folder / f"{source.stem}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may compile it
+        if not library.exists():
+            _compile(host, source, library)
     return Library(library)
+
+
+def _compile(host: str, source: Path, library: Path) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    code = library.with_suffix(".cpp")
+    code.write_text(host)
+    built = library.with_suffix(".building")
+    folders = [f"-I{HEADERS}", f"-I{source.parent}"]
+    command = [compiler, *FLAGS.split(), *WARNINGS.split(), *folders, "-o", built, code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    code.unlink()
+    assert done.returncode == 0, done.stderr
+    for older in library.parent.glob(f"{source.stem}-*.so"):
+        older.unlink(missing_ok=True)
+    built.replace(library)
 
 
 def build_all(folder: Path) -> "dict[str, Library]":
