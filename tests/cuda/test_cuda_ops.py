@@ -226,23 +226,6 @@ def test_flops_are_counted_as_those_of_the_torch_path(frozen):
     assert totals[0] == totals[1] > 0
 
 
-def test_only_what_is_needed():
-    """Frozen weights, or tokens that need no gradient."""
-    plan = plan_of()
-    x = draw(T, D, requires_grad=False)
-    weight = draw(T, K, seed=1, requires_grad=False)
-    w_in = draw(E, H, D, seed=2, requires_grad=False)
-    w_out = draw(E, D, H, seed=3)
-    out = ffn.expert_ffn(x, w_in, None, w_out, None, None, ACTIVATIONS["relu"], **plan.fused_arguments(weight))
-    out.sum().backward()
-    assert w_out.grad is not None and x.grad is None and w_in.grad is None
-    exact = w_out.detach().double().requires_grad_()
-    given = reference.permute(x.double(), plan.perm_N, plan.inverse_TK, int(plan.count_E.sum()))
-    rows_MD = reference.expert_ffn(given, w_in.double(), None, exact, None, plan.counts, torch.relu)
-    reference.combine(rows_MD, weight.double(), plan.inverse_TK).sum().backward()
-    assert_close(w_out.grad, exact.grad, 1e-5, "w_out")
-
-
 def cases():
     """Each operation with arguments."""
     plan = plan_of(0.0)  # of dropped rows the pre-activations are whatever was in memory

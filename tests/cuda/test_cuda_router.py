@@ -202,13 +202,3 @@ def test_frozen_parts(on):
             assert (p.grad is None) == (q.grad is None), name
             if q.grad is not None:
                 assert_close(p.grad, q.grad, 1e-5, name)
-
-
-def test_manual_losses(on):
-    one, other = layers(aux_loss="manual")
-    x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(6))
-    for layer in (one, other):
-        y = layer(x.to(next(layer.parameters()).dtype))
-        (y.sum() + fmoe.collect_losses(layer)).backward()
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert_close(p.grad, q.grad, 1e-5, name)

@@ -151,36 +151,6 @@ def test_every_configuration_is_a_right_one(monkeypatch):
         assert_close(hidden, expected, 1e-5, str(config))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_main_grad_and_frozen_weights(dtype):
-    case = next(c for c in map(Case, range(400)) if c.dtype == dtype and c.gated and 5 < sum(c.plan.counts) < 12)
-    plain = case.results(case.fused, dtype)
-    sums = {}
-
-    def accumulating(x, w_in, b_in, w_out, b_out, weight):
-        for name, w in (("w_in", w_in), ("w_out", w_out)):
-            w.main_grad = torch.ones(w.shape)
-            w.grad_added_to_main_grad = False
-            sums[name] = w
-        call = (None, ACTIVATIONS[case.activation], True)
-        options = {**case.plan.fused_arguments(weight), "gemm": "triton", "into_main_grad": True}
-        return ffn.expert_ffn(x, w_in, b_in, w_out, b_out, *call, **options)
-
-    found = case.results(accumulating, dtype)
-    for name, w in sums.items():
-        assert w.grad_added_to_main_grad
-        assert_close(w.main_grad - 1, plain[name], 1e-5 if dtype == torch.float32 else 1e-2, name)
-    assert all(torch.equal(found[name], plain[name]) for name in ("out", "x", "weight"))
-    for t in case.inputs[1:]:
-        if t is not None:
-            t.requires_grad_(False)
-    x, *others = case.inputs
-    leaf = x.clone().requires_grad_()
-    case.fused(leaf, *others, case.weight).backward(case.grad)
-    assert_close(leaf.grad, plain["x"], 1e-6, "x alone")
-
-
 def test_rows_that_came_from_elsewhere(on):
     """Counts on the host, as after an exchange."""
     of = Experts()

@@ -121,18 +121,3 @@ def test_the_estimate_of_a_cubic_loss(picked):
     else:
         expected = loss(prob[picked]) * score
     assert_close(0.75 * estimates[0] + 0.25 * estimates[1], expected.unsqueeze(1) * x, 1e-9, "estimate")
-
-
-def test_samples_follow_the_probabilities():
-    gate = build(top_k=1, margin=10.0)
-    x = tokens()[:1].expand(20_000, -1)
-    with torch.no_grad():
-        gate.weight.mul_(0.3)
-        routing = gate(x, RoutingGroups(1, len(x), noise_key=lambda: 9))
-        prob = (x[0] @ gate.weight.t()).softmax(0)
-    shares = routing.expert_TK.flatten().bincount(minlength=EXPERTS) / len(x)
-    assert (shares - prob).abs().max() < 0.012
-    is_best = routing.expert_TK == prob.argmax()
-    ratio = routing.weight_TK / prob[routing.expert_TK]
-    assert_close(ratio[is_best], torch.ones(int(is_best.sum())), 1e-6, "weights of the best")
-    assert (ratio[~is_best] < 0.5).float().mean().item() == pytest.approx(0.75, abs=0.02)
