@@ -1,17 +1,9 @@
-"""The study of large batches: which runs it asks for, what it makes of them, and a small slice of it for real."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The study of large batches: which runs it asks for, and what it makes of them."""
 
 import pytest
 
-from bench.studies import large_batch, sweep
+from bench.studies import sweep
 from bench.studies.large_batch import CONTENDERS, Size, Study
-from fmoe.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -60,23 +52,6 @@ def test_means_and_gaps():
     assert sweep.gap({1: 3.0, 2: 3.0, 3: 9.0}, {1: 2.5, 2: 2.75}) == pytest.approx((0.375, 0.125 * 2**0.5))
     assert sweep.gap({1: 3.0}, {2: 2.5}) is None
     assert sweep.gap({1: None}, {1: 2.5}) is None
-
-
-@pytest.mark.slow  # a run of each contender
-def test_a_small_slice_for_real(tmp_path, capsys):
-    """Runs of `fmoe train`."""
-    command = [sys.executable, "-m", "bench", "large_batch", "--quick", "--out", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    shown = ["--quick", "--report", "--out", str(tmp_path)]
-    with pytest.raises(UserError, match="no run has finished"):
-        large_batch.main(shown)
-    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert first.returncode == 0, first.stderr
-    runs = 2 * len(large_batch.CONTENDERS)
-    assert first.stdout.count("validation loss") == runs + 1, "two seeds of each contender, and the table"
-    table = (tmp_path / "large_batch.md").read_text()
-    large_batch.main(shown)
-    assert capsys.readouterr().out == table + "\n"
 
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
