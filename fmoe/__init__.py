@@ -31,6 +31,7 @@ __all__ = [
     "end_step",
     "fmoefy",
     "metrics",
+    "parallelize",
     "register_adapter",
     "register_exchange",
     "register_expert",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fmoe.kernels.rows import DispatchPlan
     from fmoe.metrics import metrics
     from fmoe.moe import MoE
+    from fmoe.parallel.parallelize import parallelize
     from fmoe.routing import Routing, RoutingGroups, RoutingStats
     from fmoe.soft import MMoE, SoftMoE
 else:
@@ -65,6 +67,7 @@ else:
         "kernels.rows": ("DispatchPlan",),
         "metrics": ("metrics",),
         "moe": ("MoE",),
+        "parallel.parallelize": ("parallelize",),
         "routing": ("Routing", "RoutingGroups", "RoutingStats"),
         "soft": ("MMoE", "SoftMoE"),
     }

@@ -17,6 +17,7 @@ LIBRARIES = {
     "hf_bert": ("transformers",),
     "hf_trainer": ("transformers", "accelerate"),
     "lightning_module": ("lightning",),
+    "parallel_trainer": ("transformers", "accelerate"),
 }
 
 

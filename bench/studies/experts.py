@@ -112,7 +112,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, **values: Any) -> Any:
     kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
     model = getattr(transformers, f"{family}{kind}")._from_config(config).to(dtype)
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):  # zeros would hide a bias in the wrong place
                 tensor.normal_(std=0.2)
     if family != "SwitchTransformers":

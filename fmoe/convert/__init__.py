@@ -127,8 +127,12 @@ _DEFAULTS = {
 _TAKEN = ("moe_group", "exchange", "exchange_options", "backend", "check")
 
 
-def _take_over(model: nn.Module, layers: str | int | Collection[int] = "all", **options: Any) -> nn.Module:
-    """Convert the model's own experts, in place; arguments as in `fmoefy`."""
+def own_experts(model: nn.Module, layers: str | int | Collection[int] = "all", **options: Any) -> list[Found]:
+    """Return the experts of a model that `fmoefy` without ``num_experts`` converts; an empty list if it has none.
+
+    Raises:
+        UserError: they cannot be converted, or an option is not for them.
+    """
     found, refused = search(model, ExpertBlock)
     known = {f.name for f in found}
     for name, module in model.named_modules():
@@ -137,7 +141,7 @@ def _take_over(model: nn.Module, layers: str | int | Collection[int] = "all", **
     if refused:
         raise UserError(f"the experts of {type(model).__name__} cannot be converted: {_listed(refused)}")
     if not found:
-        raise UserError(f"num_experts is missing: {type(model).__name__} has no experts, only dense blocks")
+        return []
     for option, value in options.items():
         if option not in _TAKEN:
             raise UserError(f"{option}={value!r} is for dense blocks: pass num_experts too, or omit {option}")
@@ -147,6 +151,15 @@ def _take_over(model: nn.Module, layers: str | int | Collection[int] = "all", **
         tied = [tensor for tensor, value in block.tensors.items() if uses[id(value)] > 1]
         if tied:
             raise UserError(f"{name}.{tied[0]} is shared with another module: each layer needs experts of its own")
+    return chosen
+
+
+def _take_over(model: nn.Module, **options: Any) -> nn.Module:
+    """Convert the model's own experts, in place; arguments as in `fmoefy`."""
+    chosen = own_experts(model, **options)
+    if not chosen:
+        raise UserError(f"num_experts is missing: {type(model).__name__} has no experts, only dense blocks")
+    options.pop("layers", None)
     made = [(block, block.layer(name, **options)) for name, _, block in chosen]
     for block, layer in made:
         _install(model, block, layer)
@@ -348,5 +361,6 @@ __all__ = [
     "find_experts",
     "fmoefy",
     "linear_map",
+    "own_experts",
     "register_family",
 ]

@@ -27,9 +27,7 @@ from fmoe.errors import one_line
 from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS, Activation, FFNExperts
 
 # Sizes of the copy that runs, under the names that models have for them.
-_EXPERTS = 3
-_WIDTH = 6
-_HIDDEN = 4
+_EXPERTS, _WIDTH, _HIDDEN = 3, 6, 4
 _SIZES = {"num_experts": _EXPERTS, "hidden_dim": _WIDTH, "hidden_size": _WIDTH}
 _SIZES |= {"intermediate_dim": _HIDDEN, "intermediate_size": _HIDDEN, "expert_dim": _HIDDEN}
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
@@ -123,8 +121,8 @@ def stacked_experts(module: nn.Module) -> list[ExpertBlock | Refusal]:
     if reason is not None:
         return [Refusal(reason)]
     is_gated = first == "gate_up_proj"
-    activations: list[Any] = [*ACTIVATIONS, *(GATED_ACTIVATIONS if is_gated else ())]
-    activations += [f for f in [*module.children(), *vars(module).values()] if callable(f) and not isinstance(f, type)]
+    activations = [*ACTIVATIONS, *(GATED_ACTIVATIONS if is_gated else ())]
+    activations += [f for f in (*module.children(), *vars(module).values()) if callable(f) and not isinstance(f, type)]
     reasons = []
     for is_transposed in (False, True):
         twin = _small_copy(module, names, is_gated, is_transposed)

@@ -5,20 +5,27 @@ from fmoe.parallel.ddp import DenseAverager, DistributedDataParallel
 from fmoe.parallel.fsdp import fully_shard, no_sync
 from fmoe.parallel.gradients import average_gradients, clip_grad_norm_, grad_norm, is_expert
 from fmoe.parallel.groups import ParallelGroups, init
+from fmoe.parallel.parallelize import parallelize
+from fmoe.parallel.pretrained import load_hf, save_hf
+from fmoe.parallel.trainer import TrainerMixin
 
 __all__ = [
     "DenseAverager",
     "DistributedDataParallel",
     "ParallelGroups",
+    "TrainerMixin",
     "average_gradients",
     "clip_grad_norm_",
     "fully_shard",
     "grad_norm",
     "init",
     "is_expert",
+    "load_hf",
     "load_optimizer_state_dict",
     "load_state_dict",
     "no_sync",
     "optimizer_state_dict",
+    "parallelize",
+    "save_hf",
     "state_dict",
 ]

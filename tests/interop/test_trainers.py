@@ -142,6 +142,53 @@ def test_trainer_resumes_from_its_checkpoint(tmp_path):
     assert resumed.keys() == whole.keys() and all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+PARALLEL = {"train_sampling_strategy": "sequential", "max_steps": 4, "logging_steps": 1}
+PARALLEL |= {"save_strategy": "steps", "save_steps": 2}
+
+
+def plain_parallel_loop(parallel_trainer):
+    """Losses, norms and parameters of the example without Trainer, in one process."""
+    model = parallel_trainer.make_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    rows = torch.stack([row["input_ids"] for row in parallel_trainer.make_data()])
+    logs = []
+    for step in rows.split(parallel_trainer.BATCH)[: PARALLEL["max_steps"]]:
+        loss = model(input_ids=step, labels=step).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        logs.append((loss.item(), norm.item()))
+    return logs, model.state_dict()
+
+
+def parallel_trainer_on_a_rank(folder, checkpoint=None):
+    set_environment()
+    trainer = load("parallel_trainer").main(output_dir=folder, resume_from_checkpoint=checkpoint, **PARALLEL)
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]]
+
+
+@pytest.mark.slow
+def test_trainer_of_a_split_model_equals_a_plain_loop(forks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    expected, state = plain_parallel_loop(example("parallel_trainer", "transformers", "accelerate"))
+    runs = [
+        (2, "two", None),
+        (1, "one", None),
+        (2, "two again", "one/checkpoint-2"),
+        (1, "one again", "two/checkpoint-2"),
+    ]
+    for size, name, checkpoint in runs:
+        start = None if checkpoint is None else str(tmp_path / checkpoint)
+        for logs in values(forks.run(size, parallel_trainer_on_a_rank, str(tmp_path / name), start)):
+            assert_close(torch.tensor(logs), torch.tensor(expected), 1e-5, "losses and norms")
+        saved = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name / "checkpoint-4", dtype=torch.float32
+        ).state_dict()
+        for key, value in state.items():
+            assert_close(saved[key], value, 2e-2, key)  # Adam turns rounding of tiny gradients into whole steps
+
+
 def plain_accelerate_loop(accelerate_loop):
     """Losses of the example without Accelerate, experts in one process."""
     model = accelerate_loop.make_model(aux_loss="manual")

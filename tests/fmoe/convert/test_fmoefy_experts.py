@@ -72,8 +72,7 @@ def test_bfloat16(family):
     exact.load_state_dict(expected.state_dict())
     model = fmoe.fmoefy(copy.deepcopy(expected))
     inputs = inputs_of(model)
-    names = []
-    results = []
+    names, results = [], []
     for each in (exact, model, expected):
         output = each(**inputs)
         output.loss.backward()
