@@ -139,6 +139,7 @@ BUILDERS = {
     ),
     "t5, modern": kind(
         "t5",
+        0.35,
         **{
             "num_layers": 2,
             "num_decoder_layers": 2,
