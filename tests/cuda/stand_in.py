@@ -31,11 +31,12 @@ def require_compiler() -> None:
         pytest.skip("no gcc: set CC")
 
 
-def run(program: str, *arguments: str, arch: str, folder: Path, **environment: str):
+def run(program: str, *arguments: str, arch: str, folder: Path, paths: tuple[Path, ...] = (), **environment: str):
     """Run a program of this folder with the stand-in, with two GPUs of an architecture such as ``"sm_90"``.
 
     Args:
         folder: an empty folder, for the stand-in and its log.
+        paths: folders from which the program imports packages before installed ones.
 
     Returns:
         (what the program printed, as JSON; the log of the stand-in: a list of launches and refusals).
@@ -45,7 +46,7 @@ def run(program: str, *arguments: str, arch: str, folder: Path, **environment: s
     log.touch()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "FMOE_"))}
     kept |= {"STAND_IN_ARCH": arch.removeprefix("sm_"), "STAND_IN_LOG": str(log), "LD_LIBRARY_PATH": str(folder)}
-    kept |= {"TRITON_LIBCUDA_PATH": str(folder), "PYTHONPATH": str(HERE.parents[1])}
+    kept |= {"TRITON_LIBCUDA_PATH": str(folder), "PYTHONPATH": os.pathsep.join(map(str, (*paths, HERE.parents[1])))}
     command = [sys.executable, str(HERE / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**kept, **environment}, timeout=550)
     lines = log.read_text().splitlines()

@@ -1,9 +1,12 @@
 """Compiling, caching and locking, on a machine without a GPU, with a kernel that compiles at once."""
 
 import contextlib
+import ctypes
 import logging
 import sys
+import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from fmoe.commands import build as cli
 from fmoe.commands import info
 from fmoe.errors import BuildError, UserError
 from fmoe.experts import FFNExperts
-from fmoe.kernels import backends
+from fmoe.kernels import backends, compilation
 from fmoe.kernels.cuda import build, launch, nvrtc, tuning
 from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda.launch import DeviceLauncher, Geometry
 from fmoe.kernels.native import loader as native
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed", exc_type=ImportError)
@@ -80,6 +84,13 @@ def test_built_once_then_from_the_cache(folder, compiled, caplog, arch):
     assert all(build.cached(other) is None for other in ARCHS if other != arch)
 
 
+def test_whole_by_its_sum_and_no_archive(folder, tmp_path):
+    path = tmp_path / "library.zip"
+    path.write_bytes(b"no archive")
+    with pytest.raises(BuildError, match="does not load: File is not a zip file"):
+        build.read(path)
+
+
 def test_key(tmp_path, monkeypatch):
     """Sources, headers, instances, architecture and NVRTC, and nothing else."""
     ours = sources(tmp_path / "src")
@@ -112,6 +123,29 @@ def test_without_nvrtc(monkeypatch, caplog):
     path = build.library("sm_90")
     monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
     assert build.library("sm_90") == build.cached("sm_90") == path
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "package"),
+    [(None, "nvidia-cuda-nvrtc"), ("13.0", "nvidia-cuda-nvrtc"), ("12.8", "nvidia-cuda-nvrtc-cu12")],
+)
+def test_missing_packages_are_named(monkeypatch, torch_cuda, package):
+    from cuda.bindings import nvrtc as bindings
+
+    def not_found():
+        raise RuntimeError("libnvrtc.so.13: no such file\nand a page more")
+
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(bindings, "nvrtcVersion", not_found)
+    with pytest.raises(
+        BuildError, match=rf"^NVRTC is not found \(libnvrtc.so.13: no such file\): pip install {package}$"
+    ):
+        nvrtc.find()
+    extra = r"fmoe\[cuda12\]" if torch_cuda == "12.8" else r"fmoe\[cuda\]"
+    for damage in (ModuleNotFoundError("no cuda.core"), OSError("libcuda.so.1: cannot open")):
+        monkeypatch.setattr(nvrtc.importlib, "import_module", MagicMock(side_effect=damage))
+        with pytest.raises(BuildError, match=rf"^cuda.core is not usable \({damage}\): pip install '{extra}'$"):
+            nvrtc.find()
 
 
 def test_compile_errors_are_one_line(tmp_path, folder, monkeypatch):
@@ -227,17 +261,141 @@ def test_off(monkeypatch, caplog):
         cuda.is_off()
 
 
-def test_another_cuda_core_is_a_reason(monkeypatch):
-    """A layer is made all the same, and runs on the torch path."""
+class FakeCore:
+    """cuda.core without a driver: notes what it is given."""
+
+    LEGACY_DEFAULT_STREAM = "the default stream"
+
+    def __init__(self, refuses=False):
+        self.launched = []
+        self.loaded = []
+        self._refuses = refuses
+        self.ObjectCode = self.Stream = self
+        self.contexts = []  # (thread, device), where a context was made current
+
+    def from_cubin(self, cubin, symbol_mapping):
+        self.loaded.append(cubin)
+        return SimpleNamespace(get_kernel=lambda name: self._kernel(symbol_mapping[name]))
+
+    def _kernel(self, symbol):
+        if self._refuses:
+            raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU\nand more")
+        return symbol
+
+    def from_handle(self, handle):
+        return f"stream {handle}"
+
+    def Device(self, number):
+        return SimpleNamespace(set_current=lambda: self.contexts.append((threading.get_ident(), number)))
+
+    def LaunchConfig(self, **options):
+        return options
+
+    def launch(self, *arguments):
+        self.launched.append(arguments)
+
+
+def test_launches(monkeypatch):
+    """On torch's current stream, by the kernel's symbol, all arguments of 8 bytes."""
+    core = FakeCore()
+    streams = iter([0, 7, 7])
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams)))
+    launcher = DeviceLauncher(
+        [(b"rows", {"fmoe::gather<float, float>": "_Zgather"}), (b"plan", {"fmoe::place": "_Zp"})]
+    )
+    given = torch.zeros(4)
+    geometry = Geometry((3, 1, 1), (32, 8, 1), 64)
+    for kernel in ("fmoe::place", "fmoe::gather<float, float>", "fmoe::place"):
+        launcher(kernel, geometry, (given, None, 5, True, 0.5), torch.device("cuda", 0))
+    assert [stream for stream, *_ in core.launched] == ["the default stream", "stream 7", "stream 7"]
+    _, config, kernel, *values, real = core.launched[0]
+    assert config == {"grid": (3, 1, 1), "block": (32, 8, 1), "shmem_size": 64} and kernel == b"_Zp"
+    assert values == [given.data_ptr(), 0, 5, 1] and isinstance(real, ctypes.c_double) and real.value == 0.5
+    assert core.loaded == [b"rows", b"plan"]
+
+
+def test_every_thread_has_a_context_before_it_launches(monkeypatch):
+    """torch's autograd threads too, and threads that have called nothing of CUDA before."""
+    core = FakeCore()
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    launcher = DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
+
+    def launch(*devices):
+        for number in devices:
+            before = len(core.launched)
+            device = torch.device("cuda" if number is None else f"cuda:{number}")
+            launcher("fmoe::place", Geometry((1, 1, 1), (32, 1, 1)), (1,), device)
+            assert len(core.launched) == before + 1
+            assert (threading.get_ident(), number or 0) in core.contexts
+
+    launch(None, 0, 0)
+    thread = threading.Thread(target=launch, args=(0, 1, 0, 1))
+    thread.start()
+    thread.join()
+    launch(1, 0)
+    here = threading.get_ident()
+    there = thread.ident
+    assert core.contexts == [(here, 0), (there, 0), (there, 1), (here, 1)]
+
+
+def test_what_the_driver_says_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", FakeCore(refuses=True))
+    says = r"^the driver refuses the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
+    with pytest.raises(BuildError, match=says):
+        DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
+
+
+class OtherCore(FakeCore):
+    """A version of cuda.core with another interface."""
+
+    def __init__(self, lacks=(), raises=None):
+        super().__init__()
+        self._lacks = lacks
+        self._raises = raises
+
+    def __getattribute__(self, name):
+        if name in object.__getattribute__(self, "__dict__").get("_lacks", ()):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def from_cubin(self, cubin, symbol_mapping):
+        raise self._raises
+
+
+@pytest.mark.parametrize(
+    ("core", "reason"),
+    [
+        (OtherCore(lacks=["Stream"]), "cuda.core is not usable (cannot import name 'Stream'"),
+        (OtherCore(raises=TypeError("got an unexpected keyword argument")), "cuda.core is not usable (got an unexp"),
+        (OtherCore(raises=AttributeError("no 'from_cubin'")), "cuda.core is not usable (no 'from_cubin')"),
+    ],
+    ids=["a name is missing", "another argument", "another class"],
+)
+def test_another_cuda_core_is_a_reason(core, reason, monkeypatch, caplog):
+    """A layer is made all the same, and runs on the torch path; so it is with errors that nobody has thought of."""
     build.library("sm_90")
-    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
     monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
     monkeypatch.setattr(native, "load", lambda: False)  # it would be compiled
     on_a_gpu(monkeypatch)
     FFNExperts(2, 4, 6)
-    assert cuda.why().startswith("cuda.core is not usable (cannot import name ") and "\n" not in cuda.why()
+    assert cuda.why().startswith(reason) and "\n" not in cuda.why()
     with pytest.raises(UserError, match=r"^backend='cuda' is unavailable: cuda.core is not"):
         FFNExperts(2, 4, 6, backend="cuda")
+
+
+def test_any_failure_of_loading_is_a_reason(monkeypatch):
+    def fail(arch):
+        raise KeyError("nowhere")
+
+    monkeypatch.setattr(cuda, "_launcher", fail)
+    on_a_gpu(monkeypatch)
+    assert not cuda.load() and cuda.why() == "KeyError: 'nowhere'"
 
 
 def test_a_gpu_that_torch_cannot_start_is_a_reason(monkeypatch, caplog):
@@ -255,3 +413,22 @@ def test_a_gpu_that_torch_cannot_start_is_a_reason(monkeypatch, caplog):
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
     with pytest.raises(UserError, match="backend='cuda' is unavailable: RuntimeError: Cannot re-initialize"):
         FFNExperts(2, 4, 6, backend="cuda")
+
+
+def test_another_compiler_interface_is_one_line(monkeypatch):
+    from cuda import core
+
+    def options(**given):
+        raise TypeError("ProgramOptions() got an unexpected keyword argument 'std'")
+
+    monkeypatch.setattr(core, "ProgramOptions", options)
+    with pytest.raises(BuildError, match="unexpected keyword argument 'std'"):
+        build.library("sm_90")
+
+
+def test_a_gpu_that_nvrtc_does_not_support_is_reported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compilation.loader, "architectures", lambda: ["sm_10"])
+    monkeypatch.setattr(nvrtc, "find", lambda: SimpleNamespace(name="NVRTC 13.0", architectures=["sm_80"]))
+    (line,) = compilation.compile_cuda_here(force=False, echo=None)
+    assert line.startswith("the CUDA kernels were not built: arch='sm_10'")

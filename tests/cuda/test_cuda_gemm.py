@@ -11,6 +11,7 @@ from fmoe.kernels.cuda import gemm, triton_gemm, tuning
 from fmoe.kernels.cuda.triton_gemm import Config
 from fmoe.kernels.cuda.tuning import TuningCache
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = Config(16, 16, 16, 4, 2)
 
 
@@ -83,6 +84,12 @@ def test_gemm_is_measured_once(choosing, monkeypatch):
     assert choosing("grouped", width=33) == "loop"  # rows of 132 bytes
 
 
+def test_gemm_of_rows_that_grouped_mm_takes_is_not_used_for_others(choosing, monkeypatch):
+    monkeypatch.setattr(tuning, "fastest", lambda variants, run, key: ("grouped", True))
+    assert choosing(begin=1) == "loop" and choosing() == "grouped"  # the first rows begin at 4 bytes
+    assert choosing(begin=1) == "loop" and choosing() == "grouped"
+
+
 def test_gemm_under_capture_does_not_wait_if_triton_is_right(choosing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for checked, architecture, dtype, width, expected in (
@@ -118,6 +125,13 @@ def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
     alone = fresh()
     alone.put("a", "loop")
     assert alone.get("a") == "loop" and fresh().get("a") is None
+
+
+def test_what_is_not_a_multiple_of_16_bytes_is_not_grouped(monkeypatch):
+    """Also where gate and value together fill a multiple, and each alone does not."""
+    x, w_in, w_out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((4, 16), (2, 24, 16), (2, 16, 12)))
+    assert gemm.choose("grouped", "forward", x, 4, w_in, w_out, None) == "loop"
+    assert gemm.choose("grouped", "forward", x, 4, w_in, torch.zeros(2, 16, 24), None) == "grouped"
 
 
 def test_triton_is_measured_where_it_passes_a_self_check(choosing, monkeypatch, caplog):
@@ -220,3 +234,20 @@ def test_configurations_are_measured_where_that_is_asked_for(monkeypatch, tmp_pa
     monkeypatch.setenv("FMOE_TUNE", "yes")
     with pytest.raises(UserError, match=r"^FMOE_TUNE='yes' must be 0 or 1"):
         choose(depth=32)
+
+
+@pytest.mark.parametrize("kind", triton_gemm.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (300, 5000, 99), (4096, 4096, 1024)], ids=str)
+def test_the_space_of_configurations(sizes, dtype, kind):
+    """Powers of two from 16 on, no larger than there is use for, the default first, each once, all of a size to fit."""
+    gated = kind == "up"
+    space = triton_gemm.configs(kind, dtype, *sizes, gated)
+    assert space[0] == triton_gemm.default_config(kind, dtype, *sizes, gated) and len(set(space)) == len(space)
+    for config in space:
+        for tile, extent in zip((config.rows, config.columns, config.depth), sizes, strict=True):
+            assert tile >= 16 and tile & (tile - 1) == 0 and (tile == 16 or tile < 2 * extent)
+        held = dtype.itemsize * config.stages * config.depth * (config.rows + config.columns * (1 + gated))
+        assert held <= 160 * 1024
+    if sizes[0] == 4096:
+        assert len(space) > 8

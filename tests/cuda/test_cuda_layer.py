@@ -17,8 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import fmoe
 from fmoe.errors import UserError
 from fmoe.exchange import hops
+from fmoe.kernels import gates as gate_kernels
 from fmoe.kernels.cuda import calls, launch, selfcheck, triton_gemm
 from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.rows import DispatchPlan
+from fmoe.layout import LocalTokens
+from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 X = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
@@ -183,6 +187,24 @@ def test_without_a_gpu(monkeypatch):
         layer_of("cuda")
 
 
+def test_the_device_of_the_tokens_is_the_current_one(on, monkeypatch):
+    """In each pass: Triton launches on the current device, and measurements are of its stream."""
+    entered = []
+    device_of = torch.cuda.device_of
+
+    def noted(tensor):
+        entered.append(tensor)
+        return device_of(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", noted)
+    layer = layer_of("cuda")
+    x = torch.randn(5, 24).requires_grad_()
+    y = layer(x)
+    assert len(entered) == 1 and entered[0].shape == x.shape
+    y.sum().backward()
+    assert len(entered) == 2
+
+
 @pytest.mark.parametrize(
     ("setting", "precision"),
     [("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32"), (True, "tf32"), (False, "ieee")],
@@ -326,12 +348,36 @@ def test_nothing_looks_at_a_value_in_a_padded_exchange(kernels, copies_to_device
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["naive", "sigmoid"])
+def test_compiled_without_graph_breaks(gate, on):
+    """From tokens to outputs; the layer around it breaks the graph where it keeps statistics."""
+    layer = layer_of("cuda", gate=gate)
+
+    def run(layer, x):
+        x_TD = x.flatten(0, 1)
+        tokens = LocalTokens([x_TD], x_TD, RoutingGroups(3, 16), x.shape[:-1])
+        routing = gate_kernels.route(layer.gate, tokens)
+        plan = DispatchPlan.from_routing(routing, layer.num_experts)
+        arguments = plan.fused_arguments(routing.weight_TK)
+        operation = layer.experts.operation(tokens.x_TD)
+        return layer.experts.fused_forward(operation, tokens.x_TD, plan.count_E, **arguments)
+
+    plain = results(layer, X, run)
+    layer.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = results(layer, X, compiled)
+    for name, value in plain.items():
+        assert_close(found[name], value, 1e-6, name)
+
+
 def report(layer):
     found = layer.metrics.report()
     return [*found.load, found.entropy, *found.losses.values(), found.tokens]
 
 
-@pytest.mark.slow  # ten seconds to compile; `test_native_layer.py` compiles by default
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("options", [{}, {"gate": "sigmoid"}, {"gate": "switch", "top_k": 1}], ids=str)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_compiled_layer_without_graph_breaks(options, recomputes, on):
@@ -362,3 +408,12 @@ def test_compiled_layer_without_graph_breaks(options, recomputes, on):
         fmoe.set_loss_scale(1.0)
     assert twins[0].metrics.report().tokens == 3 * 48
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.slow
+def test_what_a_compiled_layer_counts_without_gradients(on):
+    """Nothing, as ever."""
+    layer = layer_of("cuda")
+    with torch.no_grad():
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(X)
+    assert layer.metrics.report().tokens == 0

@@ -9,7 +9,7 @@ import fmoe
 from fmoe.experts.ffn import ACTIVATIONS as POINTWISE
 from fmoe.experts.ffn import GATED_ACTIVATIONS
 from fmoe.kernels import reference
-from fmoe.kernels.cuda import ffn, selfcheck, triton_gemm
+from fmoe.kernels.cuda import ffn, gemm, selfcheck, triton_gemm
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
@@ -151,6 +151,36 @@ def test_every_configuration_is_a_right_one(monkeypatch):
         assert_close(hidden, expected, 1e-5, str(config))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_and_frozen_weights(dtype):
+    case = next(c for c in map(Case, range(400)) if c.dtype == dtype and c.gated and 5 < sum(c.plan.counts) < 12)
+    plain = case.results(case.fused, dtype)
+    sums = {}
+
+    def accumulating(x, w_in, b_in, w_out, b_out, weight):
+        for name, w in (("w_in", w_in), ("w_out", w_out)):
+            w.main_grad = torch.ones(w.shape)
+            w.grad_added_to_main_grad = False
+            sums[name] = w
+        call = (None, ACTIVATIONS[case.activation], True)
+        options = {**case.plan.fused_arguments(weight), "gemm": "triton", "into_main_grad": True}
+        return ffn.expert_ffn(x, w_in, b_in, w_out, b_out, *call, **options)
+
+    found = case.results(accumulating, dtype)
+    for name, w in sums.items():
+        assert w.grad_added_to_main_grad
+        assert_close(w.main_grad - 1, plain[name], 1e-5 if dtype == torch.float32 else 1e-2, name)
+    assert all(torch.equal(found[name], plain[name]) for name in ("out", "x", "weight"))
+    for t in case.inputs[1:]:
+        if t is not None:
+            t.requires_grad_(False)
+    x, *others = case.inputs
+    leaf = x.clone().requires_grad_()
+    case.fused(leaf, *others, case.weight).backward(case.grad)
+    assert_close(leaf.grad, plain["x"], 1e-6, "x alone")
+
+
 def test_rows_that_came_from_elsewhere(on):
     """Counts on the host, as after an exchange."""
     of = Experts()
@@ -189,6 +219,17 @@ def test_a_layer(on):
     for name, value in results["loop"].items():
         assert_close(results["triton"][name], value, 1e-5, name)
     assert "combine" in on.names() and not on.names() & {"gather", "activate", "activate_backward"}
+
+
+@pytest.mark.slow
+def test_triton_passes_its_self_check_inside_an_operation(monkeypatch):
+    """There the first layer that may use it checks it, below autograd."""
+    monkeypatch.setattr(gemm, "_checked", {})
+    case = Case(0)
+    found = case.results(case.fused, case.dtype)
+    expected = case.results(case.plain, torch.float64)
+    assert gemm._checked == {torch.device("cpu"): None}
+    assert_close(found["out"], expected["out"], LIMITS[case.dtype], "out")
 
 
 def test_what_is_wrong_is_found_in_the_self_check(monkeypatch):

@@ -1,19 +1,20 @@
 """Launches Triton's kernels as `TritonGemms` does, outside of the interpreter; run by `stand_in.run`.
 
 ``triton_compile.py bf16 large`` prints a description of each launch of a GEMM, as JSON, in the order of the stand-in's
-log. Instead of a shape, ``variants`` launches with many compile-time flags. Triton itself specialises the arguments,
-and compiles for the stand-in's architecture.
+log. Instead of a shape, ``variants`` launches with many compile-time flags, and ``up`` or another kind of GEMM with
+its configurations. Triton itself specialises the arguments, and compiles for the stand-in's architecture.
 """
 
 import json
 import sys
+from dataclasses import astuple
 
 import torch
 import triton
 from stand_in import Gpus
 
 from fmoe.kernels.cuda import triton_gemm
-from fmoe.kernels.cuda.triton_gemm import TritonGemms
+from fmoe.kernels.cuda.triton_gemm import Config, TritonGemms
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Tokens, experts per token, experts, width, hidden width.
@@ -45,6 +46,7 @@ class Experts:
         tokens: bool = True,
         total: bool = False,
         precise: bool = True,
+        config: Config | None = None,
     ) -> None:
         """Launch one GEMM.
 
@@ -54,12 +56,13 @@ class Experts:
             tokens: gather rows of tokens.
             total: add the gradients of matrices to a tensor in float32.
             precise: without TF32.
+            config: None for the default one.
         """
         count, top_k, experts, width, hidden = SHAPES[shape]
         rows = count * top_k
         height = hidden * (1 + gated)
         index, per = (new(rows, dtype=torch.int64), top_k) if tokens else (None, 1)
-        gemms = TritonGemms(new(experts, dtype=torch.int32), rows)
+        gemms = TritonGemms(new(experts, dtype=torch.int32), rows, {} if config is None else {kind: config})
         torch.backends.cuda.matmul.allow_tf32 = not precise
 
         def normal(*sizes):
@@ -82,7 +85,9 @@ class Experts:
             out = new(experts, height, width) if total else None
             gemms.weights(normal(rows, height), x, index, per, gathered="right", total=out)
         options = {"gated": gated, "code": code, "bias": bias, "tokens": tokens, "total": total, "precise": precise}
-        self.told.append({"kind": kind, "shape": shape, "dtype": self._name, **options})
+        self.told.append(
+            {"kind": kind, "shape": shape, "dtype": self._name, "config": config and astuple(config), **options}
+        )
 
 
 def some(experts: Experts, shape: str) -> None:
@@ -108,6 +113,20 @@ def variants(experts: Experts) -> None:
             experts.run("down_backward", shape, code=code)
 
 
+def configurations(experts: Experts, kind: str) -> None:
+    """Launch each configuration that is measured for a kind of GEMM of a large model."""
+    count, top_k, number, width, hidden = SHAPES["large"]
+    rows = count * top_k // number
+    sizes = {
+        "up": (rows, hidden, width, True),
+        "multiply": (rows, width, hidden, False),
+        "down_backward": (rows, hidden, width, True),
+        "weights": (2 * hidden, width, rows, False),
+    }
+    for config in triton_gemm.configs(kind, experts.dtype, *sizes[kind]):
+        experts.run(kind, "large", config=config)
+
+
 def main(dtype: str, cases: str) -> None:
     Gpus()
     from triton.backends.nvidia.driver import CudaDriver
@@ -118,7 +137,9 @@ def main(dtype: str, cases: str) -> None:
     driver.get_device_capability = torch.cuda.get_device_capability
     triton.runtime.driver.set_active(driver)
     experts = Experts(dtype)
-    if cases in SHAPES:
+    if cases in triton_gemm.KINDS:
+        configurations(experts, cases)
+    elif cases in SHAPES:
         some(experts, cases)
     else:
         variants(experts)
