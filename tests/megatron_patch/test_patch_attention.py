@@ -158,3 +158,16 @@ def test_splits_and_masks(forks, split, name, dropout):
         else:
             whole = torch.cat([torch.cat(parts, 2) for parts in of_slices])
         assert_close(whole, expected[index], 1e-12, part)
+
+
+def undropped():
+    start(1)
+    (*inputs, sinks), d_out, mask = drawn()
+    options = {"params_dtype": torch.float64, **OPTIONS["both"]}
+    attention = without_drops(attention_of(1, 1, HEADS, GROUPS, WIDTH, True, **options))
+    return results(attention, inputs, d_out, mask, sinks)
+
+
+def test_keyed_dropout_takes_the_same_probabilities(forks):
+    for part, got, expected in zip(NAMES, only(forks.run(1, undropped)), by_hand(True, True), strict=True):
+        assert_close(got, expected, 1e-6, part)  # its softmax is in float32

@@ -110,3 +110,20 @@ def install_beside_a_gpu():
 
 def test_beside_a_gpu_nothing_is_changed(forks):
     assert forks.run(1, install_beside_a_gpu) == [(False, [])]
+
+
+def compiled(steps):
+    from megatron_patch import cpu
+
+    cpu.install()
+    import torch.distributed.optim  # compiles optimizers with TorchScript
+
+    return torch.jit.script(steps)(3)
+
+
+def ones(number: int) -> torch.Tensor:
+    return torch.ones(number, device="cpu") + torch.tensor(1.0, device="cpu")
+
+
+def test_torchscript_knows_the_replaced_functions(forks):
+    assert only(forks.run(1, compiled, ones)).tolist() == [2.0] * 3

@@ -32,6 +32,13 @@ def test_megatron_models_go_to_their_converter(forks, options, expected):
     assert only(forks.run(1, converted, options)) == expected
 
 
+@pytest.mark.by_default(0, 2)
+@pytest.mark.parametrize("layers", [[3], [], "odd", 3], ids=str)
+def test_layers_that_there_are_not(forks, layers):
+    message = refusal(forks.run(1, converted, {"layers": layers}))
+    assert f"layers={layers!r}" in message and ("2" in message or layers == "odd")
+
+
 def with_the_norm_in_the_mlp(form):
     """The error for a layer that has its norm in the MLP, as in Transformer Engine's specs of dense layers."""
     from functools import partial

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compare import assert_close, relative_error
-from forks import only, values
+from forks import only, refusal, values
 
 # Functions run in processes of the `forks` fixture, where megatron-core is imported already.
 
@@ -112,6 +112,33 @@ def test_output_is_unchanged(forks, kind, case):
         assert layers == numbers[kind] and is_marked
         for output in after:
             assert_close(output, before, 1e-5, "output")
+
+
+def refused(kind, options):
+    from tiny_gpt import start
+    from tiny_kinds import BUILD
+
+    from megatron_patch import fmoefy
+
+    start()
+    model = BUILD[kind]()
+    try:
+        fmoefy(model, 4, **options)
+    finally:
+        assert not any("gate" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("t5", {"layers": [6]}, "layers=[6] must be one or more layer numbers from 1 to 5"),
+        ("bert", {"layers": [3]}, "layers=[3] must be one or more layer numbers from 1 to 2"),
+        ("t5", {"layers": [5], "upcycle": True, "d_hidden": 7}, "d_hidden"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(forks, kind, options, says):
+    assert says in refusal(forks.run(1, refused, kind, options))
 
 
 def attended(kind):

@@ -143,6 +143,19 @@ def test_wrong_models_are_refused(forks, model, layers, options, parts):
     assert all(part in message for part in parts), message
 
 
+def another_tensor_parallel_size():
+    from tiny_gpt import start, tiny_config
+
+    from megatron_patch import MegatronMoE
+
+    start()
+    MegatronMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
+
+
+def test_the_config_has_the_sizes_of_the_groups(forks):
+    assert "tensor_model_parallel_size=2" in refusal(forks.run(1, another_tensor_parallel_size))
+
+
 def numbered():
     from tiny_gpt import MOE, start, tiny_config
 

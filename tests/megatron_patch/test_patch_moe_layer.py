@@ -229,3 +229,50 @@ def test_what_is_computed_otherwise_is_refused(forks, case):
 
 def test_upcycling_refers_to_the_conversion(forks):
     assert "which megatron_patch.convert_moe_layers converts" in refusal(forks.run(1, convert, {}, True))
+
+
+NEWER = {  # than megatron-core 0.16: fields, and a value of an older one
+    "moe_router_score_function": "sqrtsoftplus",
+    "moe_router_force_biased": 0.5,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_mlp_glu_interleave_size": 32,
+    "moe_shared_expert_glu_interleave_size": 32,
+}
+
+
+def refusals_of_newer_settings():
+    from tiny_gpt import start
+
+    from megatron_patch import convert_moe_layers
+
+    start()
+    gpt = megatron_gpt({})
+    messages = []
+    for name, value in NEWER.items():
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
+            patch.setattr(gpt.config, name, value, raising=False)
+            convert_moe_layers(gpt)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_settings_of_newer_versions_are_refused(forks):
+    for (name, value), message in zip(NEWER.items(), only(forks.run(1, refusals_of_newer_settings)), strict=True):
+        assert f"{name}={value} is not supported" in message
+
+
+def convert_dense(stages):
+    from tiny_gpt import start, tiny_gpt
+
+    from megatron_patch import convert_moe_layers
+
+    start()
+    gpt = tiny_gpt()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_world_size", lambda: stages)
+        assert convert_moe_layers(gpt) is gpt
+
+
+def test_a_dense_model_has_nothing_to_convert(forks):
+    only(forks.run(1, convert_dense, 2))  # other pipeline stages may have MoELayers
+    assert "has no MoELayer" in refusal(forks.run(1, convert_dense, 1))

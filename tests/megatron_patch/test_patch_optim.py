@@ -82,6 +82,18 @@ def test_any_optimizer_stands_in_and_is_gone_afterwards(forks):
     assert calls == [[False], [True]] and kinds == {"RAdam"} and all(are_back)
 
 
+def stands_in_for_a_name_that_has_moved():
+    import megatron.core.optimizer as module
+
+    del module.USING_PYTORCH_OPTIMIZER
+    built(torch.optim.RAdam)
+
+
+def test_a_name_that_has_moved_is_told(forks):
+    message = refusal(forks.run(1, stands_in_for_a_name_that_has_moved))
+    assert "has no megatron.core.optimizer.USING_PYTORCH_OPTIMIZER, which megatron_patch replaces" in message
+
+
 def layouts(distributed, bf16):
     _, optimizer = built(lambda groups: Lamb(groups, lr=0.1), distributed=distributed, bf16=bf16)
     found = []

@@ -51,6 +51,57 @@ def test_a_name_that_has_moved_is_told_before_anything_changes(forks, index):
     assert f"megatron-core {version('megatron-core')} " in message and "which megatron_patch replaces" in message
 
 
+def gathers(chunks, overlaps=False, fails=False):
+    """The chunks that each optimizer has during a step of all, and after it. The first optimizer, of another kind, has
+    chunks too."""
+    from types import SimpleNamespace
+
+    from megatron.core.optimizer import DistributedOptimizer
+
+    from megatron_patch import patches
+
+    parts = [SimpleNamespace(model_chunks=[1]), *(object.__new__(DistributedOptimizer) for _ in chunks)]
+    for part, own in zip(parts[1:], chunks, strict=True):
+        part.model_chunks = own
+        part.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    chained = SimpleNamespace(chained_optimizers=parts)
+    if chunks:  # a chain without optimizers has no config
+        chained.config = SimpleNamespace(overlap_param_gather_with_optimizer_step=overlaps)
+    seen = []
+
+    def step(self):
+        seen.append([part.model_chunks for part in self.chained_optimizers])
+        if fails:
+            raise KeyError
+        return True
+
+    try:
+        assert patches._gather_once(step)(chained)
+    except KeyError:
+        assert fails
+    return seen[0], [part.model_chunks for part in parts]
+
+
+def gathers_of_all(cases):
+    return [gathers(*case) for case in cases]
+
+
+def test_the_last_optimizer_of_a_chunk_alone_gathers_it(forks):
+    cases = {
+        "shared": (([[1, 2], [1, 2]],), [[], [1, 2]]),
+        "a step that fails": (([[1, 2], [1, 2]], False, True), [[], [1, 2]]),
+        "others": (([[1, 2], [2, 3], [3]],), [[1], [2], [3]]),
+        "apart": (([[1], [2]],), [[1], [2]]),
+        "overlap": (([[1], [2], [1, 2]], True), [[1], [2], [1, 2]]),
+        "one": (([[1, 2]],), [[1, 2]]),
+        "none": (([],), []),
+    }
+    found = only(forks.run(1, gathers_of_all, [case for case, _ in cases.values()]))
+    for (name, (case, expected)), (during, after) in zip(cases.items(), found, strict=True):
+        assert during == [[1], *expected], name
+        assert after == [[1], *case[0]], name
+
+
 def norms(count):
     """Whether ours has the bits of megatron-core's norm, which of the two reads values, and what happens to others'."""
     import torch

@@ -122,6 +122,7 @@ def test_the_fused_gelu_is_taken_as_it_computes(forks):
 
 BREAKS = {
     "norm": lambda mlp: setattr(mlp.linear_fc1, "layer_norm_weight", torch.nn.Parameter(torch.ones(32))),
+    "dtype": lambda mlp: mlp.linear_fc2.bfloat16(),
     "hook": lambda mlp: mlp.linear_fc2.register_forward_hook(lambda module, args, output: output),
     "lora": lambda mlp: make_lora(mlp.linear_fc1),
 }
@@ -152,15 +153,24 @@ def refused(config, options, break_it=None):
         assert [layer.mlp for layer in gpt.decoder.layers] == mlps, "the model was changed all the same"
 
 
+@pytest.mark.by_default(0, 5, 7, 10, 11, 12, 14, 15, 16)
 @pytest.mark.parametrize(
     ("options", "break_it", "parts"),
     [
         ({"gate": "switch"}, None, ["'switch'", "drops tokens", f"gate_options={DROPLESS}"]),
+        ({"gate": "gshard", "gate_options": DROPLESS}, None, ["at random"]),
+        ({"granularity": 5, "top_k": 4}, None, ["granularity=5"]),
+        ({"granularity": 2, "top_k": 1}, None, ["top_k=1", "granularity=2"]),
+        ({"granularity": 0}, None, ["granularity=0"]),
         ({"noise": -1.0}, None, ["noise=-1.0"]),
+        ({"noise": 0.1, "upcycle": False}, None, ["noise=0.1", "upcycle=False"]),
         ({"d_hidden": 12}, None, ["d_hidden"]),
+        ({"d_model": 12, "upcycle": False}, None, ["d_model=12"]),
+        ({"expert_options": {"activation": "relu"}}, None, ["expert_options['activation']"]),
         ({"top_k": 9}, None, ["top_k=9"]),
         ({}, "norm", ["layer 2", "layer_norm_weight"]),
         ({}, "class", ["layer 2", "Identity"]),
+        ({}, "dtype", ["layer 2", "bfloat16"]),
         ({}, "hook", ["layer 2", "its linear_fc2 has hooks"]),
         ({}, "lora", ["layer 2", "its linear_fc1, a Lora, is not Megatron-core's own"]),
         ({}, "twice", ["already has MoE layers (2)"]),
@@ -183,6 +193,22 @@ def test_what_stands_against_it_is_told_and_nothing_changed(forks, options, brea
 )
 def test_what_experts_cannot_compute_is_told(forks, config, part):
     assert part in refusal(forks.run(1, refused, config, {}))
+
+
+def accepted_at_a_price():
+    from tiny_gpt import batch, start
+
+    import fmoe
+
+    start()
+    gpt = fmoe.fmoefy(dense_gpt({}), 4, gate="switch", exact=False)
+    tokens, positions, labels = batch()
+    gpt(tokens, positions, None, labels=labels).mean().backward()
+    return [bool(p.grad.isfinite().all()) for p in gpt.decoder.parameters()]
+
+
+def test_exact_false_takes_a_gate_that_drops(forks):
+    assert all(only(forks.run(1, accepted_at_a_price)))
 
 
 def frozen_bf16():

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import subprocess
 import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -30,14 +31,15 @@ def import_at(installed):
     return versions.check()
 
 
-@pytest.mark.parametrize("installed", ["0.15.3", "0.16.0rc2", "0.20", "core"])
+@pytest.mark.by_default(0, 2, 4, 6)
+@pytest.mark.parametrize("installed", ["0.15.3", "0.16.0", "0.16.0rc2", "0.20.0rc0", "0.20", "1.0.0", "core"])
 def test_a_version_out_of_range_fails_at_import_with_one_line(forks, installed):
     message = refusal(forks.run(1, import_at, installed))
     assert f"megatron-core {installed} " in message
     assert "pip install 'megatron-core>=0.16.1,<0.20'" in message
 
 
-@pytest.mark.parametrize("installed", ["0.16.1", "0.17.0rc0", "0.18.10+local.3"])
+@pytest.mark.parametrize("installed", ["0.16.1", "0.16.1.post1", "0.17.0rc0", "0.18.10+local.3", "0.19.2"])
 def test_a_version_in_range_is_accepted(forks, installed):
     assert forks.run(1, import_at, installed) == [installed]
 
@@ -94,3 +96,19 @@ def imports_without_triton():
 
 def test_only_the_modules_of_kernels_get_a_stand_in_for_triton(forks):
     assert only(forks.run(1, imports_without_triton)) == [True, False, False, True, True]
+
+
+@pytest.mark.slow
+def test_names_that_torch_has_replaced_do_not_warn():
+    """Megatron-core calls them; newer versions of torch warn."""
+    code = """
+import megatron_patch
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(2)
+dist.all_gather_into_tensor(torch.empty(2), x)
+dist.reduce_scatter_tensor(torch.empty(2), x)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "FutureWarning" not in done.stderr, done.stderr
