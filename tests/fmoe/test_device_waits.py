@@ -45,11 +45,33 @@ def test_a_short_wait(monitor):
     assert len(work.asked) == 1
 
 
+def test_naps_are_short_against_the_wait(monitor, monkeypatch):
+    """The GPU has nothing to do while the host sleeps."""
+    naps, now = [], [0.0]
+
+    def sleep(seconds):
+        naps.append((now[0], seconds))
+        now[0] += seconds + 1e-6
+
+    monkeypatch.setattr(monitors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(monitors.time, "sleep", sleep)
+    work = Work(0.03)
+    monitor.wait_on_device(work, "exchange of counts", 1)
+    assert all(nap <= max(waited / 20, 0.0) and nap <= 1e-3 for waited, nap in naps)
+    assert now[0] < 0.03 * 1.06 and len(naps) > 20
+
+
 def test_it_gives_up_before_the_watchdog(monitor):
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"exchange of counts: rank 1 did not answer within 90% .* 0\.36 s"):
         monitor.wait_on_device(Work(60), "exchange of counts", 3)
     assert time.monotonic() - begin >= 0.36
+
+
+def test_ranks_that_all_wait_blame_no_connection(monitor):
+    monitor._store.set("fmoe/at/1", '[3, "exchange of counts"]')
+    with pytest.raises(PeerError, match=r"exchange of counts: every rank answered, .* within 90% .* 0\.36 s"):
+        monitor.wait_on_device(Work(60), "exchange of counts", 3)
 
 
 def test_the_error_of_a_collective_is_raised(monitor, monkeypatch):

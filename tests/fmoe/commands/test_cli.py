@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,11 @@ def test_help_lists_the_commands(capsys):
     assert all(words[1:] == SUMMARIES[words[0]].split() for words in listed)
     assert [name for name in SUMMARIES if name in commands()] == list(commands())
     assert main([]) == 2
+
+
+def test_every_command_has_its_line():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert set(project["project"]["entry-points"]["fmoe.commands"]) <= set(SUMMARIES)
 
 
 def test_unknown_command_names_the_nearest(capsys):
@@ -105,6 +112,11 @@ def test_a_reader_that_ends_first_ends_the_command_quietly(command):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGPIPE
     assert os.read(error_read, 1000) == b""
     os.close(error_read)
+
+
+def test_another_broken_pipe_is_not_the_readers():
+    with pytest.raises(BrokenPipeError):
+        run("prog", raiser(BrokenPipeError("of a socket")))
 
 
 @pytest.mark.parametrize("words", [["--\x1b[2Jx"], ["a", "b\x1b[2Jx"]])

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import io
 import pickle
 import re
@@ -17,7 +18,7 @@ from torch import nn
 
 import fmoe
 from fmoe.exchange import Cost, build_exchange, collectives, hops
-from fmoe.exchange.monitor import PeerError
+from fmoe.exchange.monitor import PeerError, timeout_of
 from fmoe.exchange.shadow import choose
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
@@ -334,6 +335,16 @@ def test_one_rank_without_gradients_is_refused(forks, exchange):
         assert "trains while" in message and "torch.no_grad()" in message
 
 
+def timeouts():
+    group = dist.new_group([0, 1], datetime.timedelta(seconds=17))
+    dist.barrier()  # the pool destroys the group when this returns, while the other rank may still connect
+    return timeout_of(group), timeout_of(dist.group.WORLD) > 60
+
+
+def test_the_timeout_is_the_groups(two_ranks):
+    assert values(two_ranks.run(timeouts)) == [(17.0, True)] * 2
+
+
 CHANGES = {
     "d_hidden": {"d_hidden": 12},
     "num_experts": {"num_experts": 8},
@@ -400,7 +411,7 @@ def pickled(options):
     return [refused(save, model) for save in saves]
 
 
-@pytest.mark.parametrize("group", ["moe_group", "sequence_group", "balances"])
+@pytest.mark.parametrize("group", ["moe_group", "slice_group", "sequence_group", "expert_tensor_group", "balances"])
 def test_a_layer_with_groups_asks_for_its_state_dict(two_ranks, group):
     for errors in values(two_ranks.run(pickled, {group: True})):
         assert all(kind == "UserError" and "block 3" in text and "state_dict" in text for kind, text in errors)

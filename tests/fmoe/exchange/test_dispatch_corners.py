@@ -1,6 +1,8 @@
 """Exchanges in corners: recomputation, second derivatives, experts that are frozen, constant or of several dtypes,
 inputs without gradients. Nothing hangs, and everything equals one process."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from one_process import ALWAYS, EXPERTS, KINDS, WAYS, WIDTH, Kind, compared
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
+from fmoe.kernels import memory
 
 
 @pytest.mark.cover(1)
@@ -76,6 +79,35 @@ def test_a_reentrant_checkpoint_hides_losses_and_says_so(caplog):
         checkpoint(layer, torch.randn(6, WIDTH, requires_grad=True), use_reentrant=True).sum().backward()
         assert layer.aux.pending == []
     assert [record.message.count("use_reentrant=False") for record in caplog.records] == [1]
+
+
+def test_memory_of_inference_serves_training(monkeypatch):
+    monkeypatch.setattr(memory, "_SMALLEST", 1)
+    monkeypatch.setattr(memory, "_blocks", {})
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, d_hidden=12, seed=5)
+    x = torch.randn(3, 7, WIDTH)
+    for _ in range(2):
+        with torch.inference_mode():
+            expected = layer(x)
+        y = layer(x.clone().requires_grad_())
+        assert torch.equal(y, expected)
+        y.sum().backward()
+    with torch.device("meta"):
+        assert memory.empty((1000, 1000), x).device.type == "cpu"
+
+
+def warned():
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, d_hidden=12, moe_group=dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            layer(torch.randn(4, WIDTH))
+            warnings.warn("once a place", UserWarning, stacklevel=1)
+    return len(seen)
+
+
+def test_waiting_leaves_the_users_warnings_alone(forks):
+    assert values(forks.run(2, warned)) == [1, 1]
 
 
 def backward_fails():

@@ -14,7 +14,7 @@ from forks import values
 from one_process import EXPERTS, WIDTH
 
 import fmoe
-from fmoe.exchange import PeerError, build_exchange
+from fmoe.exchange import PeerError, build_exchange, symmetric
 
 
 def dropout(exchange):
@@ -82,6 +82,12 @@ def test_missing_libraries_are_named(two_ranks):
         assert of_symmetric.startswith("exchange='symmetric' is unavailable: ")
 
 
+def test_one_rank_needs_no_library():
+    for exchange in ("deepep", "symmetric"):
+        layer = fmoe.FMoE(d_model=8, num_experts=2, exchange=exchange)
+        assert layer(torch.randn(3, 8)).shape == (3, 8)
+
+
 def traffic(exchange):
     """Bytes that the layer reports, but for counts and fences, and bytes that the stand-in sent."""
     layer = fmoe.FMoE(
@@ -100,6 +106,35 @@ def test_traffic(two_ranks, exchange, fences, head):
     """Counts are one gathering of `head` numbers; a fence is a reduction of 4 bytes."""
     for said, seen in values(two_ranks.run(with_libraries, torch.float32, traffic, exchange)):
         assert said == seen + 8 * head + 4 * fences and seen > 0
+
+
+def buffers():
+    """Sizes of the symmetric buffers after layers of several sizes; and how many times DeepEP's was made."""
+    made = []
+    sizes = []
+    group = {"moe_group": dist.group.WORLD, "num_experts": EXPERTS, "seed": 1}
+    package = sys.modules["deep_ep"]
+
+    class Counted(package.Buffer):
+        def __init__(self, *args):
+            made.append(args[1:])
+            super().__init__(*args)
+
+    package.Buffer = Counted
+    for width, tokens in ((16, 6), (16, 3), (32, 6), (16, 50)):
+        x = torch.randn(tokens, width)
+        fmoe.FMoE(d_model=width, exchange="deepep", **group)(x)
+        fmoe.FMoE(d_model=width, exchange="symmetric", **group)(x)
+        sizes.append(symmetric._workspaces[dist.group.WORLD][x.device]._buffers[0].numel())
+    return made, sizes
+
+
+def test_buffers_grow_and_are_shared(two_ranks):
+    for made, sizes in values(two_ranks.run(with_libraries, torch.float32, buffers)):
+        rows = [2 * torch.float32.itemsize * width for width in (16, 32)]
+        assert made == [(n, 0) for n in rows]
+        assert sizes == sorted(sizes) and sizes[0] == sizes[1] < sizes[2] < sizes[3]
+        assert all(size & (size - 1) == 0 for size in sizes)
 
 
 def inference_first(exchange):

@@ -136,15 +136,39 @@ def test_a_factory_gets_what_its_signature_takes(registered, case, is_named, cls
     assert made_by(cls.build(**layer)) == (by_default or made_by(cls.build(**layer, d_hidden=32)))
 
 
+@pytest.mark.parametrize("make", [fmoe.SoftMoE, fmoe.MMoE])
+def test_dense_layers_have_the_same_contract(make):
+    assert make(8, 4, 2, 12, expert=Wide).experts[0].arguments == SIZES
+    assert make(8, 4, 2, expert=Default, expert_options={"bias": 0}).experts[0].arguments["d_hidden"] == 7
+    assert make(8, 4, 2, 12, expert=AllOfARank).experts.arguments["num_experts"] == 4
+
+
 def test_each_entry_of_a_list_has_the_same_contract():
     ready = Narrow(8)
     layer = fmoe.MoE.build(d_model=8, num_experts=3, d_hidden=12, expert=[Wide, Default, ready], seed=0)
     assert [e.arguments for e in layer.experts] == [SIZES, {**SIZES, "bias": True}, {"d_model": 8}]
 
 
+def test_stacked_overrides_the_signature(registered):
+    registered("all", lambda n, width, inner, **_: AllOfARank(n, width, inner), stacked=True)
+    registered("one", lambda *sizes: Wide(*sizes), stacked=False)
+    registered("ffn too", lambda *sizes, **options: FFNExperts(*sizes, **options), stacked=True)
+    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0)
+    assert made_by(build(expert="all")) == {"num_experts": 4, **SIZES, "scale": 1.0}
+    assert made_by(build(expert="one")) == SIZES
+    assert build(expert="ffn too", expert_options={"bias": False}).experts.weight_in.shape == (4, 12, 8)
+    gated = build(expert=functools.partial(FFNExperts, gated=True)).experts
+    assert gated.gated and gated.num_experts == 4
+
+
 class Heads(Made):
     def __init__(self, d_model, d_hidden, heads):
         super().__init__(d_model=d_model, d_hidden=d_hidden, heads=heads)
+
+
+def test_other_arguments_are_options():
+    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0, expert=Heads)
+    assert made_by(build(expert_options={"heads": 2})) == {**SIZES, "heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +196,27 @@ def test_a_signature_that_does_not_fit_is_one_error(expert, options, says):
     assert all(word in text for word in says) and "\n" not in text, text
 
 
+@pytest.mark.parametrize("factory", [3, Narrow(8)], ids=["number", "module"])
+def test_only_classes_and_functions_are_registered(registered, factory):
+    with pytest.raises(fmoe.UserError, match="expert="):
+        registered("own", factory)
+    assert "own" not in EXPERTS
+
+
+def test_errors_of_the_constructor_are_its_own():
+    def broken(d_model, d_hidden):
+        raise TypeError("of the constructor")
+
+    with pytest.raises(TypeError, match="of the constructor"):
+        fmoe.MoE.build(d_model=8, num_experts=4, expert=broken, seed=0)
+
+
+def test_args_take_sizes_after_named_parameters():
+    build = functools.partial(fmoe.MoE.build, d_model=8, num_experts=4, d_hidden=12, seed=0)
+    assert made_by(build(expert=lambda d_model, *args, **kw: Made(d=d_model, args=args))) == {"d": 8, "args": (12,)}
+    assert made_by(build(expert=lambda dim, bias=1, *args: Made(d=(dim, bias, *args)))) == {"d": (8, 1, 12)}
+
+
 def test_registered_pass_through_makes_all_and_ambiguous_is_refused(registered):
     registered("passes", lambda *a, **k: FFNExperts(*a, **k))
     layer = fmoe.MoE.build(d_model=8, num_experts=4, d_hidden=12, expert="passes", seed=0)
@@ -179,3 +224,20 @@ def test_registered_pass_through_makes_all_and_ambiguous_is_refused(registered):
     for factory in (lambda n, d, h: 0, lambda n, *sizes: 0):
         with pytest.raises(fmoe.UserError, match="stacked="):
             registered("ambiguous", factory)
+
+
+class Ignores(nn.Identity):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+class Refused(nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_classes_may_ignore_arguments_but_not_pass_them_to_module():
+    for expert in (nn.Identity, Ignores):
+        fmoe.MoE.build(d_model=8, num_experts=4, expert=expert, seed=0)
+    with pytest.raises(fmoe.UserError, match="Refused"):
+        fmoe.MoE.build(d_model=8, num_experts=4, expert=Refused, seed=0)

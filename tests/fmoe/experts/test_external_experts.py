@@ -21,7 +21,8 @@ from fmoe.experts.ffn import FFNExperts
 from fmoe.kernels.cuda import tuning
 from fmoe.kernels.cuda.tuning import TuningCache
 from fmoe.kernels.ffn import expert_ffn
-from fmoe.kernels.rows import combine, permute
+from fmoe.kernels.rows import DispatchPlan, combine, permute
+from fmoe.routing import Routing
 
 WIDTH = 512
 HIDDEN = 64
@@ -151,6 +152,29 @@ def test_sonic_reads_the_weights_where_they_are(installed):
     assert read == [(*at, 9), (*at, 18)]
 
 
+def test_sonic_does_not_wait_for_the_device(installed, monkeypatch):
+    experts = layer_of("sonicmoe").experts
+    x = torch.zeros(9, WIDTH)
+    stacks = [experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out]
+    calls = []
+    package = sys.modules["sonicmoe.functional"]
+    package.moe_general_routing_inputs = lambda x, *rest, concat_layout: (calls.append(rest[:3]) or x, 0)
+    expert_TK = torch.tensor([[0, 2], [-1, 3], [1, -1]]).repeat(3, 1)
+    plan = DispatchPlan.from_routing(Routing(expert_TK, expert_TK), EXPERTS)
+    arguments = plan.fused_arguments(torch.ones(9, 2))
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"the host reads a tensor: {name}"))
+        external.ffn("sonicmoe", x, *stacks, plan.count_E, F.silu, True, **arguments)
+        external.ffn("sonicmoe", x, *stacks, [4, 0, 3, 2], F.silu, True)
+        with pytest.raises(pytest.fail.Exception):
+            external.ffn("te", x, *stacks, plan.count_E, F.silu, True, **arguments)
+    (score, token, expert), (_, row, of_row) = calls
+    assert token.tolist() == [t for t in range(9) for _ in range(2)] and row.tolist() == list(range(9))
+    assert expert.view(3, 6)[0, [0, 1, 3, 4]].tolist() == [0, 2, 3, 1] and score.tolist() == [1, 1, 0, 1, 1, 0] * 3
+    assert of_row.tolist() == [0] * 4 + [2] * 3 + [3] * 2
+
+
 @pytest.mark.parametrize("backend", external.BACKENDS)
 def test_second_derivatives_are_refused(backend, installed):
     layer = layer_of(backend)
@@ -195,6 +219,12 @@ def candidates(experts, dtype):
     return external.candidates(torch.device("cpu"), {dtype}, sizes, experts.activation, experts.gated)
 
 
+class OnDevice(torch.Tensor):
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
 @pytest.fixture
 def auto(installed, monkeypatch, tmp_path):
     auto = Auto()
@@ -234,6 +264,12 @@ def test_auto_takes_the_fastest(auto, tmp_path):
     assert sorted(json.loads((tmp_path / "backends.json").read_text()).values()) == ["cuda", "sonicmoe", "sonicmoe"]
 
 
+def test_auto_measures_under_inference_mode(auto):
+    with torch.inference_mode():
+        assert layer_of("torch")(torch.randn(9, WIDTH)).isfinite().all()
+    assert auto.measured == [("sonicmoe", "te", "cuda", "forward and backward")] and not any(external._checked.values())
+
+
 def saving_products():
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
     kinds = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -253,6 +289,14 @@ def test_auto_measures_inside_a_checkpoint(auto, options):
     x = torch.randn(9, WIDTH)
     assert_all_close(results(lambda x: checkpoint(layer, x, **options), x, layer), results(plain, x), 1e-5)
     assert len(auto.measured) == 1
+
+
+def test_auto_under_capture_measures_nothing(auto):
+    layer = layer_of("torch")
+    x = torch.randn(9, WIDTH)
+    auto.is_capturing = True
+    layer(x)
+    assert auto.by_us == 1 and not auto.measured and not external._checked
 
 
 def test_auto_leaves_out_what_is_wrong(auto, monkeypatch, caplog):
@@ -289,6 +333,29 @@ def test_what_auto_measures(auto, architecture, options, names):
     assert candidates(experts, torch.float64) == []
 
 
+def test_auto_leaves_out_te_where_it_would_wait(auto):
+    """For counts that are on the device, as those of a rank with all experts are."""
+    experts = layer_of("torch").experts
+    rows = torch.randn(6, WIDTH)
+    stacks = (experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out)
+    for counts in (torch.tensor([1, 2, 3, 0]), torch.tensor([1, 2, 3, 0]).as_subclass(OnDevice)):
+        external._tuned = TuningCache("none.json", lambda name: True)
+        external.fastest_ffn(auto.ours, ("sonicmoe", "te"), True, rows, *stacks, counts, F.silu, True)
+    assert [names[:-2] for names in auto.measured] == [("sonicmoe", "te"), ("sonicmoe",)]
+
+
+def test_te_takes_other_experts(installed):
+    options = {"expert": "ffn", "d_model": 24, "num_experts": 3, "expert_options": {"activation": torch.tanh}}
+    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(0))
+    assert_all_close(results(layer_of("te", **options), x), results(layer_of("torch", **options), x), 1e-5)
+
+
+def test_evaluation_tells_that_nothing_is_kept(installed):
+    layer = layer_of("sonicmoe").eval()
+    with torch.no_grad():
+        layer(torch.randn(5, WIDTH))
+
+
 @pytest.mark.parametrize("backend", external.BACKENDS)
 def test_missing_packages_are_named(backend, monkeypatch):
     module = external._NEEDS[backend][0]
@@ -297,6 +364,12 @@ def test_missing_packages_are_named(backend, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=rf"^backend='{backend}' needs {package} \(.*\): pip install "):
         layer_of(backend)
+
+
+def test_a_shared_ffn_is_not_computed_by_sonicmoe(installed):
+    """It is a single expert, and SonicMoE takes a multiple of four."""
+    layer = layer_of("sonicmoe", shared_expert=HIDDEN)
+    assert (layer.experts.backend, layer.shared.expert.backend) == ("sonicmoe", "auto")
 
 
 @pytest.mark.parametrize(
@@ -314,3 +387,14 @@ def test_missing_packages_are_named(backend, monkeypatch):
 def test_experts_that_sonic_does_not_support(installed, options, pattern):
     with pytest.raises(UserError, match=pattern):
         layer_of("sonicmoe", **options)
+
+
+def test_an_older_sonic_is_refused(installed):
+    sys.modules["sonicmoe.functional"].moe_general_routing_inputs = lambda x: x
+    with pytest.raises(UserError, match=r"backend='sonicmoe' needs sonic-moe 0\.1\.2"):
+        layer_of("sonicmoe")
+
+
+def test_rows_must_be_on_a_gpu():
+    with pytest.raises(UserError, match=r"backend='te' .* torch\.float32 on cpu"):
+        external.ffn("te", torch.zeros(2, 8), None, None, None, None, [2], F.silu)

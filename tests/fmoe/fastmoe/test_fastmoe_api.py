@@ -93,6 +93,44 @@ def test_transformer_mlp(dtype):
     assert torch.equal(mlp(x.view(3, 4, D)), mlp(x).view(3, 4, D))
 
 
+@DTYPES
+@pytest.mark.parametrize("nest", ["list", "dict"])
+def test_nests_of_tensors_with_a_gate_and_experts_of_ones_own(nest, dtype):
+    class MyGate(NaiveGate):
+        def forward(self, inp, return_all_scores=False):
+            return super().forward(inp["x"] if isinstance(inp, dict) else inp[0], return_all_scores)
+
+    class MyExpert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = FMoELinear(4, D, D)
+            self.two = FMoELinear(4, D + 1, D + 2)
+
+        def forward(self, inp, fwd_expert_count):
+            if isinstance(inp, dict):
+                return {"x": self.one(inp["x"], fwd_expert_count), "y": self.two(inp["y"], fwd_expert_count)}
+            return [self.one(inp[0], fwd_expert_count), self.two(inp[1], fwd_expert_count)]
+
+    class Nested(FMoE):
+        def __init__(self):
+            super().__init__(num_expert=4, d_model=D, gate=MyGate, top_k=2)
+            self.experts = MyExpert()
+
+    torch.manual_seed(1)
+    layer = Nested().to(dtype)
+    x, _ = tokens(dtype)
+    y = torch.randn(T, D + 1, generator=torch.Generator().manual_seed(9)).to(dtype)
+    out = layer({"x": x, "y": y} if nest == "dict" else [x, y])
+    assert type(out) is (dict if nest == "dict" else list)
+    index, score = layer.gate([x])
+    for got, inp, linear in zip(
+        out.values() if nest == "dict" else out, (x, y), (layer.experts.one, layer.experts.two), strict=True
+    ):
+        w, b = linear.weight.double(), linear.bias.double()
+        rows = torch.einsum("tkoi,ti->tko", w[index], inp.double()) + b[index]
+        assert_close(got, (score.double().unsqueeze(-1) * rows).sum(1), LIMIT[dtype], "output")
+
+
 def test_defaults_are_those_of_fastmoe():
     layer = FMoE(d_model=D)
     assert (layer.num_expert, layer.world_size, layer.top_k) == (32, 1, 2)
@@ -232,6 +270,46 @@ def test_an_expert_function_of_ones_own():
     assert torch.allclose(doubled(x), 2 * plain(x))
 
 
+def test_an_expert_function_of_ones_own_with_dropout():
+    called = []
+
+    class Counted(FMoE):
+        def expert_fn(self, inp, fwd_expert_count):
+            called.append(len(inp))
+            return super().expert_fn(inp, fwd_expert_count)
+
+    layer = Counted(num_experts=4, d_model=D, d_hidden=H, expert_options={"dropout": 0.5})
+    x, _ = tokens()
+    layer(x)
+    assert called == [len(x) * layer.top_k]
+
+
+def test_an_expert_function_of_ones_own_and_shadowed_experts():
+    class Doubled(FMoE):
+        def expert_fn(self, inp, fwd_expert_count):
+            return 2 * super().expert_fn(inp, fwd_expert_count)
+
+    for kind, message in ((Doubled, "shadow is not supported for FMoE, which overrides expert_fn"), (FMoE, None)):
+        layer = kind(num_experts=4, d_model=D, d_hidden=H)
+        x, _ = tokens()
+        call = layer.call(layer.split(x, None, None))
+        weights = [layer.experts.shadow(0)]
+        if message:
+            with pytest.raises(fmoe.UserError, match=message):
+                call.rows([x], [len(x)], None, weights)
+        else:
+            (y,) = call.rows([x], [len(x)], None, weights)
+            assert torch.equal(y, layer.experts(x, torch.tensor([len(x), 0, 0, 0])))
+
+
+def test_a_list_of_modules_set_by_a_subclass():
+    layer = FMoE(num_expert=3, d_model=D)
+    layer.experts = nn.ModuleList(SmallExpert(D) for _ in range(3))
+    x, weight = tokens()
+    index, score = layer.gate(x)
+    assert_close(layer(x), brute_force(x, index, score, list(layer.experts), weight).output, 1e-5, "output")
+
+
 def test_marks_and_weights_survive_copies_and_files():
     mlp = FMoETransformerMLP(2, D, H, expert_dp_comm="dp")
     mlp(torch.randn(3, D))
@@ -256,6 +334,22 @@ def test_weights_have_fastmoes_names_and_shapes():
     }
     assert list(NoisyGate(D, 3, 2).state_dict()) == ["w_gate", "w_noise"]
     assert list(MyMoE(4, 2).experts.state_dict()) == ["htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias"]
+
+
+def test_a_gate_of_fastmoes_kind_in_the_modern_spelling():
+    torch.manual_seed(0)
+    layer = FMoE(d_model=D, num_experts=4, gate=GShardGate(D, 4, 1).eval(), expert=SmallExpert)
+    x, weight = tokens()
+    index, score = layer.gate(x)
+    assert_close(layer(x), brute_force(x, index, score, list(layer.experts), weight).output, 1e-5, "output")
+    assert layer.gate.has_loss
+
+
+def test_torchs_data_parallel_wrapper_takes_it():
+    """README: no extra coding for DataParallel; without a GPU it calls the module."""
+    layer = torch.nn.DataParallel(MyMoE(4, 2))
+    x, _ = tokens()
+    assert layer(x).shape == x.shape
 
 
 @pytest.mark.parametrize(

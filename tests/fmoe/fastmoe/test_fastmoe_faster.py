@@ -73,6 +73,19 @@ def test_smart_equals_plain(two_ranks, num_expert, stored, environment, shadows)
         assert calls == num_expert + shadows if shadows is not None else calls > num_expert
 
 
+def test_shadowing_needs_the_modules(two_ranks):
+    for message in values(two_ranks.run(without_modules)):
+        assert message.startswith("experts=None")
+
+
+def without_modules():
+    x, gate = torch.randn(4, WIDTH), torch.zeros(4, 1, dtype=torch.int64)
+    try:
+        smart(x, gate, lambda rows, count, index: rows, 1, 2, stored_models=torch.tensor([True, False]))
+    except fmoe.UserError as error:
+        return str(error)
+
+
 def test_settings_from_the_environment(monkeypatch):
     assert float_from_env("FMOE_FASTER_X", 3) == 3 and not switch_from_env("FMOE_FASTER_X")
     monkeypatch.setenv("FMOE_FASTER_X", "ON")

@@ -20,6 +20,7 @@ from fmoe.gates import (
     ZeroGate,
     base_gate,
     faster_gate,
+    utils,
 )
 
 T, D, L = 40, 8, 4
@@ -144,6 +145,29 @@ def test_switch_noise_capacity_and_weights(top_k):
     assert torch.equal(score, logits.softmax(1).topk(top_k).values) and (index >= 0).all()
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_noisy_losses_match_simulation(top_k):
+    """Load is the expected number of tokens of an expert whose own noise alone is drawn anew."""
+    torch.manual_seed(0)
+    gate, x = NoisyGate(D, L, 1, top_k), tokens().detach()
+    torch.manual_seed(3)
+    index, score = gate(x)
+    loss = gate.get_loss().item()
+    torch.manual_seed(3)
+    clean = x @ gate.w_gate
+    std = torch.nn.functional.softplus(x @ gate.w_noise) + gate.noise_epsilon
+    noisy = clean + torch.randn_like(clean) * std
+    assert torch.equal(index, noisy.topk(top_k).indices)
+    load = torch.zeros(L)
+    for e in range(L):
+        others = noisy[:, [i for i in range(L) if i != e]].topk(top_k).values[:, -1]
+        for _ in range(2000):
+            load[e] += (clean[:, e] + torch.randn(T) * std[:, e] > others).sum() / 2000
+    importance = torch.zeros(L).index_add(0, index.flatten(), score.flatten())
+    expected = sum((v.var(correction=0) / v.mean() ** 2).item() for v in (load, importance))
+    assert loss == pytest.approx(expected, rel=0.05)
+
+
 def test_noisy_evaluation_is_plain_and_finite():
     torch.manual_seed(0)
     gate, x = NoisyGate(D, L, 1, 2).eval(), tokens()
@@ -153,6 +177,27 @@ def test_noisy_evaluation_is_plain_and_finite():
     gate.get_loss().backward()
     assert gate.w_gate.grad.isfinite().all()
     assert gate.w_gate.abs().max() <= D**-0.5, "drawn as a Linear, whose fan-in is D"
+
+
+def test_one_expert_alone():
+    for kind in (NaiveGate, NoisyGate, GShardGate, SwitchGate, SwipeGate, DCGate, ZeroGate):
+        gate = kind(D, 1, 1, 1)
+        index, score = gate(tokens())
+        assert (index[index >= 0] == 0).all() and score.isfinite().all()
+        loss = gate.get_loss()
+        assert loss is None or loss.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(T,), (T, 3)], ids=str)
+def test_limit_by_capacity(shape):
+    index = torch.randint(-1, L, shape, generator=torch.Generator().manual_seed(0))
+    limits = torch.tensor([0, 3, 1000, 7])
+    new_lec, new_gec, kept = utils.limit_by_capacity(index, L, 1, limits)
+    expected = torch.minimum(counts(index), limits)
+    assert torch.equal(new_lec, expected) and torch.equal(new_gec, expected)
+    assert torch.equal(counts(kept), expected) and kept.is_contiguous()
+    assert torch.equal(kept[kept >= 0], index[kept >= 0])
+    assert torch.equal(counts(utils.limit_by_capacity(index, L, 1, 5)[2]), counts(index).clamp(max=5))
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
@@ -194,6 +239,26 @@ def test_faster_gate_as_the_gate_of_a_layer(monkeypatch):
         faster_gate.gen_faster_gate(0)(D, L, 1)
 
 
+def test_swipe_on_one_rank_changes_nothing():
+    gate, x = SwipeGate(D, L, 1), tokens()
+    index, score = gate(x)
+    expected, weight = NaiveGate.forward(gate, x)
+    assert torch.equal(index, expected) and torch.allclose(score, weight)
+    moved, left = gate.swipe_once(index[:, 0], torch.tensor(T - 3), 2)
+    assert torch.equal(moved[: T - 3], index[: T - 3, 0]) and (moved[T - 3 :] == -1).all() and left == 0
+
+
+@pytest.mark.parametrize("kind", [GShardGate, SwitchGate, SwipeGate, NoisyGate])
+def test_the_same_in_every_run(kind):
+    torch.manual_seed(0)
+    gate, x = kind(D, L, 1), tokens()
+    results = []
+    for _ in range(20):
+        torch.manual_seed(9)
+        results.append(gate(x)[0])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.by_default("NaiveGate", "ZeroGate")
 @pytest.mark.parametrize("kind", [NaiveGate, NoisyGate, GShardGate, SwitchGate, DCGate, ZeroGate])
 def test_no_graph_break_in_a_gate(kind):
@@ -202,3 +267,15 @@ def test_no_graph_break_in_a_gate(kind):
     index, score = torch.compile(gate, backend="eager", fullgraph=True)(x)
     assert torch.equal(index, gate(x)[0]) and torch.equal(score, gate(x)[1])
     torch.compile(gate.train(), backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_autocast(kind):
+    torch.manual_seed(0)
+    layer, x = FMoE(num_expert=L, d_model=D, gate=kind, expert=SmallExpert), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    loss = layer.gate.get_loss()
+    (y.float().sum() + (0 if loss is None else loss)).backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    assert_close(layer.eval()(x), layer(x), 1e-6, "evaluation")

@@ -91,6 +91,13 @@ def test_everything_that_fmoefy_is_told():
         fmoefy(model, 4, megatron_version="v9")
 
 
+def test_other_models_go_to_fmoefy():
+    model = fmoefy(nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D)), fmoe_num_experts=4, gate=NaiveGate)
+    assert fmoe.metrics(model) and isinstance(model[0], fmoe.MoE)
+    with pytest.raises(fmoe.UserError, match="gate=Own has no counterpart"):
+        fmoefy(nn.Sequential(nn.Linear(D, H)), 4, gate=type("Own", (NaiveGate,), {}))
+
+
 def spread():
     model = fmoefy(OldModel({"transformer": 1}), fmoe_num_experts=2)
     mlp = model.layers()[0].mlp
@@ -120,6 +127,14 @@ def test_megatron_mlp_from_arguments(strategy, kind):
     assert not torch.equal(mlp.experts[0].htoh4.weight, mlp.experts[1].htoh4.weight)
     y, bias = mlp(torch.randn(S, B, D))
     assert y.shape == (S, B, D) and torch.equal(bias, torch.zeros(D))
+
+
+def test_a_gate_of_ones_own_counts():
+    """FastMoE's took NaiveGate wherever no strategy was named."""
+    own = type("Own", (NaiveGate,), {})
+    assert type(MegatronMLP(args(), 0, gate=own).gate) is own
+    with pytest.raises(fmoe.UserError, match="balance_strategy='best' is not known; valid names: naive"):
+        MegatronMLP(args(balance_strategy="best"), 0)
 
 
 def test_arguments_and_names_that_are_gone(monkeypatch):

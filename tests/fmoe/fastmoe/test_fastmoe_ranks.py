@@ -10,10 +10,11 @@ from compare import assert_close
 from fastmoe_reference import SmallExpert, brute_force
 from fmoe.layers import _fmoe_general_global_forward, mark_module_parallel_comm
 from forks import values
+from rank_pool import Raised
 
 import fmoe
 from fmoe import DistributedGroupedDataParallel, FMoE, FMoETransformerMLP, functions
-from fmoe.gates import DCGate, SwipeGate, SwitchGate, utils
+from fmoe.gates import DCGate, NaiveGate, SwipeGate, SwitchGate, utils
 
 D, L, W = 8, 3, 2  # width, experts per rank, ranks
 
@@ -82,6 +83,25 @@ def layer_experts(layer):
 def test_moe_group(two_ranks, counts, top_k, name_group, dtype):
     for found, expected in values(two_ranks.run(expert_parallel, counts, top_k, dtype, name_group)):
         close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2, "value")
+
+
+# Both ranks hold the same tokens and share the work.
+
+
+def sliced_and_masked():
+    mask = torch.tensor([0, 1, 0, 0, 1])
+    layer = FMoE(2, D, slice_group=dist.group.WORLD, expert=SmallExpert, mask=mask, mask_dict={1: torch.ones(D)})
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.data, 0)
+    y = layer(tokens(0, 5)[0])
+    alone = FMoE(2, D, expert=SmallExpert, mask=mask, mask_dict={1: torch.ones(D)})
+    alone.load_state_dict(layer.state_dict())
+    return as_numbers([y]), as_numbers([alone(tokens(0, 5)[0])])
+
+
+def test_slice_group_with_a_mask(two_ranks):
+    for found, expected in values(two_ranks.run(sliced_and_masked)):
+        close(found, expected, 1e-6, "output")
 
 
 # Two layers over groups of their own, which FastMoE took to be the same.
@@ -250,6 +270,16 @@ def test_slice_and_all_gather(two_ranks, count):
         close([whole, grad], [2 * torch.as_tensor(x), torch.full((count, D), 2.0)], 1e-7, "value")
 
 
+def wrong_group():
+    functions.ensure_comm(None, dist.group.WORLD)
+    functions.count_by_gate(torch.tensor([0]), 1, 3)
+
+
+def test_functions_say_that_the_group_is_another(two_ranks):
+    for result in two_ranks.run(wrong_group):
+        assert isinstance(result, Raised) and "world_size=3 differs from the 2 ranks" in result.message
+
+
 # Gates that exchange counts.
 
 
@@ -277,6 +307,12 @@ def test_capacity_over_all_ranks(two_ranks):
                 assert index[t][k] == (e if taken[e] <= 12 else -1)
 
 
+def test_switch_capacity_over_all_ranks(two_ranks):
+    results = values(two_ranks.run(decide, SwitchGate, {"capacity": (0.3, 0.3)}, 30))
+    counts = torch.bincount(torch.tensor([r[0] for r in results]).flatten() + 1, minlength=W * L + 1)
+    assert counts[1:].max() <= 3 and counts[0] > 0
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_swipe_gives_every_rank_the_same_load(two_ranks, top_k):
     results = values(two_ranks.run(decide, SwipeGate, {"top_k": top_k}, 30))
@@ -301,3 +337,16 @@ def test_limit_by_capacity_serves_the_first_rank_first(two_ranks):
     first, second = values(two_ranks.run(limited))
     assert first == ([3, 1, 0, 0, 2, 0], [3, 1, 0, 1, 0, 0], [0, 0, 0, 4, 4, 1])
     assert second == ([1, 0, 0, 0, 2, 1], [0, 2, 0, 0, 2, 1], [0, 4, 4, -1, 5, -1])
+
+
+@pytest.mark.parametrize("kind", [SwitchGate, SwipeGate, DCGate, NaiveGate])
+def test_gates_that_exchange_inside_a_layer(two_ranks, kind):
+    assert values(two_ranks.run(run_layer, kind)) == [True, True]
+
+
+def run_layer(kind):
+    layer = FMoE(L, D, world_size=W, gate=kind, expert=SmallExpert)
+    x, _ = tokens(dist.get_rank(), 10)
+    y = layer(x)
+    y.sum().backward()
+    return all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
