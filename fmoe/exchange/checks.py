@@ -26,18 +26,23 @@ def raise_on_all_ranks(
         failed: the failed ranks, as indices in the group.
         error: the error of this rank; None if it did not fail.
     """
-    text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error is not None else b""
-    message = _as_bytes(text, device)
-    broadcast(group, message, failed[0], "sharing of an error").wait(for_host=True)
+    message = shared_text(group, f"{type(error).__name__}: {error}", failed[0], device)
     if error is not None:
         raise error
     ranks = ranks_text([dist.get_global_rank(group, rank) for rank in failed])
-    agreed = PeerError(f"{ranks} failed in {monitor_of(group).context}, before the exchange: {_as_text(message)}")
+    agreed = PeerError(f"{ranks} failed in {monitor_of(group).context}, before the exchange: {message}")
     agreed.is_agreed = True
     raise agreed
 
 
-def _as_bytes(text: bytes, device: torch.device) -> Tensor:
+def shared_text(group: dist.ProcessGroup, text: str, source: int, device: torch.device | str) -> str:
+    """Return the beginning of the ``text`` of rank ``source`` of the group, on all of its ranks. Collective."""
+    message = _as_bytes(text.encode()[:_MESSAGE_BYTES], device)
+    broadcast(group, message, source, "sharing of a message").wait(for_host=True)
+    return _as_text(message)
+
+
+def _as_bytes(text: bytes, device: torch.device | str) -> Tensor:
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     if text:
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fmoe.convert.routed import RoutedMoE
 from fmoe.errors import UserError, one_line, require
+from fmoe.exchange.checks import shared_text
 from fmoe.files import sync, write_atomically
 from fmoe.parallel.checkpoint import state_dict
 from fmoe.parallel.groups import ParallelGroups
@@ -190,10 +191,9 @@ def save_hf(model: nn.Module, folder: str | Path, groups: ParallelGroups, *, sha
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         if writer is not None:
             writer.add(name, whole.detach().contiguous().cpu())
-    answer = [None if writer is None else writer.finish(inner)]
-    dist.broadcast_object_list(answer, dist.get_global_rank(groups.data_group, 0), group=groups.data_group)
-    if answer[0] is not None:
-        raise UserError(answer[0])
+    error = shared_text(groups.data_group, writer.finish(inner) if writer else "", 0, groups.mesh.device_type)
+    if error:
+        raise UserError(error)
 
 
 class _Writer:
@@ -206,11 +206,11 @@ class _Writer:
         self._shards: list[list[str]] = []
         self._pending: dict[str, Tensor] = {}
         self._size = 0
-        self._error: str | None = None
+        self._error = ""
         self._attempt(self._begin)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        if self._error is None:
+        if not self._error:
             try:
                 action()
             except UserError as error:
@@ -240,8 +240,8 @@ class _Writer:
         self._shards.append(list(self._pending))
         self._size += sum(tensor.nbytes for tensor in self._pending.values())
 
-    def finish(self, model: Any) -> str | None:
-        """Write the rest and the configuration, and publish the files. Return the error, if there was one."""
+    def finish(self, model: Any) -> str:
+        """Write the rest and the configuration, and publish the files. Return the error; empty if there was none."""
         self._attempt(self._write)
         self._attempt(lambda: self._publish(model))
         shutil.rmtree(self._temporary, ignore_errors=True)

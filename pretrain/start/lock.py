@@ -90,6 +90,7 @@ def _hold(path: Path) -> Iterator[None]:
 
 def _acquire(path: Path) -> FileLock:
     begin = time.monotonic()
+    last_described = begin
     has_warned = False
     lock = FileLock(path)
     while True:
@@ -99,14 +100,18 @@ def _acquire(path: Path) -> FileLock:
             lock.acquire(timeout=0)
             return lock
         holder = _read(path)
+        waited = time.monotonic() - begin
+        if holder:
+            last_described = time.monotonic()
         is_elsewhere = holder.get("machine", _MACHINE) != _MACHINE
         if path.name == RUN or holder.get("ending"):  # a run whose launcher has released `LAUNCH` is ending
             limit = WAIT
         elif is_elsewhere:
             limit = WAIT_FOR_SERVER
-        else:
-            limit = 0.0 if holder else 1.0  # until the holder has described itself
-        waited = time.monotonic() - begin
+        elif holder:
+            limit = 0.0
+        else:  # until a holder has described itself, or one that ends has removed its description and then the lock
+            limit = last_described - begin + 3.0
         who = (
             f"process {holder['pid']} on {holder['host']}, holding it since {holder['since']}" if holder else "another"
         )

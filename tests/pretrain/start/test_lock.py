@@ -142,6 +142,15 @@ def test_a_requeued_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch
     kill(process)
 
 
+def test_a_holder_that_ends_removes_its_description_first(tmp_path):
+    process = holder_in(tmp_path / "run", *BOTH, seconds_to_end=2)
+    process.terminate()
+    threading.Timer(1.2, (tmp_path / "run" / f"{lock.LAUNCH}.json").unlink).start()
+    with lock.hold(tmp_path / "run", *BOTH):
+        pass
+    kill(process)
+
+
 def test_a_holder_on_another_machine_may_be_dead(tmp_path, monkeypatch, stranger):
     """The server of the file system releases its lock after a while; until then nobody can know."""
     monkeypatch.setattr(lock, "_MACHINE", "other")
