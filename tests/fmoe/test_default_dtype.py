@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import fmoe
 from fmoe.fastmoe.faster_gate import gen_faster_gate
+from fmoe.fastmoe.gates import GShardGate, NaiveGate, NoisyGate, SwipeGate, SwitchGate, ZeroGate
 from fmoe.gates import GATES
+from fmoe.optim import Adafactor, AdamW8bit, Lamb, Lars, Muon
 
 ROOT = Path(__file__).parents[2]
 FACTORIES = """
@@ -97,6 +100,129 @@ LAYERS = [
     ("naive", "ffn", {"expert_options": {"dropout": 0.2}, "group_size": 5}),
     ("naive", "ffn", {"expert_options": {"backend": "torch"}}),
 ]
+
+
+FASTMOE = [NaiveGate, NoisyGate, GShardGate, SwitchGate, SwipeGate, ZeroGate, gen_faster_gate(0)]
+DENSE = {"soft": fmoe.SoftMoE, "mmoe": lambda d, e: fmoe.MMoE(d, e, 2)}
+
+
+def with_gradients(layer, x, **results):
+    return results | {"x": x.grad} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def layer_pass(gate, expert, options):
+    """All that a pass of training gives, and one of evaluation."""
+    layer = build(gate, expert, **options)
+    x, ids, mask = inputs(torch.float32)
+
+    def run():
+        fmoe.random.set_position(0, 3)
+        y = layer(x, mask, token_ids=ids)
+        y.square().sum().backward()
+        results = with_gradients(layer, x, y=y, sums=layer.metrics.sums())
+        fmoe.end_step(layer)
+        state = {f"state {key}": value for key, value in layer.state_dict().items()}
+        return results | state | {"eval": layer.eval()(x, token_ids=ids)}
+
+    return run
+
+
+def fastmoe_layer(gate):
+    return fmoe.FMoE(num_expert=4, d_model=WIDTH, world_size=1, gate=gate, top_k=2, expert=[Block] * 4)
+
+
+def fastmoe_pass(gate):
+    torch.manual_seed(0)
+    layer = fastmoe_layer(gate)
+    x = inputs(torch.float32)[0]
+
+    def run():
+        torch.manual_seed(1)
+        y = layer(x)
+        loss = layer.gate.get_loss()
+        (y.square().sum() + (0 if loss is None else loss.sum())).backward()
+        return with_gradients(layer, x, y=y)
+
+    return run
+
+
+def dense_pass(make):
+    torch.manual_seed(0)
+    layer = make(WIDTH, EXPERTS)
+    return lambda: {"y": torch.cat([*layer(inputs(torch.float32)[0])])}
+
+
+def optimizer_steps(make):
+    layer = build("naive")
+    x, ids, _ = inputs(torch.float32)
+
+    def run():
+        optimizer = make(layer.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(x, token_ids=ids).square().sum().backward()
+            optimizer.step()
+            again = make(layer.parameters(), lr=1e-2)
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        return dict(layer.named_parameters())
+
+    return run
+
+
+def steps_of_8_bits():
+    pytest.importorskip("torchao")
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float32)) for size in (8192, 5)]
+
+    def run():
+        optimizer = AdamW8bit(weights, lr=1e-2)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+            optimizer.step()
+        moment = optimizer.state[weights[0]]["exp_avg"].dequantize()
+        again = optimizer.moment_of(weights[0], "exp_avg", moment).dequantize()
+        return {"large": weights[0], "small": weights[1], "moment": moment, "again": again}
+
+    return run
+
+
+# Functions that make what is then computed under a default.
+COMPUTATIONS = {
+    f"layer {layer[0]} {getattr(layer[1], '__name__', layer[1])} {number}": functools.partial(layer_pass, *layer)
+    for number, layer in enumerate(LAYERS)
+}
+COMPUTATIONS |= {f"fastmoe {gate.__name__}": functools.partial(fastmoe_pass, gate) for gate in FASTMOE}
+COMPUTATIONS |= {name: functools.partial(dense_pass, make) for name, make in DENSE.items()}
+COMPUTATIONS |= {make.__name__: functools.partial(optimizer_steps, make) for make in (Lamb, Lars, Muon, Adafactor)}
+COMPUTATIONS["AdamW8bit"] = steps_of_8_bits
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("under", [*DTYPES, "meta"], ids=str)
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_a_float32_module_computes_the_same_under_every_default(name, under):
+    if under == "meta" and not name.startswith("layer"):
+        under = torch.float64
+    results = []
+    for chosen in (torch.float32, under):
+        run = COMPUTATIONS[name]()
+        with default(chosen):
+            results.append(run())
+    expected, found = results
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [*DENSE.values(), *FASTMOE], ids=[*DENSE, *(gate.__name__ for gate in FASTMOE)])
+def test_other_layers_are_built_under_a_default(make, dtype):
+    with default(dtype):
+        layer = fastmoe_layer(make) if make in FASTMOE else make(WIDTH, EXPERTS)
+        assert {p.dtype for p in layer.parameters()} == {dtype}
+        torch.cat([*layer(inputs(dtype)[0])]).sum().backward()
 
 
 @pytest.mark.cover(1)

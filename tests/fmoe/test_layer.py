@@ -114,6 +114,25 @@ def test_losses_reach_the_router_by_default_and_can_be_turned_off():
     assert layer.gate.weight.grad.abs().sum() == 0
 
 
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_the_input_is_one_view(is_contiguous):
+    """Autograd adds up gradients of one tensor's uses in place, those of two views of it in memory of its own."""
+    layer = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=16, top_k=2, seed=0)
+    x = torch.randn(3, 8, 5).transpose(1, 2) if not is_contiguous else torch.randn(3, 5, 8)
+    x.requires_grad_()
+    nodes, seen, into_x = [layer(x).grad_fn], set(), 0
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                into_x += getattr(following, "variable", None) is x
+                nodes.append(following)
+    assert into_x == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entropy_of_a_router(dtype):
     logits_TE = torch.randn(64, 16, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 50  # some are zero

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from compare import assert_close
+from forks import values
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -77,6 +78,12 @@ def test_experts_of_different_kinds_and_ready_ones():
     assert all(p.grad is not None for p in layer.parameters())
 
 
+def test_modules_are_drawn_by_global_id():
+    a, b = build(expert=Block), build(expert=Block)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.experts[0].up.weight, a.experts[1].up.weight)
+
+
 def test_granularity_splits_experts_and_keeps_their_size():
     layer, fine = build(top_k=1), build(top_k=1, granularity=4)
     assert fine.num_experts == 4 * E and fine.gate.top_k == 4 and fine.experts.d_hidden == 4
@@ -125,6 +132,58 @@ def test_padding_is_zero_beside_a_shared_expert(gate, options):
     assert not x.grad[~mask].any()
     none = layer(x, torch.zeros(3, 8, dtype=torch.bool))
     assert not none.any()
+
+
+def test_padding_of_a_nest_is_zero_beside_a_shared_expert():
+    class Two(nn.Module):
+        def __init__(self, d_model):
+            super().__init__()
+            self.a = nn.Linear(d_model, d_model)
+
+        def forward(self, nest):
+            return {"x": self.a(nest["x"]), "more": nest["more"] + 1}
+
+    layer = build(expert=Two, shared_expert=24)
+    mask = torch.tensor([True, False, True, False])
+    out = layer({"x": tokens(4), "more": torch.randn(4, 3)}, mask)
+    assert not out["x"][~mask].any() and not out["more"][~mask].any() and out["x"][mask].all()
+
+
+def test_filled_tokens_have_no_output_of_a_shared_expert():
+    """FastMoE's mask: 0 is routed, k is `mask_dict[k]`, and what the dict lacks is zero."""
+    mask = torch.tensor([0, 1, 2, 0])
+    value = torch.arange(float(D))
+    layer = fmoe.FMoE(
+        num_expert=E, d_model=D, world_size=1, expert=[Block] * E, shared_expert=24, mask=mask, mask_dict={1: value}
+    )
+    y = layer(tokens(4))
+    assert_close(y[1], value, 1e-6, "filled")
+    assert not y[2].any() and y[0].all() and y[3].all()
+
+
+def padding_over_ranks(kind):
+    layer = build(shared_expert=24, shared_gate=True, **{kind: torch.distributed.group.WORLD})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 3, D, generator=generator)
+    mask = torch.rand(6, 3, generator=generator) < 0.5
+    if kind == "sequence_group":
+        own = slice(3 * torch.distributed.get_rank(), 3 * torch.distributed.get_rank() + 3)
+        x, mask = x[own], mask[own]
+    layer.sequence_first = True
+    y = layer(x, mask)
+    y.sum().backward()
+    return bool(y[~mask].any()), bool(y[mask].all()), int(mask.sum())
+
+
+@pytest.mark.parametrize("kind", ["slice_group", "sequence_group"])
+def test_padding_is_zero_beside_a_shared_expert_on_parts(two_ranks, kind):
+    for padding_has_any, tokens_have_all, count in values(two_ranks.run(padding_over_ranks, kind)):
+        assert not padding_has_any and tokens_have_all and count
+
+
+def test_shared_experts_of_two_layers_differ():
+    a, b = build(shared_expert=24, seed=1), build(shared_expert=24, seed=2)
+    assert not torch.equal(a.shared.expert.weight_in, b.shared.expert.weight_in)
 
 
 def test_nests_of_tensors():
@@ -270,6 +329,19 @@ def test_a_layer_with_losses_that_wait_can_be_copied_and_saved(gate, how):
     assert torch.equal(outputs[1], outputs[3])
 
 
+def copied_with_groups():
+    group = torch.distributed.group.WORLD
+    layer = build(moe_group=group, aux_loss="manual")
+    layer(tokens(4))  # a loss that waits
+    twin = copy.deepcopy(layer)
+    same = torch.equal(twin(tokens(4)), layer(tokens(4)))
+    return same, twin.moe_group is group, all(is_expert(p) for p in twin.experts.parameters())
+
+
+def test_a_layer_over_workers_can_be_copied(two_ranks):
+    assert two_ranks.run(copied_with_groups) == [(True, True, True)] * 2
+
+
 def of_one_kind(kind, others=Block):
     return build(expert=[kind, others, others, others])(tokens(40))
 
@@ -348,6 +420,14 @@ def test_autocast_casts_no_float64(make):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("weights", "tokens"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_autocast_mixes_no_float64(weights, tokens):
+    layer = build().to(weights)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fmoe.UserError, match=r"input .* is torch.*experts are"):
+        layer(torch.randn(5, D, dtype=tokens))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize(
     "register",
     [
@@ -358,8 +438,8 @@ def test_autocast_casts_no_float64(make):
     ],
 )
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # torch's, about the gate
-def test_global_hooks_see_the_experts(register):
-    layer, seen = build(), []
+def test_global_hooks_see_the_experts(register, backend):
+    layer, seen = build(backend=backend), []
     handle = register(lambda module, *_: seen.append(module))
     try:
         layer(tokens(5)).sum().backward()

@@ -80,6 +80,19 @@ def test_the_gate_that_decides_records():
     assert len(found) == 1
 
 
+def test_a_module_may_show_the_metrics_of_its_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = fmoe.FMoE(**OPTIONS)
+            self.metrics = self.layer.metrics
+
+    block = Block().eval()
+    with fmoe.metrics.counting(block):
+        block.layer(tokens())
+        assert fmoe.metrics(block.layer)[""].tokens == 8
+
+
 def test_settings_can_be_changed_after_the_constructor():
     layer = fmoe.FMoE(**OPTIONS, gate="switch")
     layer.name, layer.num_experts, layer.first_expert = "block 7", 4, 0

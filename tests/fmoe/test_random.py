@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe import random
-from fmoe.experts import initial
+from fmoe.experts import ffn, initial
 from fmoe.experts.ffn import FFNExperts
 from fmoe.kernels import backends
+from fmoe.kernels.cuda import launch
 from fmoe.kernels.native import loader as native
 from fmoe.routing import RoutingGroups
 
@@ -105,6 +107,74 @@ def test_initial_weights_in_chunks_and_by_the_native_backend(is_normal, count, m
         assert torch.equal(initial.draw(*given), expected)
     monkeypatch.setattr(backends, "native_is_loaded", False)
     assert torch.equal(initial.draw(*given), expected)
+
+
+def test_a_gpu_with_kernels_draws_for_the_cpu(monkeypatch):
+    """Without the native backend, for which the processor needs 29 ns a number."""
+    gpu, real, asked = torch.device("cuda", 0), initial.draw, []
+
+    def draw(keys, count, device, *options):
+        asked.append(device)
+        monkeypatch.setattr(backends, "current_gpu", lambda: None)
+        return real(keys, count, torch.device("cpu"), *options)
+
+    monkeypatch.setattr(backends, "native_is_loaded", False)
+    monkeypatch.setattr(backends, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(initial, "draw", draw)
+    found = real([1, 2], 100, torch.device("cpu"), 0.3, True)
+    assert asked == [gpu] and torch.equal(found, random.exact_normal(torch.tensor([1, 2]), 100) * 0.3)
+
+
+@pytest.mark.parametrize("capability", [None, (9, 0), (8, 0)])
+def test_the_gpu_that_draws_has_kernels(capability, monkeypatch):
+    """None where no GPU is visible, or where its kernels are not loaded."""
+    monkeypatch.setattr(launch, "launchers", {"sm_90": object(), "none": object()})
+    monkeypatch.setattr(launch, "_arch_of_device", {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert backends.current_gpu() == (torch.device("cuda", 1) if capability == (9, 0) else None)
+
+
+def test_a_layer_of_the_cpu_beside_a_gpu_without_kernels_is_native(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ffn.cuda, "load", lambda device: asked.append(device))
+    monkeypatch.setattr(ffn.native, "load", lambda: asked.append("native"))
+    FFNExperts(2, 4, 6)
+    assert asked == [None, "native"]
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.partition(".")[0].strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+# Of integers, of memory, and those that IEEE 754 rounds: the same bits on every device.
+EXACT = {"add", "sub", "mul", "bitwise_and", "bitwise_xor", "bitwise_right_shift", "arange", "index_select", "to_copy"}
+EXACT |= {"rshift", "empty", "copy", "slice", "select", "unsqueeze", "view", "detach", "lift_fresh", "zero", "unbind"}
+EXACT |= {"diff", "local_scalar_dense", "split", "t", "narrow", "as_strided"}
+
+
+@pytest.mark.parametrize(
+    "method", [None, functools.partial(nn.init.normal_, mean=0.1, std=0.3)], ids=["default", "std"]
+)
+def test_initial_weights_have_the_same_bits_on_every_device(method, monkeypatch):
+    """By the operations that draw them; tests/gpu compares a GPU's."""
+    experts = FFNExperts(3, 40, 200, init_method=method, output_init_method=method)
+    monkeypatch.setattr(backends, "native_is_loaded", False)
+    random._normal_ends.clear()
+    with Operations() as seen:
+        experts.reset_parameters()
+    assert seen.names <= EXACT, seen.names - EXACT
 
 
 @pytest.mark.parametrize("method", [None, functools.partial(nn.init.normal_, mean=0.0, std=0.02)])

@@ -193,6 +193,12 @@ def test_all_gates_but_two_gather_logits_instead_of_tokens():
     assert {name for name, gate in gates.items() if not routes_by_logits(gate)} == {"noisy", "topology"}
 
 
+@pytest.mark.parametrize("name", ["naive", "noisy", "gshard", "swipe", "sigmoid", "topology"])
+def test_default_weights_sum_to_one(name):
+    weight_TK = build_gate(name, 8, 4, 2).eval()(torch.randn(24, 8), RoutingGroups(2, 12)).weight_TK
+    assert_close(weight_TK.sum(1), torch.ones(24), 1e-6, "sums")
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_combine_of_few_rows_for_many_places(seed):
     """The sparse path of expert choice, against the reference."""
@@ -212,6 +218,13 @@ def test_combine_of_few_rows_for_many_places(seed):
         results.append((y, x.grad, w.grad))
     for name, got, expected in zip(("y", "dx", "dw"), *results, strict=True):
         assert_close(got, expected, 1e-12, name)
+
+
+def test_group_limited_choice_stays_in_the_kept_groups():
+    for name in ("naive", "sigmoid"):
+        gate = build_gate(name, 8, 12, 3, expert_groups=4, kept_groups=2)
+        expert_TK = gate(torch.randn(50, 8), RoutingGroups(1, 50)).expert_TK
+        assert all(len({e // 3 for e in row}) <= 2 for row in expert_TK.tolist())
 
 
 def test_default_weights_of_losses_are_those_of_the_papers():
@@ -253,6 +266,7 @@ def test_losses_of_even_and_extreme_loads():
         ("hash", 1, {"table": torch.full((5, 1), 4)}, "0..3"),
         ("hash", 1, {"table": [[0]]}, "int64"),
         ("sparsemixer", 2, {"margin": -0.1}, "0 or more"),
+        ("sparsemixer", 2, {"margin": float("nan")}, "0 or more"),
         (3, 2, {}, "name"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

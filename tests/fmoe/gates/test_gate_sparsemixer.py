@@ -46,6 +46,14 @@ def test_evaluation_is_that_of_transformers(jitter, shift):
     assert (jitter < 0.1) == bool((weight_TK == 1).all(1).float().mean() > 0.8)
 
 
+def test_equal_logits_compete():
+    gate = build(top_k=3, margin=0.0).eval()
+    with torch.no_grad():
+        gate.weight.zero_()
+        routing = gate(tokens(), RoutingGroups(1, TOKENS))
+    assert_close(routing.weight_TK, torch.tensor([1 / 6, 1 / 5, 1 / 4]).expand(TOKENS, 3), 1e-6, "weights")
+
+
 @pytest.mark.slow
 def test_training_is_that_of_transformers(monkeypatch):
     """With the same noise. Its constants 0.3333 and 0.6667 are rounded; gradients do not have them."""
@@ -121,3 +129,18 @@ def test_the_estimate_of_a_cubic_loss(picked):
     else:
         expected = loss(prob[picked]) * score
     assert_close(0.75 * estimates[0] + 0.25 * estimates[1], expected.unsqueeze(1) * x, 1e-9, "estimate")
+
+
+def test_samples_follow_the_probabilities():
+    gate = build(top_k=1, margin=10.0)
+    x = tokens()[:1].expand(20_000, -1)
+    with torch.no_grad():
+        gate.weight.mul_(0.3)
+        routing = gate(x, RoutingGroups(1, len(x), noise_key=lambda: 9))
+        prob = (x[0] @ gate.weight.t()).softmax(0)
+    shares = routing.expert_TK.flatten().bincount(minlength=EXPERTS) / len(x)
+    assert (shares - prob).abs().max() < 0.012
+    is_best = routing.expert_TK == prob.argmax()
+    ratio = routing.weight_TK / prob[routing.expert_TK]
+    assert_close(ratio[is_best], torch.ones(int(is_best.sum())), 1e-6, "weights of the best")
+    assert (ratio[~is_best] < 0.5).float().mean().item() == pytest.approx(0.75, abs=0.02)

@@ -156,3 +156,11 @@ def test_replays_of_a_graph_count(way):
         fmoe.end_step(expected)
         assert torch.equal(layer.gate.expert_bias_E, expected.gate.expert_bias_E)
     assert layer.gate.expert_bias_E.abs().max() > 0
+
+
+def test_a_gate_of_fastmoe_pickled_by_an_earlier_version():
+    state = GShardGate(8, 4, 1).__getstate__()
+    del state["_losses"]
+    loaded = GShardGate.__new__(GShardGate)
+    loaded.__setstate__(state | {"loss": None})
+    assert not loaded._losses

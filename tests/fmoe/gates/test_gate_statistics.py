@@ -29,9 +29,68 @@ def build(name, top_k=None, **options):
     return gate
 
 
+def loads(routing, num_groups):
+    """[G, E]."""
+    return torch.stack(
+        [torch.bincount(part[part >= 0], minlength=EXPERTS) for part in routing.expert_TK.chunk(num_groups)]
+    )
+
+
 def variation(load):
     load = load.double()
     return (load.std(-1, correction=0) / load.mean(-1)).max().item()
+
+
+def test_the_input_is_skewed():
+    x = skewed_tokens(512)
+    assert variation(build("naive", 1)(x, RoutingGroups(1, 512)).stats.load_E) > 1.0
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+@pytest.mark.parametrize(("length", "spread"), [(128, 0), (125, 1)], ids=["divisible", "not divisible"])
+def test_base_is_balanced_in_every_group(length, spread, top_k):
+    gate, x = build("base", top_k), skewed_tokens(4 * length)
+    load_GE = loads(gate(x, RoutingGroups(4, length)), 4)
+    assert (load_GE.amax(1) - load_GE.amin(1)).max() <= spread
+    assert load_GE.sum() == 4 * length * top_k
+    gate.eval()
+    assert variation(gate(x, RoutingGroups(4, length)).stats.load_E) > 0.2
+
+
+def test_base_assigns_better_than_chance_and_worse_than_greed():
+    gate, x = build("base"), skewed_tokens(256)
+    groups = RoutingGroups(1, 256)
+    balanced, greedy = (gate.train(t)(x, groups).weight_TK.sum() for t in (True, False))
+    chance = gate.logits(x, groups).sigmoid().mean() * 256
+    assert chance < balanced < greedy
+
+
+def test_swipe_fills_an_even_share():
+    gate, x = build("swipe", 1), skewed_tokens(4 * 128)
+    assert (loads(gate(x, RoutingGroups(4, 128)), 4) == 128 // EXPERTS).all()
+
+
+@pytest.mark.parametrize(("top_k", "bound"), [(1, 0.25), (2, 0.25)])
+def test_sinkhorn_is_nearly_balanced(top_k, bound):
+    """Coefficient of variation of the load of a group of 512 tokens, 64 an expert and choice."""
+    gate, x = build("sinkhorn", top_k), skewed_tokens(4 * 512)
+    assert variation(loads(gate(x, RoutingGroups(4, 512)), 4)) < bound
+    gate.eval()
+    assert variation(loads(gate(x, RoutingGroups(4, 512)), 4)) > 3 * bound
+
+
+def test_sinkhorn_balances_the_mass_of_the_scores():
+    gate, x = build("sinkhorn", iterations=200, tolerance=1e-5), skewed_tokens(256)
+    groups = RoutingGroups(2, 128)
+    ranked = groups.split(gate.balance(gate.logits(x, groups).detach(), groups))
+    assert torch.allclose(ranked.softmax(-1).sum(1), torch.full((2, EXPERTS), 128 / EXPERTS), rtol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0, 2.7])
+def test_expert_choice_fills_every_expert_exactly(factor):
+    gate, x = build("expert_choice", capacity_factor=factor), skewed_tokens(4 * 100)
+    load_GE = loads(gate(x, RoutingGroups(4, 100)), 4)
+    assert (load_GE == -(-factor * 100 // EXPERTS)).all()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -108,6 +167,17 @@ def test_noisy_load_is_what_monte_carlo_finds(top_k):
         assert (found - chance[:, i]).abs().max() < 5 * 0.5 / draws**0.5
 
 
+def test_noisy_load_loss_estimates_the_variation_of_counts():
+    """Over many tokens, the smooth counts are the expected counts of the gate's own draws."""
+    gate, x = build("noisy", 2), skewed_tokens(256)
+    counts, losses = 0, []
+    for key in range(200):
+        routing = gate(x, RoutingGroups(1, 256, noise_key=lambda key=key: key))
+        counts = counts + routing.stats.load_E.double()
+        losses.append(routing.losses["load"].item())
+    assert torch.tensor(losses).mean().item() == pytest.approx(variation(counts) ** 2, rel=0.02)
+
+
 def test_normal_noise_is_normal():
     noise = RoutingGroups(64, 256, noise_key=lambda: 3).normal(8, "p", torch.device("cpu")).flatten()
     assert noise.isfinite().all()
@@ -139,6 +209,24 @@ def chi_square(counts):
     """In standard deviations above its mean."""
     expected, freedom = counts.double().mean(), len(counts) - 1
     return (((counts - expected) ** 2 / expected).sum().item() - freedom) / (2 * freedom) ** 0.5
+
+
+def test_topology_keeps_tokens_near_as_far_as_the_load_allows():
+    torch.manual_seed(0)
+    x = torch.randn(4 * 64, 16)
+    groups = RoutingGroups(4, 64)
+
+    def near_and_most(**options):
+        torch.manual_seed(1)
+        gate = build_gate("topology", 16, 8, 2, num_nodes=2, **options).train()
+        routing = gate(x, groups)
+        loads = [routing.expert_TK[g * 64 : (g + 1) * 64].flatten().bincount(minlength=8) for g in range(4)]
+        return float((routing.expert_TK < 4).float().mean()), int(torch.stack(loads).max())
+
+    (free, most_free), (far, most_far) = near_and_most(bonus=0.0), near_and_most(bonus=50.0, skew=8.0)
+    bounded, most = near_and_most(bonus=2.0, skew=2.0)
+    assert free < 0.7 and far == 1.0  # every token stays on node 0, the one this worker is on
+    assert free < bounded < far and most <= max(2 * 64 * 2 // 8, most_free) < most_far
 
 
 @pytest.mark.parametrize("experts", [3, 8, 64])

@@ -277,6 +277,10 @@ def own_file(folder):
         scramble(other)
         other.load_state_dict(load_file(path), strict=strict)
         assert torch.equal(other.stacked.experts.weight_in, model.stacked.experts.weight_in)
+    old = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+    scramble(other)
+    other.load_state_dict(old)  # of an earlier release
+    assert torch.equal(other.listed.experts[1].weight, model.listed.experts[1].weight)
     wrapped = parallel.DistributedDataParallel(other, groups)
     set_model_state_dict(wrapped, copy.deepcopy(get_model_state_dict(wrapped)))
     wrapped.load_state_dict(wrapped.state_dict())

@@ -81,6 +81,21 @@ def test_wrappers_follow_requires_grad(two_ranks, ep, wrapper, begins_frozen):
     assert values(two_ranks.run(later, ep, wrapper, begins_frozen)) == [True, True]
 
 
+def between():
+    groups = parallel.init(ep=1)
+    model = parallel.DistributedDataParallel(build(groups), groups)
+    loss = model(torch.ones(3, WIDTH, dtype=torch.float64)).square().mean()
+    freeze(model)
+    loss.backward()
+    return {name for name, p in model.module.named_parameters() if p.grad is None}
+
+
+def test_experts_frozen_between_forward_and_backward_pass(two_ranks):
+    for missing in values(two_ranks.run(between)):
+        names = {"weight_in", "bias_in", "weight_out", "bias_out"}
+        assert missing == {f"2.experts.{name}" for name in names} | {"1.experts.weight_in"}
+
+
 # Frozen on some ranks only.
 
 
@@ -199,6 +214,19 @@ def test_all_ranks_join_the_backward_pass(two_ranks, exchange):
     assert values(two_ranks.run(first_layer, exchange)) == [True, True]
 
 
+def parted():
+    """Each replica freezes another layer after wrapping."""
+    groups = parallel.init(ep=1)
+    model = parallel.DistributedDataParallel(build(groups), groups)
+    model.module[1 + dist.get_rank()].experts.requires_grad_(False)
+    backward(model)
+
+
+def test_replicas_that_freeze_different_experts_are_refused(two_ranks):
+    for result in two_ranks.run(parted):
+        assert isinstance(result, Raised) and result.kind is fmoe.UserError and "requires_grad of" in result.message
+
+
 # Frozen after wrapping, on one rank only.
 
 
@@ -237,3 +265,21 @@ def one_sided_later(is_before):
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "between"])
 def test_a_tensor_that_one_rank_freezes_after_wrapping_is_refused_on_all(two_ranks, is_before):
     assert values(two_ranks.run(one_sided_later, is_before)) == [True, True]
+
+
+def frozen_in_between():
+    """A gradient of an earlier pass stays while its tensor is frozen between the passes of a later one."""
+    groups = parallel.init(ep=1)
+    model = parallel.DistributedDataParallel(build(groups), groups)
+    backward(model)
+    weight = experts_of(model).weight_out
+    before = weight.grad.clone()
+    loss = model(torch.ones(3, WIDTH, dtype=torch.float64)).square().mean()
+    weight.requires_grad_(False)
+    loss.backward()
+    assert torch.equal(weight.grad, before)
+    return True
+
+
+def test_gradients_of_tensors_frozen_between_the_passes_stay(two_ranks):
+    assert values(two_ranks.run(frozen_in_between)) == [True, True]

@@ -1,6 +1,7 @@
 """`fmoe.parallel.init`, groups of a mesh, gradient norms, FSDP2 beside what test_parallel_wrappers.py trains."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fmoe
 from fmoe import parallel
 from fmoe.parallel import is_expert
+from fmoe.runtime import collectives
 
 WIDTH = 16
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -96,6 +98,11 @@ def test_init_starts_torch_distributed(monkeypatch, environment):
         dist.destroy_process_group()
 
 
+def test_an_unknown_device():
+    with pytest.raises(fmoe.UserError, match="device_type='tpu'"):
+        parallel.init(device_type="tpu")
+
+
 # Norms.
 
 
@@ -111,6 +118,22 @@ def test_norm_and_clipping_of_one_process():
         parameter.grad.fill_(1e19)  # the sum of all squares is no float32
     assert parallel.grad_norm(parameters).item() == pytest.approx(math.sqrt(5) * 1e19, rel=1e-2)
     assert parallel.grad_norm([]) == 0 and parallel.grad_norm([unused]) == 0
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
+def test_a_groups_collectives_take_tensors_of_a_gpu_with_nccl(monkeypatch, backends, device):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert collectives.device_of(None).type == device
+
+
+def test_the_norm_of_no_parameters_is_on_the_device_of_the_group(monkeypatch):
+    monkeypatch.setattr(collectives, "device_of", lambda group: torch.device("meta"))
+    summed = []
+    monkeypatch.setattr(collectives, "run", lambda collective, tensor, group: summed.append(tensor.device.type))
+    norm = parallel.grad_norm([], SimpleNamespace(size=lambda: 2))
+    assert summed == ["meta"] and norm.device.type == "meta"
 
 
 def not_finite(value, raises):
@@ -130,6 +153,11 @@ def test_a_norm_that_is_not_finite_changes_nothing_on_any_rank(two_ranks, value)
         assert not math.isfinite(norm) and untouched
     for result in two_ranks.run(not_finite, value, True):
         assert isinstance(result, Raised) and result.kind is RuntimeError and "gradient norm is" in result.message
+
+
+def test_average_gradients_needs_a_group():
+    with pytest.raises(fmoe.UserError, match="group= or groups="):
+        parallel.average_gradients(torch.nn.Linear(2, 2))
 
 
 # FSDP2.

@@ -168,3 +168,20 @@ def test_stacks_under_weight_norm_stay_stacks(normalize, dim):
     stacks = {name: is_stacked(p) for name, p in experts.named_parameters()}
     without = {name for name, p in experts.named_parameters() if not p.dim() or len(p) != EXPERTS}
     assert len(stacks) == 5 and {name for name in stacks if not stacks[name]} == without
+
+
+def test_parametrized_experts_are_drawn_as_others():
+    experts, other = build()[1].experts, build()[1].experts
+    nn.utils.parametrizations.weight_norm(other, "weight_in")
+    nn.utils.parametrize.register_parametrization(other, "bias_out", Same())
+    for parameter in other.parameters():
+        parameter.data.fill_(2.0)
+    other.reset_parameters()
+    for name in ("weight_in", "weight_out", "bias_in", "bias_out"):
+        torch.testing.assert_close(getattr(other, name), getattr(experts, name))
+
+
+def test_a_longer_parameter_of_a_subclass_leaves_the_others_stacks():
+    experts = build()[1].experts
+    experts.scale = nn.Parameter(torch.ones(16))
+    assert all(is_stacked(parameter) for parameter in experts.parameters())

@@ -172,3 +172,20 @@ def empty_batches(group):
 @pytest.mark.parametrize("group", ["slice_group", "sequence_group"])
 def test_a_batch_may_be_empty(two_ranks, group):
     assert values(two_ranks.run(empty_batches, group)) == [True] * 2
+
+
+def wrong_masks(group):
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, d_hidden=12, seed=0, **{group: dist.group.WORLD})
+    said = []
+    for length in (3, 5):
+        try:
+            layer(torch.zeros(4, 2, WIDTH), torch.ones(length, 2, dtype=torch.bool))
+        except fmoe.UserError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("group", ["slice_group", "sequence_group"])
+def test_a_mask_that_is_too_short_or_too_long_says_so(two_ranks, group):
+    for said in values(two_ranks.run(wrong_masks, group)):
+        assert ["mask" in line and "(4, 2)" in line for line in said] == [True] * 2
