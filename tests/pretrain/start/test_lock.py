@@ -143,9 +143,10 @@ def test_a_requeued_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch
 
 
 def test_a_holder_that_ends_removes_its_description_first(tmp_path):
-    process = holder_in(tmp_path / "run", *BOTH, seconds_to_end=2)
+    process = holder_in(tmp_path / "run", *BOTH, seconds_to_end=3)
     process.terminate()
-    threading.Timer(1.2, (tmp_path / "run" / f"{lock.LAUNCH}.json").unlink).start()
+    time.sleep(0.5)
+    threading.Timer(1.5, (tmp_path / "run" / f"{lock.LAUNCH}.json").unlink).start()
     with lock.hold(tmp_path / "run", *BOTH):
         pass
     kill(process)
