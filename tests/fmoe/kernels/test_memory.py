@@ -50,6 +50,13 @@ def test_what_autograd_keeps_is_in_use(small_blocks):
     assert weight.grad.eq(3).all()
 
 
+def test_blocks_of_sizes_that_no_longer_come_go_back(small_blocks):
+    like = torch.zeros(1)
+    for size in (1000, *[10] * (memory._PATIENCE + 1), 100_000):
+        memory.empty((size,), like)
+    assert sorted(block.nbytes for block in memory._blocks) == [45, 450_000]
+
+
 @pytest.mark.parametrize("capacity", [None, 0.5])
 def test_a_layer_computes_the_same(monkeypatch, capacity):
     def train():
@@ -217,6 +224,18 @@ def test_a_gradient_that_another_process_got_is_not_written_again(backend):
 def statistics(num_experts):
     one = torch.ones(())
     return RoutingStats(torch.ones(num_experts), one * 0, one, one)
+
+
+def test_threads_lose_no_counts():
+    metrics = LayerMetrics(1 << 14, ())  # so many that the sum is long under way
+    stats = statistics(1 << 14)
+
+    def add(_number):
+        for _ in range(500):
+            metrics.add(stats, {})
+
+    in_threads(add)
+    assert metrics.report().tokens == 4 * 500
 
 
 def test_backward_passes_in_threads_lose_no_counts():

@@ -11,7 +11,7 @@ from forks import values
 from torch import nn
 
 from fmoe import FMoE, UserError
-from fmoe.optim import Matrices, Muon, Shards, hidden_matrices, orthogonalize
+from fmoe.optim import Matrices, Muon, Shards, hidden_matrices, orthogonalize, param_groups
 from fmoe.optim import muon as muon_module
 
 STEPS = 4
@@ -114,6 +114,17 @@ def test_newton_schulz_is_near_the_polar_factor():
         assert (found - polar.U @ polar.Vh).norm() <= 0.33 * rank**0.5
 
 
+def test_default_matrices_are_those_of_torchs_muon_in_float32():
+    """Within bfloat16, in which torch's iterates."""
+    torch.manual_seed(0)
+    ours, theirs = nn.Parameter(torch.randn(16, 24)), nn.Parameter(torch.empty(16, 24))
+    theirs.data.copy_(ours.data)
+    gradients = [[torch.randn(16, 24)] for _ in range(STEPS)]
+    run(Muon([ours], lr=0.03), [ours], gradients)
+    run(torch.optim.Muon([theirs], lr=0.03, adjust_lr_fn="match_rms_adamw"), [theirs], gradients)
+    assert_close(ours.detach(), theirs.detach(), 1e-2, "torch.optim.Muon")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-30])
 def test_an_expert_does_not_see_the_others(value):
     """Bit for bit, whatever the gradients of the others are: not finite, zero, tiny."""
@@ -128,6 +139,21 @@ def test_an_expert_does_not_see_the_others(value):
         assert torch.equal(ends[0][expert], ends[1][expert])
     assert ends[1][1].isfinite().all() == (value < 1)
     assert not torch.equal(ends[0][1], ends[1][1])
+
+
+def test_experts_are_the_same_wherever_they_are():
+    """A stack of four, two stacks of two, four matrices."""
+    torch.manual_seed(2)
+    weight, gradients = torch.randn(4, 6, 5), [torch.randn(4, 6, 5) for _ in range(STEPS)]
+    ends = []
+    for parts in (1, 2, 4):
+        parameters = [nn.Parameter(part.clone()) for part in weight.chunk(parts)]
+        for parameter in parameters:
+            parameter.is_stacked = True
+        run(Muon(parameters, **OPTIONS), parameters, [list(g.chunk(parts)) for g in gradients])
+        ends.append(torch.cat([p.detach() for p in parameters]))
+    assert_close(ends[1], ends[0], 1e-6, "two stacks")
+    assert_close(ends[2], ends[0], 1e-6, "four stacks")
 
 
 class Model(nn.Module):
@@ -160,6 +186,29 @@ def test_hidden_matrices_are_found_by_their_modules():
     assert names_of(model, others=[model.head]) == expected
     model.hidden.weight.requires_grad_(False)
     assert "hidden.weight" not in names_of(model)
+
+
+def test_a_model_trains():
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = Muon(param_groups(model, 0.1), lr=3e-3, matrices=hidden_matrices(model, [model.head]))
+    x, y = torch.randint(11, (2, 16)), torch.randint(11, (2, 16))
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        hidden = model.embedding(x)
+        out = model.head(hidden + model.moe(model.norm(model.hidden(hidden))))
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert {tuple(state) for state in optimizer.state.values()} == {
+        ("momentum_buffer", "step"),
+        ("exp_avg", "exp_avg_sq", "step"),
+    }
+    assert "momentum_buffer" in optimizer.state[model.moe.experts.weight_in]
+    assert "exp_avg" in optimizer.state[model.moe.gate.weight] and model.convolution.weight not in optimizer.state
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -277,6 +326,24 @@ def test_tensor_parallel_slices_equal_the_whole_bit_for_bit(forks):
         assert rank == [True] * 4
 
 
+def lonely_gradient():
+    """A gradient is missing on the one rank of two that step parts of a matrix."""
+    weight = torch.ones(4, 2)
+    shard = weight.reshape(-1)[dist.get_rank() * 3 :][: 3 + 2 * dist.get_rank()].clone()
+    optimizer = Muon([shard])
+    optimizer.set_shards(
+        {weight: Matrices.of(weight)}, Shards({shard: (weight, dist.get_rank() * 3)}, [weight], dist.group.WORLD)
+    )
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_part_of_a_matrix_needs_its_gradient(forks):
+    assert all("no gradient" in error for error in values(forks.run(2, lonely_gradient)))
+
+
 WRONG = {
     "lr": ({"lr": -1.0}, "lr=-1.0 "),
     "momentum": ({"momentum": 1.0}, r"momentum=1.0 is not in \[0, 1\)"),
@@ -293,6 +360,11 @@ def test_wrong_values_are_one_line(case):
         Muon([nn.Parameter(torch.ones(2, 2))], **options)
 
 
+def test_sections_that_do_not_divide_the_rows():
+    with pytest.raises(UserError, match=r"sections=\(3, 1, 1\) must .* 12 rows"):
+        Matrices.of(nn.Parameter(torch.ones(12, 2))).with_sections(3, 1, 1)
+
+
 def test_many_matrices_are_iterated_in_parts():
     """On a CPU a stack is cut so that a part fits into a cache: each matrix ends as it does alone."""
     stack = torch.randn(3, 100, 96, 64, generator=torch.Generator().manual_seed(0))
@@ -301,6 +373,16 @@ def test_many_matrices_are_iterated_in_parts():
     for number in (0, 41, 42, 43, 99):
         assert_close(found[1, number], orthogonalize(stack[1, number]), 1e-5, f"matrix {number}")  # threads differ
     assert orthogonalize(stack[:0]).shape == (0, 100, 96, 64)
+
+
+def test_weight_norm_divides_a_matrix_into_a_matrix_and_a_vector():
+    model = Model()
+    for module, name in ((model.hidden, "weight"), (model.moe.experts, "weight_in")):
+        nn.utils.parametrizations.weight_norm(module, name)
+    found = names_of(model, others=[model.head])
+    assert found["moe.experts.parametrizations.weight_in.original1"] == (16, 16)
+    assert found["hidden.parametrizations.weight.original1"] == (8,)
+    assert not any(name.endswith("original0") for name in found)
 
 
 @pytest.mark.parametrize("gate", ["gate", "router"])

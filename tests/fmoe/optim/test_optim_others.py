@@ -9,7 +9,7 @@ from forks import only
 from test_optim_trust import model_like, run, stacked
 from torch import nn
 
-from fmoe import MissingPackageError
+from fmoe import MissingPackageError, UserError
 from fmoe.optim import Adafactor, AdamW8bit, Lamb, is_stacked
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
@@ -105,6 +105,11 @@ def without_torchao():
 def test_without_torchao_the_extra_is_named(forks):
     says = only(forks.run(1, without_torchao))
     assert says == "AdamW8bit needs the package torchao, which is not installed: pip install 'fmoe[adamw8bit]'"
+
+
+def test_wrong_values_are_one_line():
+    with pytest.raises(UserError, match="lr=-1 "):
+        AdamW8bit([nn.Parameter(torch.ones(2))], lr=-1)
 
 
 @pytest.mark.gpu

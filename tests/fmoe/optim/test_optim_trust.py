@@ -97,6 +97,26 @@ def test_the_papers_algorithm(monkeypatch, name, chunk):
 
 
 @pytest.mark.parametrize("kind", [Lamb, Lars])
+def test_a_stack_equals_separate_tensors(kind):
+    """Bit for bit, weights and ratios, the stack of one expert and the biases included."""
+    parameters, gradients = model_like()
+    apart = [
+        nn.Parameter(tensor.detach().clone()) for p in parameters for tensor in (p.unbind() if is_stacked(p) else [p])
+    ]
+    apart_gradients = [
+        [g for p, t in zip(parameters, step, strict=True) for g in (t.unbind() if is_stacked(p) else [t])]
+        for step in gradients
+    ]
+    together_optimizer, apart_optimizer = kind(parameters), kind(apart)
+    run(together_optimizer, parameters, gradients)
+    run(apart_optimizer, apart, apart_gradients)
+    flat = [tensor for p in parameters for tensor in (p.unbind() if is_stacked(p) else [p])]
+    assert len(flat) == len(apart)
+    assert all(torch.equal(a, b) for a, b in zip(flat, apart, strict=True))
+    assert torch.equal(torch.cat(together_optimizer.trust_ratios()), torch.cat(apart_optimizer.trust_ratios()))
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lars])
 def test_a_whole_layer_needs_no_more_than_its_parameters(kind):
     """FMoE's experts are told by their marks, which survive what makes new parameters."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import torch
 from forks import DIED, values
 from small_sources import ANSWER, build_in, compiler, num_compiles, sources
 
-from fmoe.errors import BuildError
+from fmoe.errors import BuildError, UserError
 from fmoe.files import sha256
 from fmoe.kernels import cache
 from fmoe.kernels.native import build
@@ -149,6 +149,23 @@ def test_clean_leaves_nothing(tmp_path, folder):
     assert cache.clean() == 1 and not list(folder.iterdir())
 
 
+def test_who_waits_while_the_lock_is_removed_takes_the_new_one(folder, waits):
+    seen = []
+    folder.mkdir()
+
+    def wait():
+        with cache.locked(folder, "key"):
+            seen.append((folder / "key.lock").exists())
+
+    with cache.locked(folder, "key"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert waits.wait(60)
+        (folder / "key.lock").unlink()  # as `clean` does, with the lock
+    thread.join(60)
+    assert seen == [True]
+
+
 def test_old_entries_go(tmp_path, folder):
     paths = []
     for number in range(cache.KEEP + 2):
@@ -204,6 +221,34 @@ def test_without_a_compiler(tmp_path, monkeypatch):
     assert build.library(ours) == build.cached(ours) == path
     with pytest.raises(BuildError, match=r"^no C\+\+ compiler"):
         build.library(ours, force=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("no-such-program -m64", r"no program 'no-such-program' \(CXX='no-such-program -m64'\)"),
+        ("false", r"--version prints no version \(exit code 1\)"),
+    ],
+)
+def test_wrong_cxx(tmp_path, monkeypatch, value, says):
+    monkeypatch.setenv("CXX", value)
+    with pytest.raises(BuildError, match=says):
+        build.library(sources(tmp_path / "src"))
+
+
+def test_clang_where_torch_runs_on_gnu_openmp(tmp_path, monkeypatch):
+    """Its calls would find nobody. As c++ it is passed over for a g++, as CXX it is refused."""
+    monkeypatch.setattr(compilers, "_openmp", lambda: frozenset({"GOMP_parallel"}))
+    clang = tmp_path / "c++"
+    clang.write_text("#!/bin/sh\necho 'Debian clang version 14.0.6'\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert compilers.find().command == (shutil.which("g++"),)
+    monkeypatch.setenv("CXX", str(clang))
+    with pytest.raises(BuildError, match=r"^c\+\+ 14.0.6 does not fit the OpenMP library"):
+        compilers.find()
+    monkeypatch.setattr(compilers, "_openmp", lambda: frozenset({"GOMP_parallel", "__kmpc_fork_call"}))
+    assert not compilers.find().is_gnu
 
 
 def test_compile_errors_are_one_line(tmp_path, folder):
@@ -272,6 +317,28 @@ def test_folders_of_everybody_are_not_trusted(tmp_path, folder):
         build.library(ours)
 
 
+def test_folders_of_others(tmp_path, folder, monkeypatch):
+    """One that is named may be another's, not below a folder where everybody could have made it."""
+    ours = sources(tmp_path / "src")
+    build.library(ours)
+    if os.getuid() == 0:
+        os.chown(folder, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert build.cached(ours) is not None
+    folder.parent.chmod(0o1777)
+    assert build.cached(ours) is None
+    with pytest.raises(BuildError, match="belongs to user"):
+        build.library(ours)
+
+
+def test_a_named_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FMOE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BuildError, match=f"^no cache folder: {tmp_path}/file/cache: Not a directory; set FMOE_CACHE"):
+        build.library(sources(tmp_path / "src"))
+
+
 def test_a_disk_that_fills_up_during_a_build(tmp_path, monkeypatch):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
 
@@ -323,3 +390,12 @@ extern "C" __attribute__((visibility("default"))) const char* JOIN(shared_, FMOE
             function.restype = ctypes.c_char_p
             assert function().decode() == expected
     assert compilers.current_isa() in compilers.isas()
+
+
+def test_sanitized_builds_are_entries_of_their_own(tmp_path, folder):
+    ours = sources(tmp_path / "src")
+    both = {build.library(ours, sanitize=("undefined",)), build.library(ours)}
+    assert len(both) == 2 and len(entries(folder)) == 2
+    assert compilers.sanitizers("undefined, address") == ("address", "undefined")
+    with pytest.raises(UserError, match=r"'thread' is unknown: .* address, undefined"):
+        compilers.sanitizers("thread")

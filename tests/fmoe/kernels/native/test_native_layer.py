@@ -131,6 +131,16 @@ def test_a_hook_sees_the_rows(calls):
         assert_close(found[name], value, 1e-5, name)
 
 
+def test_a_subclass_that_computes_otherwise_is_asked(calls):
+    class Doubled(fmoe.FMoE):
+        def expert_fn(self, inp, counts):
+            return 2 * super().expert_fn(inp, counts)
+
+    options = {"d_model": 24, "num_experts": 6, "d_hidden": 20, "top_k": 2, "seed": 3}
+    assert_close(Doubled(**options)(X), 2 * fmoe.FMoE(**options)(X), 1e-6, "y")
+    assert [perm_N is None for perm_N in calls] == [True, False]
+
+
 def test_dropout_of_hidden_units_goes_the_torch_way(calls):
     layer = fmoe.FMoE(d_model=24, num_experts=4, d_hidden=16, seed=3, expert_options={"dropout": 0.5})
     layer(X)
@@ -194,6 +204,33 @@ def test_native_of_another_dtype_is_one_line():
     with torch.autocast("cpu", torch.float16), pytest.raises(UserError, match=r"weights are torch\.float16"):
         layer_of("native")(X)
     layer_of("auto").double()(X.double())
+
+
+def test_meta_device_builds_nothing(monkeypatch):
+    monkeypatch.setattr(native, "load", lambda: pytest.fail("built for the meta device"))
+    with torch.device("meta"):
+        fmoe.FMoE(d_model=8, num_experts=2, seed=0)
+
+
+def penalty(layer, x):
+    """A gradient penalty, and a Hessian-vector product."""
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    first.square().sum().backward()
+    found = {"first": first, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    layer.zero_grad()
+    vector = torch.ones_like(x)
+    found["hvp"] = torch.autograd.functional.hvp(lambda x: layer(x).square().sum(), x.detach(), vector)[1]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"expert": "swiglu", "shared_expert": 16}, {"gate": "sigmoid"}], ids=str)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_second_derivatives(backend, options):
+    exact = penalty(layer_of("torch", **options).double(), X.double())
+    found = penalty(layer_of(backend, **options), X)
+    for name, value in exact.items():
+        assert_close(found[name], value, 1e-5, name)
 
 
 def test_torch_func_is_refused():

@@ -68,6 +68,13 @@ def test_load(cxx, caplog):
     assert native.load() and native.available() and num_compiles(cxx) == 1
 
 
+def test_available_from_the_cache(cxx, monkeypatch):
+    build.library()
+    assert native.available() and native._outcome is None
+    monkeypatch.setenv("FMOE_NATIVE", "0")
+    assert not native.available()
+
+
 def test_off(cxx, monkeypatch, caplog):
     monkeypatch.setenv("FMOE_NATIVE", "0")
     assert not native.load() and not native.load()
@@ -101,6 +108,20 @@ def test_no_compiler(tmp_path, monkeypatch, caplog):
     assert native.why().startswith("no C++ compiler")
 
 
+def test_compile_error(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src", "int f() { return nowhere; }"))
+    assert not native.load() and not native.load()
+    begin, line = warnings(caplog)
+    assert begin.startswith("compiling") and "answer.cpp:1:" in line and "torch path" in line and "\n" not in line
+    assert native_line().startswith("native: not built, ") and "answer.cpp:1:" in native_line()
+
+
+def test_one_process_of_a_machine_says_it(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-program")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not native.load() and not warnings(caplog) and "no-such-program" in caplog.text
+
+
 def test_what_does_not_load_is_built_again_once(cxx):
     """Whole by its SHA-256, and no library."""
     good = build.library()
@@ -111,6 +132,23 @@ def test_what_does_not_load_is_built_again_once(cxx):
     assert build.cached() == bad
     assert native.load() and num_compiles(cxx) == 2
     assert not bad.exists() and build.cached() == good
+
+
+def test_what_never_loads(tmp_path, cxx, monkeypatch, caplog):
+    code = 'int nowhere(); extern "C" __attribute__((visibility("default"))) int f() { return nowhere(); }'
+    monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src", code))
+    assert not native.load() and num_compiles(cxx) == 2
+    assert "does not load" in native.why() and "undefined symbol" in native.why()
+    assert len([line for line in warnings(caplog) if "torch path" in line]) == 1
+
+
+def test_a_bad_library_and_no_compiler(tmp_path, monkeypatch):
+    path = build.library()
+    path.write_bytes(b"no library")
+    path.rename(path.with_name(f"{path.name.rpartition('-')[0]}-{sha256(path)}.so"))
+    monkeypatch.setenv("CXX", "no-such-program")
+    assert not native.load()
+    assert "does not load" in native.why() and "no-such-program" in native.why()
 
 
 def test_a_sanitizer_that_is_not_in_the_process(monkeypatch):

@@ -229,6 +229,18 @@ def test_flops_are_counted_as_those_of_the_torch_path(seed, frozen):
     assert totals[0] == totals[1] and counter.get_total_flops() == forward
 
 
+def test_memory_may_stay_on_small_pages(dtype):
+    """FMOE_HUGE_PAGES=0 changes no number."""
+    case = Case(3, dtype, sizes=(96, 4, 2, 512, 1024))
+    expected = case.run(fused)
+    before = torch.ops.fmoe_native.huge_pages(False)
+    try:
+        found = case.run(fused)
+    finally:
+        torch.ops.fmoe_native.huge_pages(before)
+    assert before and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_hot_expert_is_computed_by_all_threads(dtype):
     torch.set_num_threads(2)
     try:
@@ -296,6 +308,22 @@ def test_hooks_run_for_a_gradient_in_main_grad_which_takes_no_memory(dtype, late
     case.run(accumulating)
     sizes = {name: case.inputs[name].numel() if later else 1 for name in ("w_in", "w_out")}
     assert seen == {name: (size, True) for name, size in sizes.items()}
+
+
+def test_a_hook_of_a_weight_sees_its_gradient_beside_main_grad(dtype):
+    case = next(c for c in (Case(seed, dtype) for seed in range(1, 99)) if sum(c.plan.counts) > 0)
+    plain = case.run(fused)
+
+    def hooked(case, w_in, w_out, **others):
+        w_in.main_grad = torch.zeros(w_in.shape)
+        w_in.grad_added_to_main_grad = False
+        w_in.register_hook(lambda gradient: gradient * 2)
+        hooked.w_in = w_in
+        return fused(case, w_in=w_in, w_out=w_out, into_main_grad=True, **others)
+
+    found = case.run(hooked)
+    assert torch.equal(found["w_in"], plain["w_in"] * 2)
+    assert not hooked.w_in.grad_added_to_main_grad and not hooked.w_in.main_grad.any()
 
 
 def test_what_needs_no_gradient_gets_none(dtype):
