@@ -174,6 +174,13 @@ def test_experts_that_are_modules():
     assert_close(model.merge_and_unload()(x), y, 1e-6, "output after merging")
 
 
+def test_other_dtypes_are_refused_as_without_an_adapter():
+    layer = torch.nn.Sequential(fmoe.FMoE(d_model=8, num_experts=2, d_hidden=4, gate="naive", seed=0))
+    model = adapt(layer)
+    with pytest.raises(fmoe.UserError, match=r"float64.*float32"):
+        model(torch.randn(1, 4, 8, dtype=torch.float64))
+
+
 def own(name, whole, ep):
     """This rank's part of an adapter of all experts."""
     if ".experts." not in name:

@@ -17,9 +17,9 @@ from runs import steps
 from fmoe.errors import UserError, add_name
 from fmoe.gates import NaiveRouter
 from pretrain.compare.cli import main as compare
-from pretrain.config import Recipe
-from pretrain.config.imports import import_plugins, import_stored
-from pretrain.config.load import load_recipe, split_overrides
+from pretrain.config import Recipe, build_recipe
+from pretrain.config.imports import digests, import_plugins, import_stored
+from pretrain.config.load import load_recipe, read_recipe, recipe_text, split_overrides
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 PARTS = [
@@ -301,6 +301,16 @@ def test_a_wrong_part_is_one_line(forks, folder, run, what):
     assert not (folder / "wrong").exists()
 
 
+def test_a_table_of_options_comes_back_from_the_file(tmp_path):
+    options = {"a": 1, "b": 2.5, "c": "text", "d": True, "e": [1, "x"], "f": {"g h": None}}
+    recipe = Recipe()
+    recipe = replace(recipe, run=replace(recipe.run, callback_options=options))
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe_text(recipe))
+    assert read_recipe(str(path)) == recipe
+    assert build_recipe(recipe.values()) == recipe
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -321,6 +331,12 @@ def test_an_option_on_the_command_line_keeps_the_others_of_the_file(tmp_path):
     path.write_text('[moe]\ngate = "naive"\ngate_options = { expert_groups = 4, kept_groups = 2 }\n')
     recipe = load_recipe(str(path), ["--moe.gate-options.kept-groups", "3"])
     assert recipe.model.moe.gate_options == {"expert_groups": 4, "kept_groups": 3}
+
+
+@pytest.mark.parametrize("value", ["2026-11-23", "{a = 07:32:00}"])
+def test_a_date_is_no_option(value):
+    with pytest.raises(UserError, match=r"moe\.gate_options"):
+        load_recipe("quickstart", ["--moe.gate-options.x", value])
 
 
 def with_imports(*entries):
@@ -368,6 +384,15 @@ def test_a_stored_run_brings_no_code(tmp_path, monkeypatch, entry, where, is_sea
     assert not (tmp_path / "seen").exists()
 
 
+def test_a_module_of_the_current_folder_is_a_file_even_if_python_searches_it(tmp_path, monkeypatch):
+    (tmp_path / "gates_of_this_test.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = import_plugins(with_imports("gates_of_this_test"))
+    assert recipe.run.imports == (str(tmp_path / "gates_of_this_test.py"),)
+    assert list(digests(recipe)) == list(recipe.run.imports)
+
+
 def test_a_plugin_imports_another_plugin_without_running_it_again(tmp_path, monkeypatch):
     (tmp_path / "first_plugin.py").write_text("import builtins\nbuiltins.runs = getattr(builtins, 'runs', 0) + 1\n")
     (tmp_path / "second_plugin.py").write_text("import first_plugin\n")
@@ -377,6 +402,18 @@ def test_a_plugin_imports_another_plugin_without_running_it_again(tmp_path, monk
     import_plugins(with_imports("first_plugin.py", "second_plugin.py"))
     assert builtins.runs == 1 and "first_plugin" not in sys.modules
     del builtins.runs
+
+
+def test_a_changed_file_of_a_package_changes_its_digest(tmp_path, monkeypatch):
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "gates.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    recipe = import_plugins(with_imports("my_package"))
+    before = digests(recipe)
+    (package / "gates.py").write_text("# another\n")
+    assert digests(recipe) != before
 
 
 @pytest.mark.parametrize("name", ["naive", "mine"])
@@ -461,3 +498,31 @@ def test_balance_over_data_parallel_ranks_equals_one_process(forks, expert):
         for name in expected:
             if name.startswith(("loss", "balance", "gradient norm", "validation")):
                 assert rank[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_callbacks_end_also_after_one_that_fails(monkeypatch):
+    from pretrain.callbacks import Callback
+    from pretrain.trainer import Trainer
+
+    monkeypatch.setattr("pretrain.trainer.peak_flops", lambda device, precision: 1.0)
+    ended = []
+
+    class Ends(Callback):
+        def on_end(self, trainer, error):
+            ended.append(self)
+            if self is failing:
+                raise RuntimeError("callback 1")
+
+    first, failing, last = callbacks = [Ends(), Ends(), Ends()]
+    trainer = SimpleNamespace(
+        callbacks=callbacks,
+        inputs=SimpleNamespace(unigram_entropy=0.0),
+        is_last=True,
+        processes=SimpleNamespace(device=torch.device("cpu"), is_main=False),
+        recipe=Recipe(),
+        step=0,
+        _batches=SimpleNamespace(close=lambda: None),
+    )
+    with pytest.raises(RuntimeError, match="callback 1"):
+        Trainer.run(trainer)
+    assert ended == [first, failing, last]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.files import refuse_existing, replacing
+from pretrain.files import refuse_existing, refuse_inputs, replacing, with_ending
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
@@ -59,6 +59,10 @@ def test_refuse_existing(tmp_path: Path) -> None:
         refuse_existing([path], overwrite=True, inputs=[tmp_path / "." / "a"])
 
 
+def test_a_prefix_keeps_its_dots() -> None:
+    assert with_ending(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
+
+
 def test_outputs_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
@@ -68,6 +72,18 @@ def test_outputs_that_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(UserError, match="link exists; pass --overwrite"):
         refuse_existing([tmp_path / "link"], overwrite=False)
+
+
+def test_an_output_that_is_an_input_by_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("text")
+    (tmp_path / "symbolic").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
+    for name in ("a", "symbolic", "hard"):
+        for other in ("a", "symbolic", "hard"):
+            with pytest.raises(UserError, match=f"{name} is an input and would be overwritten"):
+                refuse_inputs([tmp_path / "new", tmp_path / name], [tmp_path / "none", tmp_path / other])
+    refuse_inputs([tmp_path / "new"], [path])
 
 
 def child(work: Callable[[], None]) -> int:
@@ -134,3 +150,33 @@ def test_what_a_live_process_writes_stays(tmp_path: Path, caplog) -> None:
         os.waitpid(pid, 0)
         for descriptor in (ready, begun, end, go):
             os.close(descriptor)
+
+
+def test_a_temporary_file_of_another_process_is_not_touched(tmp_path: Path) -> None:
+    """A process in another container may have the same id; its file is locked."""
+    import fcntl
+
+    theirs = tmp_path / f"a.{os.getpid()}.tmp"
+    with theirs.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="written by another process"):
+            write_all([tmp_path / "a"])
+    assert theirs.exists()
+    write_all([tmp_path / "a"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("prefix", [".", "..", "/", "out/.."])
+def test_a_prefix_without_a_name(prefix: str) -> None:
+    with pytest.raises(UserError, match="has no file name: add one"):
+        with_ending(Path(prefix), ".bin")
+
+
+def test_files_appear_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "new" / "a", tmp_path / "new" / "b"]
+    with replacing(*paths) as files:
+        for file in files:
+            file.write(b"1")
+        assert not any(path.exists() for path in paths)
+    assert [path.read_bytes() for path in paths] == [b"1", b"1"]
+    assert sorted(tmp_path.rglob("*.tmp")) == []

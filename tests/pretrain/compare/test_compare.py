@@ -162,6 +162,11 @@ def test_nan_at_the_end(make, capsys):
     assert "nan" in capsys.readouterr().out
 
 
+def test_one_seed_that_is_nan_spoils_its_group(make, capsys):
+    found = compared(capsys, make("a-1", {0: 8, 40: math.nan}, 1), make("a-2", {0: 8, 40: 4}, 2))
+    assert found["groups"][0]["loss"] == {"mean": None, "std": None, "min": None, "max": None}
+
+
 def test_a_record_that_goes_back(make):
     """Stopped after 30, gone on from 10, both records in one: what came after 10 counts as it came the second time."""
     folder = make("run", {0: 8, 10: 6, 20: 5, 30: 4.5})
@@ -207,6 +212,14 @@ def test_groups(make):
     ]
     groups = group_runs([read_run(folder) for folder in runs])
     assert [(group.name, len(group.runs)) for group in groups] == [("x", 2), ("y", 1), ("z", 1), ("plugin", 1)]
+
+
+def test_names_that_say_nothing_are_paths(make, tmp_path):
+    folders = ["a/seed1", "a/seed2", "a/x", "b/x"]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    runs = [read_run(make(folder, {0: 8}, seed)) for folder, seed in zip(folders, (1, 2, 1, 1), strict=True)]
+    assert [group.name for group in group_runs(runs)] == [str(tmp_path / f) for f in ("a/seed1", "a/x", "b/x")]
 
 
 def test_bad_input_is_one_line(make, tmp_path, capsys):
@@ -263,6 +276,15 @@ def test_what_no_run_writes_into_run_json_is_one_line(make, capsys, name):
     assert compare(folder) == 2
     error = capsys.readouterr().err
     assert f"{folder}/run.json" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("loss", ['"text"', "NaN", "[1]", "{}", "true", "1e999"])
+def test_a_loss_that_no_run_writes_is_no_traceback(make, capsys, loss):
+    folder = make("run", {0: 8, 40: 4})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 40, "tokens": "many", "val/loss": {loss}}}\n')
+    assert compare(folder) in (0, 2)
+    assert compare(folder, json=True) in (0, 2)
 
 
 OTHERS = {
@@ -336,6 +358,25 @@ def test_figure(make, capsys, tmp_path, suffix):
         assert b"<svg" in one and b"moe (2 seeds)" in one and b"validation loss" in one
         assert len(one) < 100_000
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("losses", [{0: 8}, {0: math.nan, 40: math.nan}, {40: 4}], ids=str)
+def test_figure_of_next_to_nothing(make, tmp_path, losses):
+    pytest.importorskip("matplotlib")
+    assert compare(make("run", losses), "--out", tmp_path / "curves.svg") == 0
+
+
+def _imported(folder):
+    import pretrain.start.run  # noqa: F401
+
+    main([folder])
+    return [name for name in sys.modules if name.split(".")[0] == "matplotlib"]
+
+
+def test_matplotlib_is_imported_for_a_figure_alone(make, forks):
+    folder = make("run", {0: 8, 40: 4})
+    (found,) = forks.run(1, _imported, str(folder))
+    assert found == []
 
 
 def test_without_matplotlib(make, monkeypatch, capsys, tmp_path):

@@ -20,6 +20,7 @@ from pretrain.config.load import RECIPES, build_recipe, read_recipe, to_toml
 from pretrain.config.renamed import RENAMED
 from pretrain.config.sections import keys
 from pretrain.config.validation import validated
+from pretrain.start.job import parse
 
 NUMBERS = (2, 3, 0.5, 0.25, -0.5)
 
@@ -126,6 +127,12 @@ def test_options_override_the_file(options, key, value):
     assert {name for name in keys() if recipe.value(name) != base.value(name)} - {"optimizer.min_lr"} == {key}
 
 
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_none_is_an_option(word):
+    assert load_recipe("t5").model.moe.capacity_factor is not None
+    assert load_recipe("t5", ["--moe.capacity-factor", word]).model.moe.capacity_factor is None
+
+
 @pytest.mark.parametrize(
     ("key", "value", "parts"),
     [
@@ -200,6 +207,30 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         load_recipe("quickstrat")
     with pytest.raises(UserError, match=r"did you mean 'quickstart'"):
         load_recipe("quickstrat")
+
+
+def test_a_misspelled_file_is_answered_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("tiny.toml", "sub/large.toml"):
+        (tmp_path / name).touch()
+    for name, near in (("tinyy.toml", "tiny.toml"), ("tiny", "tiny.toml"), ("sub/larg.toml", "sub/large.toml")):
+        with pytest.raises(UserError) as error:
+            load_recipe(name)
+        assert f"did you mean '{near}'?" in str(error.value) and "mixtral" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["parallel.device", "model.backend", "run.gpus"])
+def test_keys_of_other_programs_get_a_word_on_devices(name, tmp_path):
+    section, key = name.split(".")
+    (tmp_path / "a.toml").write_text(f'[{section}]\n{key} = "cpu"')
+    for call in (
+        lambda: load_recipe(str(tmp_path / "a.toml")),
+        lambda: load_recipe("quickstart", [f"--{name}", "cpu"]),
+        lambda: parse(["quickstart", f"--{key}", "cpu"], "fmoe train"),
+    ):
+        with pytest.raises(UserError, match=rf"{key}; .*CUDA_VISIBLE_DEVICES"):
+            call()
 
 
 @pytest.mark.parametrize(

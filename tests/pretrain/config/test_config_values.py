@@ -1,5 +1,6 @@
 """Values that nobody means: of every number, text and name of a recipe."""
 
+import contextlib
 import json
 import math
 import re
@@ -11,7 +12,10 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.config import (
+    AttentionConfig,
     DataConfig,
+    ModelConfig,
+    MoEConfig,
     Recipe,
     RunConfig,
     build_recipe,
@@ -103,6 +107,22 @@ def test_any_other_name_survives_the_written_recipe(tmp_path, name):
     assert load_recipe(str(tmp_path / "config.toml")) == recipe
 
 
+@pytest.mark.parametrize("layers", [(1, 1), (2, 1, 2), (0,), (-1,), (5,), (1, 10**30)])
+def test_layers_with_experts_are_each_named_once(layers):
+    with pytest.raises(UserError, match=r"moe\.layers"):
+        replace(Recipe(), model=ModelConfig(num_layers=4, moe=MoEConfig(layers=layers))).check()
+
+
+def test_spans_of_a_long_sequence_are_found_at_once():
+    recipe = replace(
+        Recipe(),
+        model=ModelConfig(kind="t5", sequence_length=2**28, attention=AttentionConfig(num_heads=6)),
+        data=replace(Recipe().data, noise_density=0.99, mean_span=1e308),
+    )
+    with contextlib.suppress(UserError):
+        recipe.check()
+
+
 @pytest.mark.parametrize("key", PATHS)
 @pytest.mark.parametrize("name", ["a" * 256, "ü" * 200, "a/" * 3000 + "b"])
 def test_a_name_that_no_file_system_takes_is_refused(key, name):
@@ -118,3 +138,10 @@ def test_a_name_that_no_file_system_takes_is_refused(key, name):
 def test_a_corpus_is_a_prefix(name):
     with pytest.raises(UserError, match=r"data\.train=.*prefix"):
         replace(Recipe(), data=DataConfig(train=(name,))).check()
+
+
+@pytest.mark.parametrize("key", ["nope.x", "x.y.z", "trainsteps.of", "modle." + "x" * 200])
+def test_an_unknown_key_is_one_short_line(key):
+    with pytest.raises(UserError) as error:
+        load_recipe("quickstart", [f"--{key}", "3"])
+    assert key in str(error.value) and len(str(error.value)) < 200 + len(key)

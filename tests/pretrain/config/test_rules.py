@@ -13,7 +13,20 @@ YARN = "position.rope_scaling=yarn position.rope_factor=4.0 position.rope_origin
 )
 RAMP = "train.micro_batch=1 train.ramp_batch=4 train.ramp_increment=4 train.ramp_samples=24 "
 OFFLOAD = "optimizer.cpu_offload=0.5 optimizer.distributed=true train.precision=bf16 "
-VALID = [XL, LATENT, YARN, RAMP, OFFLOAD]
+VALID = [
+    XL,
+    LATENT + YARN,
+    RAMP,
+    OFFLOAD,
+    "model.kind=t5 model.tied_output_bias=false",
+    "model.kind=bert moe.num_experts=0 parallel.expert=1 model.linear_bias=true model.segment_types=2",
+    "train.precision=fp16 optimizer.loss_scale=0.125 optimizer.cpu_offload=0.25 optimizer.distributed=true",
+    "data.document_mask=true position.rope_theta=1e6 position.rotary_fraction=0.5 attention.qkv_bias=true "
+    "attention.sinks=true attention.sliding_window=5 attention.sliding_layers=1,3 model.residual_scale=0.22",
+    "attention.output_bias=true model.output_bias=true",
+    "parallel.pipeline=2 parallel.virtual_pipeline=2",
+    "parallel.tensor=2 parallel.pipeline=2 parallel.schedule=gpipe parallel.expert_tensor=2 parallel.sequence=false",
+]
 
 # Options of quickstart, and parts of the error.
 INVALID = [
@@ -325,7 +338,7 @@ def loaded(text):
 
 
 @pytest.mark.parametrize("text", VALID)
-def test_the_bases_are_valid(text):
+def test_valid_combinations(text):
     loaded(text)
 
 

@@ -56,6 +56,16 @@ def test_bytes_of_text_give_the_corpus_of_the_text(single: Tokenizer, texts: lis
         assert (tmp_path / f"text{suffix}").read_bytes() == (tmp_path / f"bytes{suffix}").read_bytes()
 
 
+def test_a_damaged_archive_is_left_out_whole(single: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(np.random.default_rng(0).bytes(5000))[:2000])
+    (tmp_path / "b").write_bytes(b"\xff")
+    paths = [tmp_path / "a.gz", tmp_path / "b"]
+    with pytest.raises(UserError, match=r"a\.gz is truncated, damaged or not a gzip file"):
+        prepare(paths, single.path, tmp_path / "out", num_workers=1, format="bytes")
+    done = prepare(paths, single.path, tmp_path / "out", num_workers=1, format="bytes", skip_errors=True)
+    assert (done.documents, done.tokens, done.skipped) == (1, 2, 1)
+
+
 def test_evaluation_reads_bytes(single: Tokenizer, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(EVERY_BYTE)
     found = np.concatenate(list(Text([tmp_path / "a"], single, 265, format="bytes").tokens()))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.config.load import load_recipe
 from pretrain.data.cli import main
@@ -57,6 +58,14 @@ def test_show_refuses_another_tokenizer(jsonl: Path, tokenizer: Tokenizer, tmp_p
         main(["show", str(tmp_path / "a"), "--tokenizer", str(other.path)])
 
 
+def test_a_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run("fmoe data", lambda: main(["show", str(tmp_path / "none")])) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    for arguments in ([], ["other"], ["corpus"], ["corpus", "--ou", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+
+
 def test_no_command_imports_torch(jsonl: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"
@@ -94,6 +103,16 @@ def stand_in(folder: Path) -> Path:
     )
     fmoe.chmod(0o755)
     return fmoe
+
+
+@pytest.mark.parametrize("corpus", ["pylib", "docs"])
+def test_the_script_of_text_calls_the_command(corpus: str, tmp_path: Path) -> None:
+    script = ROOT / "data" / corpus / "prepare.sh"
+    environment = {**os.environ, "FMOE": str(stand_in(tmp_path))}
+    for _ in range(2):
+        subprocess.run([script, tmp_path / "out dir"], check=True, env=environment, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [f"example {corpus} --out {tmp_path / 'out dir'}"] * 2
 
 
 @pytest.fixture
@@ -171,3 +190,14 @@ def test_formats_and_errors_on_the_command_line(tokenizer: Tokenizer, tmp_path: 
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
     assert "the path is empty" in capsys.readouterr().err
+
+
+def test_the_tokenizer_is_not_overwritten_by_what_it_makes(tmp_path: Path) -> None:
+    main(["tokenizer", "--model-type", "bytes", "--out", str(tmp_path / "a.json")])
+    (tmp_path / "text.txt").write_text("text")
+    arguments = ["prepare", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "a.json"), "--workers", "1"]
+    before = (tmp_path / "a.json").read_bytes()
+    for more in ([], ["--overwrite"]):
+        with pytest.raises(UserError, match=r"a\.json is an input and would be overwritten"):
+            main([*arguments, "--out", str(tmp_path / "a"), *more])
+    assert (tmp_path / "a.json").read_bytes() == before

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fmoe.errors import UserError
 from pretrain.data.corpus import SPLITS, write_documentation, write_python_library
 
 
@@ -36,6 +37,21 @@ def test_splits_are_disjoint_whole_and_repeatable(library: Path, tmp_path: Path)
 
     again = write_python_library(tmp_path / "b", library)
     assert all(splits[name].path.read_bytes() == again[name].path.read_bytes() for name in SPLITS)
+
+
+def test_a_split_depends_on_the_path_alone(library: Path, tmp_path: Path) -> None:
+    before = write_python_library(tmp_path / "a", library)["test"].path.read_text()
+    (library / "zzz.py").write_text("new")
+    (library / "package0" / "module0.py").write_text("changed")
+    after = write_python_library(tmp_path / "a", library)["test"].path.read_text()
+    names = [[json.loads(line)["path"] for line in text.splitlines()] for text in (before, after)]
+    assert set(names[0]) <= set(names[1]) <= {*names[0], "zzz.py"}
+
+
+def test_a_library_without_sources_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no \*\.py below"):
+        write_python_library(tmp_path / "out", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 PROSE = "Sentences of a page that explains how a program is used. " * 8
@@ -77,3 +93,17 @@ def test_documentation(tmp_path: Path) -> None:
     assert {path.split("/")[0] for path in found} >= {"packages"} and all(row["license"] for row in found.values())
     again = write_documentation(tmp_path / "again", tmp_path, library)
     assert all(splits[name].path.read_bytes() == again[name].path.read_bytes() for name in SPLITS)
+
+
+def test_documentation_that_is_missing(tmp_path: Path, caplog, monkeypatch) -> None:
+    write_documentation(tmp_path / "out", tmp_path, tmp_path)
+    assert [said.split(f"{tmp_path}")[0] for said in caplog.messages] == [
+        "no usable docstrings below ",
+        "no usable texts in ",
+        "no usable texts in ",
+    ]
+    monkeypatch.setattr("pretrain.data.corpus._descriptions", lambda: iter(()))
+    monkeypatch.setattr("pretrain.data.corpus._topics", lambda: iter(()))
+    with pytest.raises(UserError, match="this machine has no usable descriptions of installed packages, "):
+        write_documentation(tmp_path / "none", tmp_path, tmp_path)
+    assert not list((tmp_path / "none").iterdir())

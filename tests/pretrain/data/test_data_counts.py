@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from forks import Raised, values
 from fmoe.errors import UserError
 from pretrain.config import load_recipe
 from pretrain.data import counts
+from pretrain.data.cli import main
 from pretrain.data.counting import count_tokens, unigram_entropy
-from pretrain.data.indexed import IndexedCorpus, IndexedWriter, corpus_paths
+from pretrain.data.indexed import _HEADER, _MAGIC, IndexedCorpus, IndexedWriter, corpus_paths
 from pretrain.data.inputs import open_inputs
 from pretrain.tracking import read_metrics
 
@@ -71,6 +73,37 @@ def test_entropy_from_counts_reads_no_token(tmp_path: Path) -> None:
     corpus.counts = None
     with pytest.raises(AssertionError, match="tokens were read"):
         unigram_entropy([corpus], 5)
+
+
+def huge_corpus(prefix: Path, tokens: int) -> None:
+    """A sparse .bin of zeros, and index and description as `fmoe data prepare` would write them."""
+    write(prefix, [[0]])
+    bin_path, json_path, idx_path = corpus_paths(prefix)
+    longest = 2**31 - 1
+    lengths = np.array([longest] * (tokens // longest) + [tokens % longest], dtype=np.int64)
+    pointers = 2 * (np.cumsum(lengths) - lengths)
+    boundaries = np.arange(len(lengths) + 1)
+    header = _HEADER.pack(_MAGIC, 1, 8, len(lengths), len(boundaries))
+    parts = (lengths.astype("<i4"), pointers.astype("<i8"), boundaries.astype("<i8"))
+    idx_path.write_bytes(header + b"".join(part.tobytes() for part in parts))
+    os.truncate(bin_path, 2 * tokens)
+    import hashlib
+
+    description = json.loads(json_path.read_text())
+    description |= {"tokens": tokens, "counts": description["counts"] | {"unigrams": [tokens]}}
+    description["sha256"]["idx"] = hashlib.sha256(idx_path.read_bytes()).hexdigest()
+    json_path.write_text(json.dumps(description))
+
+
+def test_inputs_open_without_reading_tokens(recipe_file, tmp_path: Path) -> None:
+    """100 GB: to read it takes minutes."""
+    huge_corpus(tmp_path / "huge", 50 * 10**9)
+    recipe = load_recipe(str(recipe_file(data={"train": (str(tmp_path / "huge"),)})), [])
+    begin = time.process_time()
+    inputs = open_inputs(recipe)
+    assert time.process_time() - begin < 5
+    assert inputs.unigram_entropy == 0.0
+    assert inputs.train.samples_per_epoch == (50 * 10**9 - 1) // 16
 
 
 def test_a_run_with_a_corpus_of_large_ids_is_refused_before_it_starts(recipe_file, tmp_path: Path) -> None:
@@ -136,6 +169,15 @@ def test_a_damaged_memory_of_counts_is_no_reason_to_stop(tmp_path: Path) -> None
     assert IndexedCorpus(prefix).counts is None
 
 
+def test_counts_that_cannot_be_kept(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 3]])
+    corpus, bin_path = IndexedCorpus(prefix), corpus_paths(prefix)[0]
+    counts.counts_path(prefix).mkdir()
+    before = sorted(tmp_path.iterdir())
+    assert counts.keep(prefix, bin_path, corpus.counts)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def counted(prefixes: list[Path], vocab_size: int, share: int):
     """On each rank: counts and entropy of corpora without counts, ``share`` tokens a rank at a time."""
     from pretrain.data import counting, inputs
@@ -165,6 +207,12 @@ def test_a_large_id_without_counts_is_an_error_on_every_rank(two_ranks, tmp_path
     for result in two_ranks.run(counted, [prefix], 64, 6):
         assert isinstance(result, Raised) and "the token id 70, outside model.vocab_size=64" in result.trace
     assert not counts.counts_path(prefix).exists()
+
+
+def test_show_prints_the_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 2, 9]])
+    main(["show", str(prefix)])
+    assert "token ids: 3 distinct, the largest is 9" in capsys.readouterr().out
 
 
 def test_a_run_counts_a_corpus_once(forks, recipe_file, tiny_corpus, tmp_path: Path) -> None:

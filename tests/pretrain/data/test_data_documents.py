@@ -189,6 +189,12 @@ def test_bytes_that_are_not_utf8_are_named_by_their_offset(bad: int, piece_size:
         whole([tmp_path / "a.txt"])
 
 
+def test_a_character_cut_by_the_end_of_the_file(piece_size: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab" + "世".encode()[:2])
+    with pytest.raises(UserError, match=r"not UTF-8 at byte 2:"):
+        whole([tmp_path / "a.txt"])
+
+
 def write_as_named(path: Path, data: bytes) -> Path:
     """Compressed as the name says, in any case."""
     small = write(path.with_name("small" + path.suffix.lower()), data)
@@ -287,6 +293,12 @@ def test_hidden_files_and_what_is_no_text_are_left_out_and_counted(tmp_path: Pat
     assert whole([folder / ".hidden.txt"]) == ["no"]  # named by the user
 
 
+def test_a_folder_of_a_told_format(tmp_path: Path) -> None:
+    for name in ("a.py", "b", "c.json", ".d"):
+        (tmp_path / name).write_text(name)
+    assert whole_of([tmp_path], "text") == ["a.py", "b", "c.json"]
+
+
 def test_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     (tmp_path / "loop.txt").symlink_to("loop.txt")
@@ -298,6 +310,17 @@ def test_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             find_sources([path])
+
+
+def test_names_are_printable(tmp_path: Path) -> None:
+    for name in (b"a\nb\x1b[31m.txt", b"\xff.jsonl"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"\xff")
+    names = [source.name.split("/")[1] for source in find_sources([tmp_path])]
+    assert sorted(names) == ["\\udcff.jsonl", "a\\nb\\x1b[31m.txt"]
+    for path in tmp_path.iterdir():
+        with pytest.raises(UserError) as error:
+            whole([path])
+        assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])

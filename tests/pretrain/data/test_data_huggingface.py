@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from test_data_tokenizer import AWKWARD
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Model
 
+from fmoe.cli import main
 from fmoe.errors import UserError
+from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
 
@@ -70,6 +72,22 @@ def test_one_from_elsewhere(texts: list[str], tmp_path: Path) -> None:
         tokenizer.role("pad")
 
 
+def test_one_of_bert(texts: list[str], tmp_path: Path) -> None:
+    special = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]"]
+    model = Model(models.WordPiece(unk_token="[UNK]"))
+    model.normalizer = normalizers.BertNormalizer()
+    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    model.decoder = decoders.WordPiece()
+    tokens = [AddedToken(name, special=True) for name in special]
+    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=tokens, show_progress=False)
+    model.train_from_iterator(texts, trainer)
+    model.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    assert [tokenizer.role(name) for name in ("cls", "sep", "pad", "mask")] == [0, 1, 2, 3]
+    assert tokenizer.end_of_document == 1
+    assert tokenizer.decode(tokenizer.encode("Import  os")) == "import os"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -106,6 +124,19 @@ def test_what_cannot_be_trained(options: dict, says: str, jsonl: Path, tmp_path:
     with pytest.raises(UserError, match=says):
         train_tokenizer([jsonl], tmp_path / "t.json", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_from_text_to_tokens_by_commands(texts: list[str], jsonl: Path, tmp_path: Path, capsys) -> None:
+    model, prefix = tmp_path / "t.json", tmp_path / "corpus"
+    main(["data", "tokenizer", str(jsonl), "--out", str(model), "--vocab-size", "400"])
+    main(["data", "prepare", str(jsonl), "--tokenizer", str(model), "--out", str(prefix), "--workers", "1"])
+    main(["data", "show", str(prefix), "--tokenizer", str(model)])
+    assert "400 pieces" in capsys.readouterr().out
+    corpus, tokenizer = IndexedCorpus(prefix), load_tokenizer(model)
+    documents = [corpus.document(i) for i in range(corpus.num_documents)]
+    assert [tokenizer.decode(document) for document in documents] == [text for text in texts if text]
+    assert all(document[-1] == tokenizer.end_of_document for document in documents)
+    assert corpus.tokenizer_fingerprint == tokenizer.fingerprint
 
 
 def test_a_token_a_byte(tmp_path, texts):

@@ -9,7 +9,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data import indexed
-from pretrain.data.indexed import IndexedCorpus, IndexedWriter, corpus_paths
+from pretrain.data.indexed import IndexedCorpus, IndexedWriter, corpus_paths, dtype_for_vocabulary
 
 HEADER = 34  # bytes
 
@@ -64,6 +64,16 @@ def test_places_out_of_range(prefix: Path) -> None:
             corpus.tokens(7, start, stop)
     with pytest.raises(ValueError, match="read-only"):
         corpus.flat[0] = 1
+
+
+def test_a_corpus_of_nothing(tmp_path: Path) -> None:
+    corpus = IndexedCorpus(write(tmp_path / "a", []))
+    assert (corpus.num_documents, corpus.num_tokens, len(corpus.flat)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(2, "uint16"), (65_536, "uint16"), (65_537, "int32")])
+def test_dtype_for_vocabulary(vocab_size: int, dtype: str) -> None:
+    assert dtype_for_vocabulary(vocab_size) == np.dtype(dtype)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
@@ -213,6 +223,20 @@ def test_damage_is_named(
     with pytest.raises(UserError, match=message) as caught:
         IndexedCorpus(prefix)
     assert "\n" not in str(caught.value)
+
+
+def test_no_damaged_header_is_taken_for_a_corpus(prefix: Path) -> None:
+    choose = random.Random(1)
+    content = corpus_paths(prefix)[2].read_bytes()
+    for _ in range(300):
+        header = bytearray(content[:HEADER])
+        for _ in range(choose.choice([1, 1, 2, 8])):
+            header[choose.randrange(HEADER)] = choose.choice([0, 1, 0x7F, 0x80, 0xFF, choose.randrange(256)])
+        if header == content[:HEADER]:
+            continue
+        damage(prefix, 0, bytes(header))
+        with pytest.raises(UserError):
+            IndexedCorpus(prefix)
 
 
 def test_no_damaged_index_is_taken_for_a_corpus(prefix: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,13 @@ def test_empty_documents_are_left_out_and_counted(tokenizer: Tokenizer, tmp_path
     assert IndexedCorpus(tmp_path / "out").document(0).tolist() == [*tokenizer.encode(" "), tokenizer.end_of_document]
 
 
+def test_a_large_vocabulary_takes_int32(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "dtype_for_vocabulary", lambda size: np.dtype(np.int32))
+    (tmp_path / "a.txt").write_text("text")
+    prepare([tmp_path / "a.txt"], tokenizer.path, tmp_path / "out", num_workers=1)
+    assert IndexedCorpus(tmp_path / "out").dtype == np.int32
+
+
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
@@ -118,6 +126,15 @@ def test_progress_goes_to_stderr_as_lines(
     assert capfd.readouterr() == ("", "")
 
 
+def test_progress_on_a_terminal_is_a_bar(
+    jsonl: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    prepare([jsonl], tokenizer.path, tmp_path / "out", num_workers=1, progress=True)
+    assert IndexedCorpus(tmp_path / "out").num_documents
+
+
 def test_documents_that_cannot_be_read_are_left_out_when_asked(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": null}\n{"text": "\xff"}\n{"text": "b"}\n')
     (tmp_path / "b.txt").write_bytes(b"good\n\xff")
@@ -158,3 +175,10 @@ def test_an_output_that_is_read_is_refused(tokenizer: Tokenizer, tmp_path: Path)
         train_tokenizer([tmp_path / "text"], tmp_path / "text" / "b.json", 300, sentinels=0)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
     assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_name_that_is_not_utf8_is_recorded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.txt")
+    path.write_text("text")
+    prepare([path], tokenizer.path, tmp_path / "out", num_workers=1)
+    assert IndexedCorpus(tmp_path / "out").description["sources"] == ["\\udcff.txt"]

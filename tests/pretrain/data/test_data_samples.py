@@ -7,7 +7,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.blend import Blend
-from pretrain.data.counting import unigram_entropy
+from pretrain.data.counting import count_tokens, unigram_entropy
 from pretrain.data.indexed import IndexedCorpus, IndexedWriter
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
@@ -115,6 +115,11 @@ def test_the_order_is_the_same_on_every_machine(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_the_ends_of_the_seeds(seed: int, corpora: list[IndexedCorpus]) -> None:
+    assert len(GPTSamples(corpora, 16, seed)[10**15]) == 17
+
+
 def test_wrong_values_are_named(tmp_path: Path) -> None:
     corpora = corpora_of(tmp_path, [[3, 4], [1]])
     assert GPTSamples(corpora, 7, seed=0).samples_per_epoch == 1
@@ -146,6 +151,14 @@ def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         unigram_entropy([corpus], 9)
     with pytest.raises(UserError, match="no tokens"):
         unigram_entropy([], 9)
+
+
+def test_a_negative_token_is_named(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "a", np.int32) as writer:
+        writer.append([3, -2])
+        writer.end_document()
+    with pytest.raises(UserError, match=r"has the token id -2, outside model.vocab_size=9"):
+        unigram_entropy([IndexedCorpus(tmp_path / "a")], 9)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -189,3 +202,13 @@ def test_pickled_samples_are_the_same_and_hold_no_tokens(tmp_path: Path) -> None
         found = pickle.loads(data)  # noqa: S301
         assert found.samples_per_epoch == samples.samples_per_epoch
         np.testing.assert_equal(found[7], expected)
+
+
+def test_a_pickled_corpus_keeps_counts_that_are_not_stored(corpora: list[IndexedCorpus]) -> None:
+    corpus = corpora[0]
+    corpus.counts = count_tokens(corpus.flat)
+    corpus._has_kept_counts = False
+    Path(f"{corpus.prefix}.json").unlink()
+    found = pickle.loads(pickle.dumps(corpus))  # noqa: S301
+    assert found.counts.largest == corpus.counts.largest
+    assert found.flat.tolist() == corpus.flat.tolist()

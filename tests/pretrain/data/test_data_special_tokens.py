@@ -12,6 +12,8 @@ from tokenizers import Tokenizer as Model
 from fmoe.errors import UserError
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 
+DEEPSEEK = ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+
 TEXT = "def f(x): return x ** 2  # a square, of 12 or 345\n" * 20
 AROUND = ("{}", " {}", "a{}b", "{0}{0}", "\n{}\n", "x {} y")
 
@@ -91,6 +93,11 @@ def test_an_ordinary_piece_has_no_role(tmp_path, name):
     assert tokenizer.end_of_document == 0 and tokenizer.sentinels == ()
     with pytest.raises(UserError, match="no piece for mask"):
         tokenizer.role("mask")
+
+
+def test_an_ordinary_piece_ends_no_document(tmp_path):
+    with pytest.raises(UserError, match=r"no piece that ends documents.*tokenizer_config\.json"):
+        load_tokenizer(saved(tmp_path, merged(byte_level([]), "</s>")))
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
@@ -198,6 +205,14 @@ def test_padding_that_text_needs_stays_text(tmp_path, kind):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "!"}')
     with pytest.raises(UserError, match=r"'!'.*eos_token"):
         load_tokenizer(path)
+
+
+def test_the_names_of_deepseek(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path, byte_level(list(DEEPSEEK))))
+    assert (tokenizer.bos, tokenizer.end_of_document, tokenizer.adds_bos) == (0, 1, False)
+    declared = {"bos_token": DEEPSEEK[0], "eos_token": DEEPSEEK[1], "add_bos_token": True}
+    tokenizer = load_tokenizer(saved(tmp_path, byte_level(list(DEEPSEEK)), **declared))
+    assert (tokenizer.bos, tokenizer.end_of_document, tokenizer.adds_bos) == (0, 1, True)
 
 
 def test_tokens_that_only_the_settings_declare(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from hub_server import COMMIT, hub
 
 from fmoe.errors import UserError
-from pretrain.data import sources
+from pretrain.data import documents, sources
 from pretrain.data.cli import main
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.prepare import prepare
@@ -268,6 +268,16 @@ def test_a_tokenizer_of_a_dataset(jsonl: Path, tokenizer: Tokenizer, tmp_path: P
     assert out.read_bytes() == tokenizer.path.read_bytes()
     with pytest.raises(UserError, match="no text to train a tokenizer on in d, split train"):
         train_tokenizer(one(write_rows(tmp_path / "d" / "a.jsonl", [""]).parent), tmp_path / "b.model")
+
+
+def test_progress_without_a_known_size(tokenizer: Tokenizer, tmp_path: Path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr("pretrain.data.progress._SECONDS_BETWEEN_LINES", 0.0)
+    mixture = Mixture(as_json(tmp_path / "d").datasets, max_documents=3)
+    assert documents.open_sources(mixture)[0].num_bytes is None
+    prepare(mixture, tokenizer.path, tmp_path / "out", num_workers=1, progress=True)
+    assert capfd.readouterr().err.splitlines()[-1].startswith("tokenizing: 0.0 MiB, 2 documents, ")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    prepare(mixture, tokenizer.path, tmp_path / "out", num_workers=1, progress=True)
 
 
 def test_names(tmp_path: Path, monkeypatch) -> None:

@@ -57,6 +57,13 @@ def test_no_more_are_built_than_asked_for(prefetch):
     assert built == [1, 2, 3]
 
 
+def test_building_goes_on_while_the_step_is_made(prefetch):
+    ahead = threading.Event()
+    batches = prefetch(lambda step: ahead.set() if step == 1 else [step], 5, 1)
+    batches.take(0)
+    assert ahead.wait(60)
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_an_error_is_that_of_its_step(ahead, prefetch):
     def build(step):

@@ -5,10 +5,13 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from test_report_payload import Decoded
 
 from fmoe.cli import run
 from fmoe.errors import UserError
+from pretrain.report import live
 from pretrain.report.cli import main
 from pretrain.report.live import make_server
 from pretrain.report.runs import open_runs
@@ -160,3 +164,27 @@ def test_ctrl_c_ends_it(tmp_path):
     out, err = process.communicate(timeout=60)
     connection.close()
     assert process.returncode == 0 and "Traceback" not in err, (out, err)
+
+
+def test_a_browser_that_leaves_is_not_an_error(tmp_path, monkeypatch, capfd):
+    """It closes the connection with a reset, while the answer is being sent."""
+    said = threading.Event()
+    respond = live._ReportHandler._say
+
+    def say(self, *arguments):
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        try:
+            for _ in range(2):  # the first write may only fill a buffer
+                respond(self, HTTPStatus.OK, bytes(1 << 22))
+        finally:
+            said.set()
+
+    with serving(write_run(tmp_path / "a", 5)) as ask:
+        monkeypatch.setattr(live._ReportHandler, "_say", say)
+        gone = socket.create_connection(("127.0.0.1", ask.port))
+        gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert said.wait(60)
+        monkeypatch.undo()
+        assert ask("/")[0] == 200
+    assert capfd.readouterr().err == ""

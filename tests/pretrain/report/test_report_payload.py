@@ -58,6 +58,24 @@ def test_short_runs_are_there_step_by_step(tmp_path):
     assert shares == pytest.approx(row["moe/layer_2/load"], rel=0.02)
 
 
+def test_every_curve_ends_with_the_value_that_was_logged_last(tmp_path, monkeypatch):
+    """As many digits as float32 has, of the last step, also where spans of many steps are drawn."""
+    monkeypatch.setattr("pretrain.report.payload.CURVE_POINTS", 1)
+    folder = write_run(tmp_path / "run", 300)
+    decoded = Decoded(encode(read_runs([folder])))
+    *_, last = rows(300)
+    assert len(decoded.curve(0, "loss")[0]) < 50
+    for name, of, key in (
+        ("loss", "curves", "loss"),
+        ("val/loss", "curves", "val/loss"),
+        ("moe/entropy", "curves", "moe/entropy"),
+        ("1/z_loss", "layer_curves", "moe/layer_1/z_loss"),
+        ("2/entropy", "layer_curves", "moe/layer_2/entropy"),
+    ):
+        steps, values = decoded.curve(0, name, of)
+        assert (steps[-1], values[-1]) == (300, np.float32(last[key]))
+
+
 def test_dead_experts_and_missing_loads_have_codes_of_their_own(tmp_path):
     def change(row):
         if row["step"] == 2:
@@ -141,6 +159,14 @@ def test_what_was_finite_is_told_of_a_run_that_is_no_longer(tmp_path):
     assert [(e["step"], e["text"]) for e in run["events"]] == [(13, "loss is not finite")], "told once"
 
 
+def test_a_loss_that_comes_back_and_goes_is_told_twice(tmp_path):
+    def change(row):
+        return row | {"loss": None, "loss_nonfinite": "nan"} if row["step"] in (3, 4, 8) else row
+
+    (run,) = Decoded(encode(read_runs([write_run(tmp_path / "run", 20, change=change)]))).header["runs"]
+    assert [event["step"] for event in run["events"]] == [3, 8] and run["lost"] == {}
+
+
 def test_runs_of_one_recipe_and_other_seeds_are_a_group(tmp_path):
     folders = [
         write_run(tmp_path / "sweep" / f"{gate}-seed{seed}", 5, seed=seed, gate=gate)
@@ -153,3 +179,12 @@ def test_runs_of_one_recipe_and_other_seeds_are_a_group(tmp_path):
     groups = Decoded(encode(read_runs(folders))).header["groups"]
     assert [group["runs"] for group in groups] == [[0, 1, 2], [3, 4, 5], [6], [7], [8]]
     assert [group["name"] for group in groups][1] == "gshard" and len({group["name"] for group in groups}) == 5
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400, {"torch": float("nan")}, [1], None])
+def test_what_run_json_should_not_hold_breaks_nothing(tmp_path, value):
+    folder = write_run(tmp_path / "run", 3, change=lambda row: row | {"huge": 10**400, "moe/layer_1/huge": -(10**400)})
+    told = {"params": value, "versions": value, "world_size": value}
+    (folder / "run.json").write_text(json.dumps(told))
+    (run,) = Decoded(encode(read_runs([folder]))).header["runs"]
+    assert "params" not in run["summary"] and run["summary"]["step"] == 3

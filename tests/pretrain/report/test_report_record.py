@@ -69,6 +69,15 @@ def test_many_series_have_fewer_spans_and_keep_their_extremes():
     assert {found.min(), found.max()} == {values[:, 2].min(), values[:, 2].max()}
 
 
+def test_series_that_begin_late_or_come_now_and_then():
+    curves = Curves(8)
+    for step in range(100):
+        names = ("loss", "val/loss") if step % 25 == 0 else ("loss",)
+        curves.add(step, names, [float(step)] * len(names))
+    assert curves.points("val/loss")[0].tolist() == [0, 25, 50, 75]
+    assert curves.means("val/loss")[0].tolist() == [0, 25, 50, 75], "where it was logged, not in a span's middle"
+
+
 def test_what_is_not_finite_is_a_gap_until_a_neighbour_shares_its_span():
     values = [1.0, math.nan, math.inf, 4.0]
     steps, found = filled(values, 4).points("loss")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from made_up import event, write_run
+from made_up import event, rows, write_run
 
 from fmoe.errors import UserError
 from pretrain.report.runs import MetricsFile, RunFolder, open_runs
@@ -80,6 +80,14 @@ def test_a_line_that_no_tracker_wrote_is_named(tmp_path, bad):
         file.refresh()
 
 
+def test_without_config_and_run_json(tmp_path):
+    folder = write_run(tmp_path / "run", 5, config=False)
+    (folder / "run.json").unlink()
+    run = RunFolder(folder)
+    run.refresh()
+    assert (run.recipe, run.run_info, run.total_steps, run.layer_label(3)) == ({}, {}, None, "layer 3")
+
+
 @pytest.mark.parametrize(("name", "text"), [("config.toml", "[a\n"), ("run.json", "{"), ("run.json", "[]")])
 def test_a_damaged_file_is_named(tmp_path, name, text):
     folder = write_run(tmp_path / "run", 5)
@@ -132,3 +140,10 @@ def test_events_of_steps_that_a_run_went_back_over_are_lost(tmp_path):
         (6, "skip", True),
         (7, "warning", False),
     ]
+
+
+def test_dense_runs_have_no_loads(tmp_path):
+    run = RunFolder(write_run(tmp_path / "run", 5, layers=0))
+    run.refresh()
+    assert run.record.loads is None and not run.record.layers.names
+    assert sum(1 for _ in rows(5, 0)) == 6

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import pretrain
-from pretrain.config import Recipe
+from fmoe.errors import UserError
+from pretrain.config import Recipe, RunConfig
 from pretrain.start import launch, ranks
 from pretrain.start.codes import EXIT_DIVERGED, EXIT_HANG, EXIT_REQUEUE
 from pretrain.start.job import Job
@@ -138,6 +140,11 @@ def run_with_signals(body, numbers, tmp_path, monkeypatch, capfd):
     return code, capfd.readouterr().err
 
 
+def test_other_programs_than_ours_are_an_error():
+    with pytest.raises(UserError, match="nothing was trained"):
+        ranks.run(Job("quickstart", Recipe()), os.environ, None, [sys.executable, "-S", "-c", "pass"])
+
+
 # What each of four ranks does: rank 3 dies, others lose the connection or wait. Then what is printed, and what not.
 DEATHS = {
     "out of memory": (
@@ -191,6 +198,21 @@ ranks.run(Job("quickstart", Recipe(), processes_per_node=2), os.environ, None, [
     while any(Path(f"/proc/{path.name}/cmdline").exists() for path in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_the_command_that_goes_on(tmp_path, capsys):
+    recipe = replace(Recipe(), run=RunConfig(folder=str(tmp_path)))
+    for argv in (
+        ["my.toml", "--run.folder", "a b"],
+        ["my.toml", "--resume", "--run.folder", "a b"],
+        ["--resume", "run", "my.toml", "--run.folder", "a b"],
+        ["my.toml", "--resume=auto", "--run.folder", "a b"],
+        ["--resume", "my.toml", "--run.folder", "a b"],
+        ["--run.folder", "a b", "--resume=my.toml"],
+    ):
+        launch._print_how_to_resume(Job("my.toml", recipe, tuple(argv)))
+        said = capsys.readouterr().err
+        assert "fmoe train my.toml --run.folder 'a b' --resume auto\n" in said and "none" in said
 
 
 def test_one_process_that_may_restart_has_a_launcher(monkeypatch, tmp_path):

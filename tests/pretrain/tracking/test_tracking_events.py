@@ -84,6 +84,15 @@ def test_warnings_become_events_and_are_printed_as_before(tmp_path, capsys):
     assert capsys.readouterr().err == "odd 5\nstep 5 is skipped\nnot ours\nafter the end\n"
 
 
+def test_a_configured_process_prints_a_warning_once(tmp_path, capsys, caplog):
+    events = Events(tmp_path / "events.jsonl", None)
+    events.on_start(trainer(), {})
+    logging.getLogger("pretrain").warning("odd")
+    events.on_end(trainer(is_done=True), None)
+    assert [record.message for record in caplog.records] == ["odd"]
+    assert capsys.readouterr().err == ""
+
+
 def test_a_new_run_begins_anew_and_one_that_goes_on_appends(tmp_path):
     path = tmp_path / "events.jsonl"
     first = Events(path, None)

@@ -75,6 +75,11 @@ def test_resuming_keeps_the_old_file_until_the_new_one_is_whole(path, monkeypatc
     assert steps_in(path) == [1, 2, 3]
 
 
+def test_resuming_without_a_record_begins_one(path):
+    write(path, [5], resume_step=4)
+    assert steps_in(path) == [5]
+
+
 def test_a_new_record_keeps_the_one_before(path):
     write(path, [1, 2])
     write(path, [])
@@ -110,6 +115,11 @@ def test_a_damaged_line_is_named(path, line):
         read_metrics(path)
     with pytest.raises(UserError, match="line 2"):
         JsonlTracker(path, resume_step=1)
+
+
+def test_a_missing_file_is_a_user_error(path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_metrics(path)
 
 
 @pytest.mark.parametrize(

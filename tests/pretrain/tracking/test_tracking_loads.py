@@ -40,3 +40,7 @@ def test_pictures_of_the_first_every_nth_and_last_step(every, expected):
     assert [step for step, row in seen.items() if LOAD in row] == expected
     assert LOAD not in metrics
     assert all(row.items() >= metrics.items() for row in seen.values())
+
+
+def test_a_dense_model_has_no_picture():
+    assert LoadPictures(1, last_step=1)(1, {"loss": 1.0}) == {"loss": 1.0}
