@@ -90,6 +90,11 @@ def test_what_pages_link_to_outside_of_docs_is_on_the_site(site):
     assert "moe-32.toml" in (site / "bench" / "convergence.html").read_text()
 
 
+@pytest.mark.parametrize("page", [*PAGES, *API_PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_links_have_titles_and_not_file_names(page):
+    assert not re.findall(r"\[[\w./-]+\.md\]\(", page.read_text())
+
+
 def public_modules():
     """All packages, and the modules that pages of the API name."""
     packages = {p.__name__ for p in (fmoe, megatron_patch, pretrain)} | {

@@ -193,6 +193,12 @@ def test_no_false_skip_in_2000_steps(seed):
     assert [reason for pair in curve(seed) if (reason := guard.check_step(trainer_of(), *pair))] == []
 
 
+def test_no_false_skip_where_nothing_moves():
+    guard = StepGuard(GuardConfig())
+    for step in range(500):
+        assert guard.check_step(trainer_of(), 2.0 + 0.1 * (step % 50 == 0), 1.0 + (step % 50 == 0)) is None
+
+
 @pytest.mark.parametrize("spike", [(10, 1), (1, 1000)], ids=["loss", "gradient norm"])
 def test_a_spike_is_skipped_once_also_after_a_resume(spike):
     guard, resumed, reasons = StepGuard(GuardConfig()), None, []

@@ -140,6 +140,21 @@ def test_the_same_after_fallback_as_before(forks, finished, tmp_path):
     assert tensor_hash(folder) == tensor_hash(run)
 
 
+def test_other_data_under_the_same_name_are_refused(forks, recipe_file, tiny_corpus, tmp_path):
+    from pretrain.data.prepare import prepare
+
+    corpus = tmp_path / "train"
+    text = tiny_corpus.train.with_suffix(".jsonl")
+    prepare([text], tiny_corpus.tokenizer, corpus, num_workers=1)
+    recipe = recipe_file(checkpoint={"every": 2}, data={"train": (str(corpus),)})
+    train(forks, recipe, "--run.folder", tmp_path / "run")
+    lines = text.read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(lines)))  # as many tokens
+    prepare([tmp_path / "other.jsonl"], tiny_corpus.tokenizer, corpus, num_workers=1)
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run", "--resume", "--train.steps", "6")
+    assert end.code == 2 and "data.train has changed" in end.err, end
+
+
 def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
     recipe, run = finished
     folder, options = tmp_path / "warm", ["--train.init-from", run, "--optimizer.lr", "0.001"]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compare import assert_close
 
 from pretrain.config import OptimizerConfig, Recipe
 from pretrain.engine.optimizer import core, make_optimizer
@@ -46,3 +47,21 @@ def test_the_step_of_a_fused_optimizer_is_restored_on_the_device():
         state = restored_state(shard, 7, lambda entry: torch.zeros(12))
         assert state["step"].device.type == device and state["exp_avg"].device.type == "meta"
         assert device == "meta" or float(state["step"]) == 7
+
+
+def test_the_fused_steps_are_those_of_the_loop():
+    torch.manual_seed(0)
+    begin = [torch.randn(shape) for shape in ((5, 33, 7), (301,), (1,), (0, 4))]
+    runs = []
+    for fused in (False, True):
+        parameters = [torch.nn.Parameter(value.clone()) for value in begin]
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(7):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (-2 * step)
+            optimizer.step()
+        runs.append([*parameters, *(optimizer.state[p][n] for p in parameters for n in ("exp_avg", "exp_avg_sq"))])
+    for loop, fused in zip(*runs, strict=True):
+        assert_close(fused, loop, 1e-6, "AdamW")

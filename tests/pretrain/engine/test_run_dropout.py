@@ -1,6 +1,7 @@
 """With dropout, too, no result depends on micro batches, ranks, pipeline stages or recomputation."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,15 @@ def embeddings_of_a_t5():
     dropout.register_forward_hook(lambda module, inputs, out: seen.append(out == 0))
     engine.train_step(0, samples_of(engine.recipe))
     return seen
+
+
+def test_a_resumed_run_drops_what_it_would_have(forks):
+    """Nothing is drawn from a generator: step 2 alone has the noise that it has after steps 0 and 1."""
+    recipe = with_dropout("gpt")
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=1e-30, min_lr=0.0))
+    whole = only(forks.run(1, losses, recipe))
+    assert only(forks.run(1, losses, recipe, (2,)))[0] == whole[2]
+    assert whole[0][0] != whole[2][0]
 
 
 def test_bf16_drops_the_same(forks, alone):

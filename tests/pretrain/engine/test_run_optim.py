@@ -158,6 +158,49 @@ def test_learning_rates_scale_with_the_batch(forks, scaling):
     assert [seen[f"lr {step}"] for step in range(5)] == pytest.approx([lr_of(recipe, step) for step in range(5)])
 
 
+def resumed_with_empty_parameters(folder, names, distributed):
+    """Return the differences of a resumed run's weights, for a gate with an empty matrix and an empty vector."""
+    from megatron.core import parallel_state
+
+    from fmoe import register_gate
+    from fmoe.gates import NaiveRouter
+
+    class Gate(NaiveRouter):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.matrix = torch.nn.Parameter(torch.empty(0, 32))
+            self.vector = torch.nn.Parameter(torch.empty(0))
+
+    register_gate("with_empty_parameters", Gate)
+    model = RECIPE.model.with_values(
+        {"moe.gate": "with_empty_parameters", "moe.gate_options": {}, "moe.jitter": 0.0, "moe.balance_loss": 0.0}
+    )
+    different = {}
+    for name in names:
+        recipe = with_optimizer(name, replace(RECIPE, model=model))
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=distributed))
+        (first, second), _ = resumed(folder / name, recipe)
+        assert any(value.numel() == 0 for value in first.values())
+        different[name] = [key for key in first if not torch.equal(first[key], second[key])]
+        parallel_state.destroy_model_parallel()
+    return different
+
+
+@pytest.mark.parametrize(
+    ("names", "distributed"),
+    [
+        (("adamw", "adafactor"), False),
+        (("adamw",), True),
+        pytest.param(("lamb", "lars", "muon", "sgd"), False, marks=pytest.mark.slow),
+        pytest.param(("adamw8bit",), False, marks=[pytest.mark.slow, without_torchao]),
+        pytest.param(SHARDED, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_empty_parameters_resumes(forks, tmp_path, names, distributed):
+    found = only(forks.run(1, resumed_with_empty_parameters, tmp_path, names, distributed))
+    assert found == {name: [] for name in names}
+
+
 def with_momentum_from_a_checkpoint(folder, recipe):
     """Return the weights after three steps without momentum and one with it, and after resuming before the last."""
     from megatron.core import parallel_state

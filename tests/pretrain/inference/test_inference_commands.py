@@ -12,9 +12,11 @@ from runs import steps, train
 
 from fmoe import UserError
 from fmoe.cli import run as cli_run
+from fmoe.metrics import LayerReport
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
-from pretrain.inference import cli
+from pretrain.inference import cli, generate, report
+from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import open_run
 from pretrain.inference.report import open_data
 
@@ -168,6 +170,17 @@ def test_bits_a_byte_of_a_text(runs, values, tiny_corpus, tmp_path):
     assert first["bytes"] == len(tokenizer.decode(tokenizer.encode(texts["long.txt"])[:48]).encode())
 
 
+@pytest.mark.slow
+def test_runs_side_by_side(runs, command, tiny_corpus):
+    end = command("evaluate", runs("one"), runs("EP2"), "--data", tiny_corpus.validation)
+    assert end.code == 0 and not end.err
+    rows = [line.split("|")[1:-1] for line in end.out.splitlines() if line.startswith("| ")]
+    assert [cell.strip() for cell in rows[0]][:4] == ["run", "step", "sequences", "tokens"]
+    assert [row[0].strip() for row in rows[1:3]] == [str(runs("one")), str(runs("EP2"))]
+    assert len(rows) == 3 + 2 * 3, "a table of the two layers of each"
+    assert "note" not in end.out
+
+
 def test_text_comes_as_it_is_drawn(runs, command, values):
     options = ["--max-tokens", "30", "--num-samples", "3", "--seed", "7", "--temperature", "1.2"]
     end = command("generate", runs("one"), "--prompt", PROMPT, *options)
@@ -279,6 +292,22 @@ class Input:
 
     def __call__(self):
         sys.stdin = io.TextIOWrapper(io.BytesIO(self.text))
+
+
+def test_values_of_a_router_that_are_not_finite(runs):
+    layer = LayerReport(load=[math.nan, 0.5], drop_rate=0.0, entropy=math.inf, losses={}, tokens=1)
+    source = report.EvaluationData((), None, iter(()))
+    found = report.values([report.RunEvaluation(open_run(runs("one")), source, Evaluation(layers={2: layer}))])
+    json.dumps(found, allow_nan=False)
+    (values,) = found["runs"][0]["layers"]
+    assert (values["load"], values["entropy"], values["drop_rate"]) == ([None, 0.5], None, 0.0)
+
+
+def test_a_prompt_without_tokens(runs, monkeypatch):
+    trained = open_run(runs("one"))
+    monkeypatch.setattr(trained.tokenizer, "encode", lambda text: [])  # as a model that drops white space does
+    with pytest.raises(UserError, match=r"the prompt has no tokens with the tokenizer .*\.model"):
+        generate._prompt_ids(" ", trained)
 
 
 def test_a_prompt_on_standard_input(runs, values, monkeypatch):

@@ -368,5 +368,7 @@ ENCODERS = {
     "switch-base-8": (SWITCH_BASE_8, 619_339_008, 437),
     "megatron-bert-345m": (MEGATRON_BERT, 333_671_808, 24 * 16 + 10),
 }
+# Parameters in the files on the hub, which have a layer of further tokens with copies of embedding and output layer.
+WITH_MTP = {"DeepSeek-V3": 684.5e9, "GLM-4.5-Air": 110.5e9}
 # Keys whose values have no effect, or are written in another form.
 NOT_WRITTEN = {"intermediate_size", "sliding_window", "hidden_dropout", "input_jitter_noise", "initial_context_length"}

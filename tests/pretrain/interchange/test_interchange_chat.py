@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -22,7 +23,8 @@ from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
-from pretrain.interchange.tokenizer import files_for
+from pretrain.interchange.tokenizer import _has_same_end, check_tokenizer, files_for
+from pretrain.trainer import Trainer
 
 VOCAB = 400
 TEXT = "def f(x): return x ** 2  # a square, of 12 or 345\nI'm sure they'll say it's 10:45!\n" * 20
@@ -330,6 +332,31 @@ def test_a_difference_from_auto_tokenizer_is_a_warning(tmp_path, caplog, case, s
     assert auto(tmp_path / "out")(TEXT)["input_ids"] == ours.encode(TEXT)
 
 
+def test_another_end_in_auto_tokenizer_is_a_warning(tmp_path, caplog):
+    """As a folder whose eos is only in special_tokens_map.json, which added_tokens_decoder switches off."""
+    names = ("<|endoftext|>", "</s>")
+    files = {
+        "tokenizer.json": byte_level(*names),
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": {}},
+    }
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "one", files))
+    theirs = SimpleNamespace(eos_token_id=1, get_added_vocab=dict)
+    assert tokenizer.end_of_document == 0 and not _has_same_end(theirs, tokenizer)
+    files["special_tokens_map.json"] = {"eos_token": names[1]}
+    files["tokenizer_config.json"] = {"eos_token": names[0], "add_bos_token": True, "bos_token": names[1]}
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "two", files))
+    tokenizer.end_documents_with(0)
+    folder = tmp_path / "out"
+    write_tokenizer(folder, files_for(tokenizer, 32, model_type="mixtral"))
+    assert auto(folder).eos_token_id == 0, "the export states the model's end"
+    tokenizer.end_documents_with(1)
+    check_tokenizer(tokenizer, "mixtral", VOCAB)
+    assert not caplog.records
+    tokenizer.end_documents_with(0)
+    check_tokenizer(tokenizer, "mixtral", VOCAB)
+    assert "ends documents with token 1, but tokenizer.json with 0" in caplog.text
+
+
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_padding_without_an_id_is_left_out(tmp_path, caplog, file):
     files = {"tokenizer.json": byte_level("<|endoftext|>"), "tokenizer_config.json": {"eos_token": "<|endoftext|>"}}
@@ -387,6 +414,16 @@ def test_ids_of_another_tokenizer_are_not_kept(tmp_path, given):
     assert 9 not in generation.get("suppress_tokens", ()) or given == "own"
 
 
+def test_a_warm_start_with_another_tokenizer_keeps_no_ids(monkeypatch):
+    published = {"config": {"eos_token_id": 2}, "generation_config": {**IDS, "top_p": 0.9}}
+    monkeypatch.setattr("pretrain.trainer.state.load_weights", lambda engine, checkpoint: None)
+    for known, kept in ((None, False), ("x", False), ("mine", True)):
+        trainer = Trainer.__new__(Trainer)
+        trainer.engine, trainer.inputs = None, SimpleNamespace(tokenizer_fingerprint="mine")
+        trainer.warm_start(SimpleNamespace(state={"published": published, "data": {"tokenizer": known}}))
+        assert trainer._published == (published if kept else {"generation_config": {"top_p": 0.9}})
+
+
 @pytest.mark.parametrize("has_corpus", [False, True])
 def test_an_older_checkpoint_keeps_its_end(tmp_path, caplog, has_corpus):
     """Of a run from before declared tokens, which ended documents by name."""
@@ -432,6 +469,9 @@ REFUSED = {
     ),
     "files of GPT-2": (lambda: {"vocab.json": b"x", "merges.txt": b"x"}, r"vocab\.json, merges\.txt"),
     "a damaged file": (lambda: {"tokenizer.json": b"{}"}, r"not a tokenizer\.json .*--tokenizer"),
+    "a file of T5": (lambda: {"spiece.model": b"x"}, r"spiece\.model"),
+    "a file of Kimi": (lambda: {"tiktoken.model": b"x"}, r"tiktoken\.model"),
+    "a file of BERT": (lambda: {"vocab.txt": b"x"}, r"vocab\.txt"),
     "a file of Mistral": (lambda: {"tekken.json": b"x"}, r"tekken\.json"),
 }
 

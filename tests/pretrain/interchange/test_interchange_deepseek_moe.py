@@ -1,5 +1,7 @@
 """A recipe of DeepSeekMoE's shape in transformers' Qwen2-MoE: the same logits there, the same bits on return."""
 
+import json
+
 import pytest
 import torch
 from compare import assert_close
@@ -12,6 +14,8 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import Recipe, load_recipe
 from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.families import family_for
 
 RECIPE = load_recipe("deepseek-moe-16b").model
 SMALL = RECIPE.with_values(
@@ -62,3 +66,13 @@ def test_there_and_back(forks, tmp_path):
     with pytest.raises(UserError, match=f"{GATE} must be zero"):
         import_folder(tmp_path / "out", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_the_published_size():
+    """16.4 billion parameters, 2.8 billion active (arXiv 2401.06066 section 5.1.2)."""
+    family = family_for(RECIPE)
+    assert family.name == "deepseek_moe"
+    assert Recipe(model=RECIPE).num_params() == pytest.approx(16.4e9, rel=0.005)
+    config = json.loads(json.dumps(config_of(family, RECIPE, "bfloat16")))
+    again, model = model_of(config)
+    assert again is family and model.layers_with_experts == RECIPE.layers_with_experts

@@ -6,14 +6,20 @@ from math import prod
 import pytest
 import torch
 import transformers
-from published import ENCODERS, GPTS, NOT_WRITTEN
+from published import ENCODERS, GPTS, NOT_WRITTEN, WITH_MTP
 
 from fmoe.errors import UserError
-from pretrain.config import Recipe
+from pretrain.config import Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
-from pretrain.interchange.families import FAMILIES
+from pretrain.interchange.families import FAMILIES, family_for
 from pretrain.interchange.families.deepseek_moe import Twice
 from pretrain.interchange.families.t5 import Query
+
+RECIPES = {
+    "Mixtral-8x7B": "mixtral-8x7b",
+    "Qwen3-30B-A3B": "qwen3-moe-30b-a3b",
+    "DeepSeek-V2-Lite": "deepseek-v2-lite",
+}
 
 NO_DENSE = ("Mixtral", "OLMoE", "granite")  # families without dense layers
 
@@ -60,6 +66,17 @@ def test_published_encoders(name):
     assert model.sequence_length == (64 if family.name == "switch_transformers" else 512)
 
 
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_published_models_with_a_layer_of_further_tokens(name):
+    family, model = model_of(GPTS[name][0] | {"num_nextn_predict_layers": 1})
+    copies = 2 * model.vocab_size * model.hidden_size
+    assert Recipe(model=model).num_params() + copies == pytest.approx(WITH_MTP[name], rel=0.0005)
+    last = f"model.layers.{model.num_layers}"
+    names = {name for place in family.tensors(model) for name in place.theirs if name.startswith(f"{last}.")}
+    assert {f"{last}.{part}" for part in ("enorm.weight", "eh_proj.weight", "shared_head.norm.weight")} <= names
+    assert f"{last}.mlp.gate.e_score_correction_bias" in names
+
+
 def test_the_same_model_by_transformers_own_configuration():
     for name, (config, *_) in GPTS.items():
         theirs = transformers.AutoConfig.for_model(**config).to_dict()
@@ -103,3 +120,14 @@ def test_values_that_have_no_exact_product():
     assert torch.equal(Query().join(Query().split(large, sizes), sizes), large)
     with pytest.raises(UserError, match=r"half of torch\.float16"):
         Twice().split(large, sizes)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_of_that_shape_is_exported_as_it(name):
+    config, model = GPTS[name][0], load_recipe(RECIPES[name]).model
+    family = family_for(model)
+    assert family.name == config["model_type"]
+    written = config_of(family, model, "bfloat16")
+    kinds = ("num_", "hidden_", "vocab_", "head_", "moe_", "norm_", "rms_", "n_", "q", "kv_", "v_", "topk_", "routed_")
+    sizes = [key for key in config if key.startswith(kinds)]
+    assert {key: written[key] for key in sizes} == {key: config[key] for key in sizes}

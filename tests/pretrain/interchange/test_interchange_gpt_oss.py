@@ -6,11 +6,12 @@ import pytest
 import torch
 from huggingface_folders import assert_same_weights, save_random, weights
 from safetensors.torch import save_file
+from test_interchange_refusals import built
 from tiny_families import GPT_OSS
 
 from fmoe.errors import UserError
 from pretrain.interchange import export_checkpoint, import_folder
-from pretrain.interchange.configs import model_of
+from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES
 
 CASE = "gpt_oss, other layers, bf16"
@@ -71,3 +72,18 @@ def test_missing_positions_are_yarns_but_not_empty_ones(rope, scaling):
     """As transformers 5 has them."""
     config = GPT_OSS | {"model_type": "gpt_oss", "rope_parameters": rope, "rope_scaling": None}
     assert model_of(FAMILIES["gpt_oss"].adapt(config, None))[1].position.rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("layers", "window", "kinds", "written"),
+    [
+        ((1, 3), 16, ["sliding_attention", "full_attention", "sliding_attention"], 16),
+        ((), 16, ["sliding_attention"] * 3, 16),
+        ((), None, ["full_attention"] * 3, 128),
+    ],
+)
+def test_windows_are_written(layers, window, kinds, written):
+    model = built("gpt_oss", {"attention.sliding_layers": layers, "attention.sliding_window": window})
+    config = config_of(FAMILIES["gpt_oss"], model, "float32")
+    assert (config["layer_types"], config["sliding_window"]) == (kinds, written)
+    assert model_of(config)[1].attention.sliding_layers == layers

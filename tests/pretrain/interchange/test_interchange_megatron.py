@@ -367,6 +367,18 @@ def test_arguments_as_an_object_of_the_folder(tmp_path):
         check_arguments(folder_with("another", [{"args": argparse.Namespace(**ARGS)}]), OURS)
 
 
+@pytest.mark.parametrize(("shape", "word"), [((10**10, 2), f"has {10**10} layers"), ((10**10, 0), "is empty")])
+def test_a_stacked_tensor_has_the_layers_of_the_recipe(tmp_path, shape, word):
+    """Refused before anything is listed per layer."""
+    from pretrain.interchange.dcp import Chunked
+    from pretrain.interchange.megatron import rename
+
+    name = "decoder.layers.input_layernorm.weight"
+    folder = argparse.Namespace(path=tmp_path, tensors={name: Chunked(torch.float32, shape, ())})
+    with pytest.raises(UserError, match=f"{name} {word}"):
+        rename(folder, ["model/decoder.layers.0.input_layernorm.weight"])
+
+
 LATENT = {"attention.kv_lora_rank": 16}
 NOT_OURS = {
     "moe_expert_capacity_factor=1.25": ({"moe_expert_capacity_factor": 1.25}, {}),
@@ -455,6 +467,15 @@ NOT_MEGATRONS = {
 def test_a_key_that_megatron_lacks_is_refused(tmp_path, words):
     with pytest.raises(UserError, match=words):
         result_of_arguments(tmp_path, {}, NOT_MEGATRONS[words])
+
+
+@pytest.mark.parametrize("value", [[0], 10**5000], ids=["a list", "an int"])
+def test_a_message_has_the_type_of_a_value_that_may_have_no_end(tmp_path, value):
+    if isinstance(value, list):
+        for _ in range(45):
+            value = [value, value]
+    with pytest.raises(UserError, match=f"num_layers=a {type(value).__name__} differs"):
+        result_of_arguments(tmp_path, {"num_layers": value}, {})
 
 
 @pytest.mark.parametrize(("arguments", "keys"), AS_OURS)

@@ -20,7 +20,7 @@ from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelCon
 from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.cli import export_main
-from pretrain.interchange.families import family_for
+from pretrain.interchange.families import family_for, why_own
 from pretrain.interchange.folder import CONFIG, GENERATION_CONFIG
 
 LIMIT = exports.LIMIT
@@ -268,6 +268,15 @@ def test_there_and_back(exported, tmp_path, name):
     assert exports.same_bits(out, tmp_path / "fourth")
 
 
+def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path, capsys):
+    recipe, run, *_ = exported[FINER]
+    assert export_main([str(run), str(tmp_path / "out"), "--tokenizer", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "FMoEForCausalLM" in said and "trust_remote_code" in said and "model.mtp_layers=1" in said
+    assert why_own(recipe.model) in said
+    assert "mtp" not in " ".join(weights(tmp_path / "out"))
+
+
 SPLITS = {
     "EP2": (DROPS, ParallelConfig(expert=2)),
     "TP2": (FINER, ParallelConfig(tensor=2)),
@@ -304,6 +313,17 @@ def test_padding_is_neither_seen_nor_routed(exported, side, name):
     assert torch.isfinite(both).all()
     assert_close(both[1:, kept], alone, LIMIT, "padded")
     assert_close(both[:1], whole, LIMIT, "not padded")
+
+
+@pytest.mark.parametrize("name", [DROPS, MEMORY])
+def test_generation_of_padded_prompts(exported, name):
+    recipe, _, out, _, greedy = exported[name]
+    model = load(out)
+    prompts = exports.batch_of(recipe)["tokens"][:2, :PROMPT]
+    padded = torch.cat([torch.zeros(2, 2, dtype=torch.int64), prompts], 1)
+    mask = (torch.arange(PROMPT + 2) >= 2).long().expand(2, -1)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, PROMPT + 2 :], greedy)
 
 
 def streamed(recipe, path, lengths):

@@ -106,3 +106,14 @@ def test_values_that_crash_or_hang_python_are_refused(case):
 def test_every_call_is_recorded(data):
     made = parse(data)
     assert (made.name, made.args) == ("os.system", ("x",))
+
+
+def test_messages_name_the_type_of_a_value_not_the_value():
+    """A list may hold itself twice over, so that its text has no end."""
+    from pretrain.interchange.dcp import _size
+
+    doubled = []
+    for _ in range(45):
+        doubled = [doubled, doubled]
+    with pytest.raises(ValueError, match=r"offset \(a list\) must have integers"):
+        _size(doubled)

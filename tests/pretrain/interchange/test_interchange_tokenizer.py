@@ -120,6 +120,13 @@ def test_a_model_with_a_space_in_front(tmp_path, corpus):
     assert theirs.decode(ours.encode("one two")) == "one two"
 
 
+def test_llama_cpp_needs_pieces_of_bytes(tmp_path, corpus):
+    ours = foreign(
+        tmp_path, corpus, model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False
+    )
+    assert files_for(ours, 64).keys() == {TOKENIZER, CONFIG}
+
+
 def test_what_cannot_be_imitated_is_told(tmp_path, corpus):
     ours = foreign(tmp_path, corpus, model_type="word", hard_vocab_limit=False)
     with pytest.raises(UserError, match=r"foreign\.model is a model of words or characters"):

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import only, values
 from huggingface_folders import save_random, saved_at
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fmoe.cli import run
@@ -249,6 +250,16 @@ def refusal(*argv, capsys):
     return error
 
 
+def test_bad_arguments_of_an_export(trained, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "is not empty" in refusal("export", trained, tmp_path / "full", capsys=capsys)
+    error = refusal("export", trained, tmp_path / "out", "--format", "onnx", capsys=capsys)
+    assert "--format onnx" in error and "dcp, safetensors" in error
+    assert "no manifest.json" in refusal("export", tmp_path / "full", tmp_path / "out", capsys=capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_of_damage_leaves_nothing(trained, tmp_path, form, capsys):
     bad = tmp_path / "bad" / trained.name
@@ -259,6 +270,14 @@ def test_an_export_of_damage_leaves_nothing(trained, tmp_path, form, capsys):
     shard.write_bytes(data)
     assert shard.name in refusal("export", bad, tmp_path / "out", "--format", form, "--optimizer", capsys=capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_full_disk_is_reported_before_a_byte_is_written(trained, tmp_path, form, capsys, monkeypatch):
+    monkeypatch.setattr("pretrain.interchange.folder.free_bytes", lambda folder: 1000)
+    error = refusal("export", trained, tmp_path / "out", "--format", form, capsys=capsys)
+    assert "disk full" in error and "1000 are free" in error
+    assert not list(tmp_path.iterdir())
 
 
 def flip(path, at):
@@ -449,3 +468,15 @@ def test_damage_within_the_import_leaves_nothing(forks, exported, tmp_path):
     (tmp_path / "bad" / "rank-00000.json").unlink()
     ((code, error, is_there),) = only(forks.run(1, imports_of, tmp_path / "bad", tmp_path / "out", [None]))
     assert code == 2 and "rank-00000.json" in error and not is_there
+
+
+def test_the_index_of_safetensors_has_every_tensor(exported):
+    path = exported["safetensors", True]
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    assert transfer.OPTIMIZER + "master/output_layer.weight" in stored_tensors(open_folder(path)).layouts
+    only_file = path.parent / "one file"
+    only_file.mkdir()
+    save_file({"model/w": torch.ones(2)}, only_file / "model.safetensors")
+    assert stored_tensors(open_folder(only_file)).layouts == {"model/w": ((2,), torch.float32)}

@@ -14,6 +14,7 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder
 from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.llama_cpp import SCRIPT, check_convertible
 
 PLAIN = ModelConfig()
 
@@ -112,6 +113,13 @@ def test_other_objects(case):
     with pytest.raises(UserError) as error:
         yarn_of(QWEN3_30B_A3B | {"rope_scaling": rope})
     assert part in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+def test_llama_cpp_is_refused(tmp_path):
+    (tmp_path / SCRIPT).write_text("")
+    family, model = model_of(QWEN3_30B_A3B | {"rope_scaling": QWEN})
+    with pytest.raises(UserError, match=r"position\.rope_scaling=yarn is not supported with --llama-cpp"):
+        check_convertible(tmp_path, family, model, None, {})
 
 
 def longer(path, factor):

@@ -64,6 +64,13 @@ def test_either_name_of_the_cache_is_accepted(model, tokens, name):
     assert cache.get_seq_length() == tokens.shape[1] + GREEDY["max_new_tokens"] - 1
 
 
+def test_both_names_of_the_cache_are_refused(model, tokens):
+    both = {name: transformers.DynamicCache() for name in NAMES}
+    for call in (model, model.generate):
+        with pytest.raises(UserError, match="cache and past_key_values"):
+            call(tokens, **both)
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 3}])
 def test_generation_equals_that_without_a_cache(model, tokens, options):
     prompt = tokens[:1]
@@ -101,12 +108,34 @@ def test_caches_that_lose_tokens_are_refused(model, tokens):
         model.generate(tokens, cache=transformers.DynamicCache(config=Windowed()), **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["attn_mask", "output_router_logits"])
+@pytest.mark.parametrize("name", ["attn_mask", "token_type_ids", "output_router_logits", "num_items_in_batch"])
 def test_unknown_arguments_are_refused(model, tokens, name):
     with pytest.raises(TypeError, match=name):
         model(tokens, **{name: torch.ones_like(tokens)})
     with pytest.raises((TypeError, ValueError), match=name):
         model.generate(tokens, **{name: torch.ones_like(tokens)}, **GREEDY)
+
+
+def test_arguments_without_effect_have_their_defaults(model, relative, tokens):
+    assert isinstance(model(tokens, return_dict=False, output_attentions=False), tuple)
+    with pytest.raises(UserError, match="output_attentions"):
+        model(tokens, output_attentions=True)
+    restarted = torch.arange(8) % 4
+    with pytest.raises(UserError, match="position_ids"):
+        model(tokens, position_ids=restarted[None])
+    later = torch.arange(8)[None] + 3
+    assert not torch.equal(build(position="learned_absolute")(tokens, position_ids=later).logits, model(tokens).logits)
+    with pytest.raises(UserError, match=r"position_ids .* position\.encoding=transformer_xl"):
+        relative(tokens, position_ids=later)
+    for inputs in ({}, {"input_ids": tokens, "inputs_embeds": torch.zeros(2, 8, 32)}):
+        with pytest.raises(UserError, match="input_ids and inputs_embeds"):
+            model(**inputs)
+
+
+def test_the_configuration_decides_about_hidden_states(model, tokens, monkeypatch):
+    assert model(tokens).hidden_states is None
+    monkeypatch.setattr(model.config, "output_hidden_states", True)
+    assert len(model(tokens).hidden_states) == 3
 
 
 def test_unknown_options_of_the_configuration_are_refused(model, tmp_path):

@@ -59,3 +59,22 @@ def test_evaluation_and_logits_ignore_the_modules(forks):
     (loss, logits), (expected, plain) = only(forks.run(1, without_modules, RECIPE))
     assert loss == expected
     assert torch.equal(logits, plain)
+
+
+def small_then_deep(recipe):
+    """Losses of a step of a model, after one of a model with fewer layers in the same process."""
+    from pretrain.engine import stop_parallel
+
+    small = replace(
+        recipe, model=recipe.model.with_values({"num_layers": 1, "moe.layers": (1,), "mtp_layers": 0, "mtp_loss": 0.3})
+    )
+    seen = []
+    for one in (small, recipe):
+        seen.append(engine_of(one).train_step(0, Samples()).loss)
+        stop_parallel()
+    return seen
+
+
+def test_a_model_may_follow_one_with_fewer_layers(forks, alone):
+    """Megatron's tracker of auxiliary losses is sized for the first model of a process."""
+    assert only(forks.run(1, small_then_deep, RECIPE))[1] == pytest.approx(alone["loss 0"], rel=1e-6)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_lists_every_variable_with_its_default(bash, name):
+    end = bash(name, "--help", PYTHON="/no/such/python")
+    assert end.returncode == 0 and end.stderr == "", end.stderr
+    listed = {line.split()[0]: line for line in end.stdout.splitlines() if line.startswith("  ") and line.endswith("]")}
+    text = SCRIPTS[name].read_text() + (FOLDER / "common.sh").read_text()
+    read = {word for word in VARIABLES if f"${word}" in SCRIPTS[name].read_text() or f"variable {word}" in text}
+    used = {word for word in read if word in SCRIPTS[name].read_text()} | set(VARIABLES[:9])
+    assert used <= listed.keys(), used - listed.keys()
+    default = {"pretrain_switch_t5.sh": "t5", "pretrain_bert_moe.sh": "bert"}.get(name, "quickstart")
+    assert listed["RECIPE"].endswith(f"[{default}]") and listed["DRY_RUN"].endswith("[0]")
+
+
 # Without training
 
 
@@ -119,6 +133,11 @@ def test_dry_run(bash, name):
         end.stdout
     )
     assert "[model]" in end.stdout and " parameters (" in end.stdout
+
+
+def test_scripts_are_shipped():
+    settings = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
+    assert {"*.sh", "*.sbatch"} <= set(settings["tool"]["setuptools"]["package-data"]["pretrain"])
 
 
 # Runs

@@ -50,6 +50,7 @@ RECIPES = {
     "vocabulary": ("", "", ["--model.vocab-size", "383"], ["384", "data.tokenizer=", "model.vocab_size=383"]),
     "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
     "another file": ("", "", ["--data.tokenizer", "recipe.toml"], ["recipe.toml is not a sentencepiece model"]),
+    "too few sentinels": ("", "", ["--model.kind", "t5", "--model.sequence-length", "512"], ["need a sentinel each"]),
     "no corpus": ("", "", ["--data.train", "nowhere"], ["data.train", "nowhere"]),
     "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "model.sequence_length", "100000"]),
     "no checkpoint": ("", "", ["--resume", "."], [". is not a checkpoint"]),
