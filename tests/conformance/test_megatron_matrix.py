@@ -1,6 +1,7 @@
 """Megatron's splits change nothing: every case of the cover equals one process in the loss of each of 20 steps, the
 gradient of the first, every gradient norm, routing statistics of every layer, final parameters and moments."""
 
+import itertools
 import json
 import os
 
@@ -164,3 +165,15 @@ def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
                 worst[kind] = max(worst.get(kind, 0.0), error)
     log({"bf16": case["layout"]} | worst)
     assert all(worst[kind] <= limit for kind, limit in BF16_LIMIT.items()), worst
+
+
+def test_the_case_means_something(alone):
+    """Tokens are dropped, the gradient is clipped, losses fall, and statistics are of all layers with experts."""
+    for model in cover.FACTORS["model"]:
+        figures = alone(model).figures
+        recipe = splits.BUILDERS[model].recipe
+        for step, layer in itertools.product(range(splits.STEPS), recipe.model.moe.layers):
+            assert figures[f"drop rate {step} {layer}"] > 0.01
+            assert figures[f"tokens {step} {layer}"] == recipe.train.global_batch * splits.LENGTH
+        assert all(figures[f"gradient norm {step}"] > recipe.optimizer.clip_grad for step in range(5))
+        assert figures["validation"] < figures["validation before"]

@@ -387,7 +387,6 @@ def evaluated_between(gate, exchange, first):
     return [y.detach() for y in outputs], layer.gate.weight.grad
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("first", [True, False], ids=["training first", "evaluation first"])
 @pytest.mark.parametrize("gate", ["switch", "gshard"])
 def test_padded_slots_are_those_of_the_mode(two_ranks, gate, first):
