@@ -11,7 +11,6 @@ import pytest
 from cover import name_of
 from forks import only, values
 
-pytestmark = pytest.mark.slow
 LIMIT = 1e-5
 # Partial sums are rounded to 8 bits, and that decides which of nearly equal experts gets a token.
 BF16_LIMIT = {"loss": 2e-2, "gradient norm": 0.2, "final": 2e-2, "load": 0.2}
@@ -139,9 +138,15 @@ def run(forks, case, precision="fp32"):
     return values(forks.run(recipe.parallel.world_size, splits.train, recipe, case["model"]))
 
 
+IN_CI = next(case for case in cover.CASES if case["layout"] == "PP2 VPP2" and not case["distributed"])
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name_of(case)) for case in (*cover.CASES, *OTHERS)],
+    [
+        pytest.param(case, id=name_of(case), marks=[] if case is IN_CI else [pytest.mark.slow])
+        for case in (*cover.CASES, *OTHERS)
+    ],
 )
 def test_a_split_equals_one_process(forks, alone, case):
     errors = splits.errors(alone(case["model"], optimizer=case.get("optimizer", "adamw")), run(forks, case))
@@ -154,6 +159,7 @@ def test_a_split_equals_one_process(forks, alone, case):
 BF16 = {case["layout"]: case for case in cover.CASES if case["distributed"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=layout) for layout, case in BF16.items()])
 def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
     errors = splits.errors(alone(case["model"], "bf16"), run(forks, case, "bf16"))
@@ -167,6 +173,7 @@ def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
     assert all(worst[kind] <= limit for kind, limit in BF16_LIMIT.items()), worst
 
 
+@pytest.mark.slow
 def test_the_case_means_something(alone):
     """Tokens are dropped, the gradient is clipped, losses fall, and statistics are of all layers with experts."""
     for model in cover.FACTORS["model"]:
