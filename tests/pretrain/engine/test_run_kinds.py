@@ -27,6 +27,18 @@ def test_micro_batches_change_nothing(forks, alone):
     assert_figures(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected)
 
 
+@pytest.mark.by_default("t5", "documents")
+def test_fp16_is_close(forks, alone):
+    kind, expected = alone
+    recipe = recipe_of(kind, micro_batch=8)
+    optimizer = replace(recipe.optimizer, initial_loss_scale=1024.0)
+    recipe = replace(recipe, train=replace(recipe.train, precision="fp16"), optimizer=optimizer)
+    found = only(forks.run(1, train, recipe))
+    for name, value in expected.items():
+        if name.startswith(("loss", "validation")):
+            assert found[name] == pytest.approx(value, rel=1e-2), name
+
+
 @pytest.mark.by_default("t5-expert=2", "bert-expert=2 distributed=True micro_batch=1", "documents-data=2")
 @pytest.mark.parametrize(
     "options",

@@ -10,7 +10,8 @@ from engines import STEADY, Samples, assert_split_equals_one, engine_of
 from forks import values
 from runs import steps, train
 
-from pretrain.config import ParallelConfig
+from pretrain.config import ParallelConfig, load_recipe
+from pretrain.interchange import export_checkpoint
 
 XL = {"position.encoding": "transformer_xl", "position.memory_length": 24}  # more than a sequence of 16
 SPLITS = {
@@ -141,6 +142,20 @@ def test_a_run_resumes_at_another_split_and_through_another_format(forks, run, t
                 assert row[key] == pytest.approx(expected[step][key], rel=1e-5), f"{key} of step {step} of {name}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_of_16_bits_resumes_bit_equal_and_starts_warm(forks, write_tiny_recipe, tmp_path, precision):
+    sections = {**MODEL, "train": {**TRAIN, "precision": precision}, "checkpoint": {"every": 3, "keep": 0}}
+    recipe = write_tiny_recipe(tmp_path / "recipe.toml", **sections)
+    whole, resumed, warm = (tmp_path / name for name in ("whole", "resumed", "warm"))
+    train(forks, recipe, "--run.folder", whole)
+    middle = whole / "checkpoints" / "step-00000003"
+    train(forks, recipe, "--run.folder", resumed, "--resume", middle)
+    assert steps(resumed) == {step: row for step, row in steps(whole).items() if step > 3}
+    train(forks, recipe, "--run.folder", warm, "--train.init-from", middle)
+    assert steps(warm)[0]["val/loss"] == pytest.approx(steps(whole)[3]["val/loss"], rel=1e-6)
+
+
 def upcycled():
     """Logits of three segments, of a dense model and of its upcycled copy."""
     import torch
@@ -194,3 +209,50 @@ def test_commands_have_the_memory_or_refuse_it_in_one_line(forks, run, tiny_corp
     ):
         end = command(*argv)
         assert end.code == 2 and end.err.count("\n") == 1 and all(part in end.err for part in parts), end
+
+
+@pytest.mark.slow
+def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_recipe, tmp_path):
+    model = {**MODEL["model"], "position.memory_length": 0}
+    recipe = tmp_path / "recipe.toml"
+    write_tiny_recipe(recipe, model=model, train={"steps": 3}, checkpoint={"every": 3})
+    train(forks, recipe, "--run.folder", tmp_path / "run")
+    (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--json")
+    assert json.loads(end.out)["runs"][0]["loss"] == pytest.approx(steps(tmp_path / "run")[3]["val/loss"], rel=1e-6)
+    (end,) = forks.command("fmoe", "generate", tmp_path / "run", "--prompt", "def", "--max-tokens", "30", "--json")
+    assert end.code == 0 and json.loads(end.out)["samples"][0]["tokens"], end.err
+    (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--memory-length", "8")
+    assert end.code == 2 and "--memory-length 8" in end.err and "position.memory_length=0" in end.err, end
+
+
+@pytest.mark.slow
+def test_an_export_generates_the_same_text_beyond_its_memory(forks, write_tiny_recipe, tiny_corpus, tmp_path):
+    """Of a checkpoint that also holds the memory of its streams, and whose large weights make a varied text."""
+    import transformers
+
+    import pretrain.interchange.modeling_fmoe  # noqa: F401 - registers
+
+    recipe = tmp_path / "recipe"
+    run = tmp_path / "run"
+    model = {**MODEL["model"], "init_std": 0.3, "tie_embeddings": False}
+    write_tiny_recipe(recipe, model=model, train={**TRAIN, "steps": 3}, checkpoint={"every": 3})
+    train(forks, recipe, "--run.folder", run)
+    options = ("--prompt", "def", "--max-tokens", "60", "--temperature", "0", "--json")
+    (end,) = forks.command("fmoe", "generate", run, *options)
+    assert end.code == 0, end.err
+    expected = json.loads(end.out)["samples"][0]["tokens"]
+    assert len(set(expected)) > 5 and len(expected) > XL["position.memory_length"]
+    export_checkpoint(run, tmp_path / "out", tokenizer=str(tiny_corpus.tokenizer))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def", return_tensors="pt")["input_ids"]
+    found = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    assert found[0, prompt.shape[1] :].tolist() == expected
+
+
+def test_experts_multiply_the_parameters_at_equal_flops():
+    """512-2048-512 against the two of 64 experts of 512-1024-512 that a token uses, and their router."""
+    dense = load_recipe("transformer-xl-dense")
+    sparse = load_recipe("transformer-xl-64")
+    assert 20 <= sparse.num_params() / dense.num_params() <= 22
+    router = 6 * 12 * 512 * 64
+    assert sparse.flops_per_token() - router == dense.flops_per_token()

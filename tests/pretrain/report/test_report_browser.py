@@ -1,5 +1,6 @@
 """The page in a real browser: opened from a file, driven with mouse and keyboard, followed live."""
 
+import json
 import re
 
 import pytest
@@ -7,6 +8,17 @@ from made_up import event, write_run
 from opened import PHONE, WIDE
 
 from pretrain.report.page import write_report
+
+HOSTILE = (
+    "__proto__",
+    "constructor",
+    "toString",
+    "hasOwnProperty",
+    "</script>",
+    "\u202egnol",
+    "שלום/loss",
+    "a\x1b[31mb\x00",
+)
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +254,74 @@ def test_names_do_nothing(open_page, tmp_path):
     assert opened.card("Training and validation loss").locator(".readout").inner_text().startswith(f"a{NAME}")
     assert opened.page.locator("img").count() == 0 and opened.page.title() != "owned"
     assert opened.page.title().startswith(f"a{NAME}, b{NAME}")
+
+
+@pytest.mark.slow
+def test_runs_that_are_short_dense_or_lost(open_page, tmp_path):
+    folders = [
+        write_run(tmp_path / "one step", 1, config=False),
+        write_run(tmp_path / "dense", 20, layers=0, events=[]),
+        write_run(tmp_path / "t5", 20, layers=4, kind="t5"),
+        write_run(tmp_path / "lost", 8, change=lambda r: r | {"loss": None, "loss_nonfinite": "nan"}),
+    ]
+    write_report(folders, tmp_path / "all.html")
+    opened = open_page(tmp_path / "all.html")
+    assert "one step training" in opened.card("Training and validation loss").inner_text()
+    assert opened.page.locator("#routing-run option").all_inner_texts() == ["one step", "t5", "lost"]
+    write_report([folders[1]], tmp_path / "dense.html")
+    opened = open_page(tmp_path / "dense.html")
+    assert opened.page.is_hidden("#routing-section") and opened.page.is_visible("#loss canvas")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [60, 3000])
+def test_a_run_that_became_nan_shows_what_was_finite(open_page, tmp_path, steps):
+    lost = steps // 2
+
+    def change(row):
+        if row["step"] <= lost:
+            return row
+        gone = [key for key in row if key.endswith(("loss", "grad_norm", "entropy"))]
+        return row | {key: None for key in gone} | {f"{key}_nonfinite": "nan" for key in gone}
+
+    write_report([write_run(tmp_path / "run", steps, change=change)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    number = f"{lost:,}"
+    for title in ("Training and validation loss", "Gradient norm", "Router entropy", "By layer"):
+        readout = opened.card(title).locator(".readout").inner_text()
+        assert re.search(rf"\d\.\d+ at step {number}, then not finite", readout), readout
+    numbers = opened.text("#numbers")
+    assert re.search(rf"training loss, last\s+\d\.\d{{4}}\s+at step {number}, then not finite", numbers)
+    assert opened.page.locator("#events tbody tr").count() <= 2, "not one for each step"
+
+
+@pytest.mark.slow
+def test_metrics_and_keys_of_any_name_are_drawn(open_page, tmp_path):
+    """Also beside a run that lacks them, in layers, in the recipe, in run.json."""
+
+    def change(row):
+        own = {name: 1.0 + row["step"] for name in HOSTILE} | {
+            f"moe/layer_1/{n}": 2.0 for n in ("__proto__", "constructor")
+        }
+        return row | own
+
+    odd = write_run(tmp_path / "odd", 6, change=change, events=[event(3, "warning", HOSTILE[-1])])
+    with (odd / "config.toml").open("a") as more:
+        more.write("".join(f"{json.dumps(name)} = 1\n" for name in ("__proto__", "constructor", "toString")))
+    (odd / "run.json").write_text(json.dumps({"versions": {"__proto__": "1", "constructor": "2"}}))
+    write_report([odd, write_run(tmp_path / "plain", 6)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    titles = opened.page.eval_on_selector_all(
+        "#other [data-plot]:not([hidden])", "cards => cards.map(c => c.dataset.plot)"
+    )
+    assert sorted(titles) == sorted(HOSTILE)
+    for index in range(len(titles)):
+        assert opened.page.locator("#other .readout").nth(index).inner_text() == "odd 7"
+    for name in ("__proto__", "constructor"):
+        opened.page.select_option("#layer-metric", name)
+        assert "layer 1 2" in opened.card("By layer").locator(".readout").inner_text()
+    recipe = opened.text("#recipe")
+    assert re.search(r"__proto__\s+1\s+\u2013", recipe) and re.search(r"constructor\s+1\s+\u2013", recipe)
+    assert "a\\u001b[31mb\\u0000" in opened.text("#events")
+    heads = opened.page.locator("#other h3").all_inner_texts()
+    assert "\\u202egnol" in heads and "a\\u001b[31mb\\u0000" in heads

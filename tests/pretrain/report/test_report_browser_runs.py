@@ -37,6 +37,28 @@ def sweep(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_fifty_runs_are_grouped_by_seed(open_page, sweep):
+    opened = open_page(sweep)
+    chips, rows = opened.page.locator("#runs button"), opened.page.locator("#final tbody tr")
+    assert chips.count() == 10 and chips.first.inner_text() == "kind0 (5 seeds)" and rows.count() == 10
+    assert opened.text("#status").endswith("and 46 more")
+    together = opened.drawing("Gradient norm")
+    first = rows.first.locator("td").nth(2).inner_text()
+    mean, low, high = map(float, re.fullmatch(r"([\d.]+)\s+([\d.]+) \S ([\d.]+)", first.strip()).groups())
+    assert low < mean < high
+    opened.page.uncheck("#together")
+    assert chips.count() == rows.count() == 50 and opened.drawing("Gradient norm") != together
+    # Among so many curves the one at the cursor is named.
+    card = opened.card("Gradient norm")
+    assert card.locator(".readout").inner_text().startswith("50 curves")
+    card.locator(".u-over").hover(position={"x": 100, "y": 80})
+    assert len(re.findall(r"kind\d-seed\d", card.locator(".readout").inner_text())) == 1
+    opened.page.check("#together")
+    opened.page.mouse.move(5, 5)
+    assert opened.drawing("Gradient norm") == together
+
+
+@pytest.mark.slow
 def test_fifty_runs_are_sorted_and_hidden(open_page, sweep):
     opened = open_page(sweep)
     opened.page.uncheck("#together")
