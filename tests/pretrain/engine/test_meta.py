@@ -150,3 +150,58 @@ def test_a_rank_of_thousands(forks):
     layer = held[1][0][0]
     assert (layer - expert - alike) * 8 == 2 * 4096 * 128 * (32 + 8)
     assert seconds < 60
+
+
+def parts(recipe):
+    """Return the values of the recipe's keys in the built model."""
+    import torch.distributed as dist
+
+    from pretrain.engine.meta import build_on_meta
+
+    dist.destroy_process_group()
+    model = build_on_meta(recipe)
+    norms = {type(m).__name__: m.eps for m in model.modules() if type(m).__name__ in ("RMSNorm", "LayerNorm")}
+    stack = model.encoder if recipe.model.kind == "bert" else model.decoder
+    attention = stack.layers[1].self_attention
+    last = stack.layers[-1].mlp
+    return {
+        "norms": norms,
+        "frequencies": model.rotary_pos_emb.inv_freq,
+        "query norm": tuple(attention.q_layernorm.weight.shape),
+        "qkv": tuple(attention.linear_qkv.weight.shape),
+        "out": tuple(attention.linear_proj.weight.shape),
+        "dense": tuple(stack.layers[0].mlp.linear_fc1.weight.shape),
+        "expert": tuple(last.experts.weight_in.shape),
+        "shared": tuple(last.shared.expert.weight_in.shape),
+        "moe.gate": (last.gate.routed_scale, last.gate.normalize, last.gate.score),
+    }
+
+
+@pytest.mark.parametrize("kind", ["gpt", "t5", "bert"])
+def test_every_key_is_where_it_belongs(forks, kind):
+    model = KINDS[kind].model.with_values(
+        {
+            "position.encoding": "rope",
+            "position.rope_theta": 5e5,
+            "norm_eps": 1e-6,
+            "moe.gate": "naive",
+            "moe.normalize": False,
+            "moe.score": "sigmoid",
+            "moe.routed_scale": 2.5,
+            "moe.layers": (2, 3, 4, *((6, 8) if kind == "t5" else ())),
+        }
+    )
+    found = only(forks.run(1, parts, replace(RECIPE, model=model)))
+    groups = 4 if kind == "t5" else 2
+    expected = 1 / 5e5 ** (torch.arange(0, 6, 2) / 6)
+    assert torch.allclose(found.pop("frequencies"), expected)
+    assert found == {
+        "norms": {"RMSNorm": 1e-6},
+        "query norm": (6,),
+        "qkv": (6 * (4 + 2 * groups), 32),
+        "out": (32, 6 * 4),
+        "dense": (40, 32),
+        "expert": (8, 24, 32),
+        "shared": (1, 24, 32),
+        "moe.gate": (2.5, False, "sigmoid"),
+    }

@@ -68,6 +68,14 @@ def check_configuration_and_text(theirs, out, done, tokens):
 
 SPLITS = {
     "EP2": ("mixtral tied, bf16", "bf16", ParallelConfig(expert=2)),
+    "TP2": ("qwen3_moe, dense layers, weights as they are", "bf16", ParallelConfig(tensor=2)),
+    "qwen2_moe, TP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(tensor=2)),
+    "phimoe, TP2": ("phimoe", "fp32", ParallelConfig(tensor=2)),
+    "TP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(tensor=2)),
+    "TP2, GPT-OSS": ("gpt_oss", "fp32", ParallelConfig(tensor=2)),
+    "EP2, GPT-OSS": ("gpt_oss, other layers, bf16", "bf16", ParallelConfig(expert=2)),
+    "TP2, T5": ("t5, version 1.1", "bf16", ParallelConfig(tensor=2)),
+    "PP2, BERT": ("megatron-bert", "fp32", ParallelConfig(pipeline=2)),
     "PP2": ("qwen3_moe", "fp32", ParallelConfig(pipeline=2)),
     "olmoe, PP2": ("olmoe tied, experts in one tensor", "bf16", ParallelConfig(pipeline=2)),
     "TP2, experts cut": ("mixtral", "fp32", ParallelConfig(tensor=2, expert_tensor=2)),

@@ -93,6 +93,12 @@ def test_what_is_read_is_written_again(case):
 
 REFUSED = {
     "another kind": ({"rope_type": "longrope"}, "rope_type must be default or yarn"),
+    "no kind": ({"rope_type": None}, "rope_type must be default or yarn"),
+    "a factor in words": ({"factor": "4"}, "factor=4 must be a finite number"),
+    "a true factor": ({"factor": True}, "factor=true must be a finite number"),
+    "not a number": ({"beta_fast": float("nan")}, "beta_fast=nan must be a finite number"),
+    "negative": ({"mscale": -1.0}, "mscale=-1.0 must be a finite number"),
+    "turns": ({"beta_slow": 64}, "position.rope_beta_slow=64.0"),
     "no factor": ({"factor": None}, "factor is missing"),
     "less than one": ({"factor": 0.5}, "factor=0.5 must be a finite number of at least 1"),
     "a huge number": ({"factor": 10**400}, "factor=1"),
