@@ -1,5 +1,6 @@
 """Assignment of an engine's functions to the regions of a step."""
 
+import sys
 from collections.abc import Iterator
 
 from torch import nn
@@ -25,9 +26,9 @@ def marks_of(engine: Engine) -> Iterator[Mark]:
     yield DispatchPlan, "combine", "combine"
     for chunk in engine.model:
         yield chunk, "zero_grad_buffer", "optimizer"
-    for name in ("zero_grad", "prepare_grads", "get_grad_norm"):
+    for name in ("zero_grad", "prepare_grads", "get_grad_norm", "step_with_ready_grads"):
         yield engine.optimizer, name, "optimizer"
-    yield engine, "_update", "optimizer"
+    yield sys.modules[Engine.__module__], "clip_gradients", "optimizer"
 
 
 def blocks(engine: Engine) -> list[nn.Module]:
