@@ -95,11 +95,13 @@ def _states(model: nn.Module, files: Mapping[str, Path]) -> Iterator[dict[str, T
         layer = next((prefix for prefix in experts if target.startswith(prefix)), None)
         parts[target if layer is None else layer].append(target)
 
+    opened = {path: safe_open(path, "pt") for path in set(files.values())}  # each has an index of all its tensors
+
     def read(name: str, local: range | None) -> Tensor:
-        with safe_open(files[name], "pt") as file:
-            if local is None:
-                return file.get_tensor(name)
-            return file.get_slice(name)[local.start : local.stop]
+        file = opened[files[name]]
+        if local is None:
+            return file.get_tensor(name)
+        return file.get_slice(name)[local.start : local.stop]
 
     for prefix, targets in parts.items():
         local = experts.get(prefix)

@@ -209,7 +209,8 @@ def test_native_of_another_dtype_is_one_line():
 def test_meta_device_builds_nothing(monkeypatch):
     monkeypatch.setattr(native, "load", lambda: pytest.fail("built for the meta device"))
     with torch.device("meta"):
-        fmoe.FMoE(d_model=8, num_experts=2, seed=0)
+        layer = fmoe.FMoE(d_model=8, num_experts=2, seed=0)
+    assert all(parameter.is_meta for parameter in layer.parameters())
 
 
 def penalty(layer, x):
