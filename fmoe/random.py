@@ -159,7 +159,7 @@ def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
 
 # Custom operations for the Python functions of keys, whose results torch.compile would take as constants. The device is
 # a keyword argument because a traced checkpoint looks there for the device whose generator it must save.
-@torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _noise_key_op(layer_seed: int, *, device: torch.device) -> Tensor:
     return torch.tensor(noise_key(layer_seed, is_traceable=False), device=device, dtype=torch.int64)
 
@@ -169,7 +169,7 @@ def _(layer_seed: int, *, device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 
-@torch.library.custom_op("fmoe::first_token", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@torch.library.custom_op("fmoe::first_token", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _first_token_op(*, device: torch.device) -> Tensor:
     return torch.tensor(first_token(is_traceable=False), device=device, dtype=torch.int64)
 
