@@ -230,7 +230,7 @@ ERRORS = {
         "moe.gate_options.expert_groups='two'",
         "is not a whole number",
     ),
-    "unknown experts": (["--moe.expert", "swiglo"], "moe.expert=swiglo", "did you mean 'swiglu'"),
+    "unknown experts": (["--moe.expert", "swiglo"], "moe.expert='swiglo'", "did you mean 'swiglu'"),
     "an option that experts lack": (["--moe.expert-options.drop", "1"], "moe.expert_options.drop=1", "'dropout'"),
     "an unknown loss": (["--moe.loss-weights.balanced", "1"], "moe.loss_weights.balanced=1", "importance"),
     "a negative factor": (["--moe.loss-weights.load", "-1"], "moe.loss_weights.load=-1", "at least 0"),

@@ -9,7 +9,7 @@ from engines import STEADY, STEPS, figures
 from exchange_libraries import sent, with_libraries
 from forks import only, values
 
-from pretrain.config import ParallelConfig, Recipe
+from pretrain.config import ParallelConfig, rules
 
 SPLITS = {
     "expert": {"expert": 2},
@@ -23,7 +23,7 @@ SPLITS = {
 
 
 def losses(recipe, exchange):
-    Recipe._check_deepep = lambda self: None  # float32 compares exactly
+    rules._CHECKS = tuple(check for check in rules._CHECKS if check is not rules._deepep)  # float32 compares exactly
     found = figures(recipe)
     assert recipe.parallel.expert == 1 or sent["calls"] >= 4 * STEPS  # there and back, forward and backward
     return [found[f"loss {step}"] for step in range(STEPS)], [found[f"gradient norm {step}"] for step in range(STEPS)]

@@ -109,7 +109,7 @@ CASES = {
             "normalization": "LayerNorm",
             "gated_linear_unit": False,
             "activation_func": F.gelu,
-            "attention.num_query_groups": 4,
+            "num_query_groups": 4,
         },
         ARGS
         | {"moe_router_pre_softmax": True, "normalization": "LayerNorm", "swiglu": False}

@@ -39,7 +39,7 @@ def test_there_and_back(forks, tmp_path, case):
 
     exported = export_checkpoint(run, out, shard_bytes=30_000)
     assert exported.family is done.family and exported.num_params == done.recipe.num_params()
-    assert (out / "model.safetensors.index.json").exists() and len(list(out.glob("*.safetensors"))) > 2
+    assert (out / "model.safetensors.index.json").exists() and len(list(out.glob("*.safetensors"))) > 1
     if "in one tensor" not in case and "other names" not in case:
         assert_same_weights(weights(out), weights(theirs))
     assert_close(logits(out, *tokens), expected, 1e-6, "their logits")  # offsets in a file may change sums
