@@ -59,6 +59,11 @@ def export_main(argv: Sequence[str]) -> int:
         action="store_true",
         help="leave out moe.eval_capacity_factor (few formats support it), so that experts drop no tokens",
     )
+    parser.add_argument(
+        "--license",
+        metavar="ID",
+        help="license of the model for README.md, an identifier of the Hugging Face Hub such as apache-2.0",
+    )
     arguments = parser.parse_args(argv)
     if arguments.update_code is not None:
         if arguments != parser.parse_args(["--update-code", str(arguments.update_code)]):
@@ -80,6 +85,7 @@ def export_main(argv: Sequence[str]) -> int:
         shard_bytes=int(arguments.shard_gib * 2**30),
         llama_cpp=arguments.llama_cpp,
         no_drops=arguments.no_drops,
+        license=arguments.license,
     )
     out = printable(str(arguments.out))
     print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")
@@ -87,6 +93,8 @@ def export_main(argv: Sequence[str]) -> int:
         print(f"  {note}")
     if "tokenizer.json" not in done.files:
         print("  without a tokenizer: pass --tokenizer PATH to add one")
+    if arguments.license is None:
+        print("  README.md states no license: pass --license ID to state one")
     return 0
 
 

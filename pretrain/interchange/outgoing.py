@@ -15,6 +15,7 @@ from pretrain.checkpoint.shard import name_of
 from pretrain.config import Recipe, build_recipe
 from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
+from pretrain.interchange.card import CARD, check_license, model_card
 from pretrain.interchange.configs import config_of
 from pretrain.interchange.families import family_for, why_own
 from pretrain.interchange.family import Family
@@ -58,6 +59,7 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     llama_cpp: Path | None = None,
     no_drops: bool = False,
+    license: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder.
 
@@ -72,11 +74,14 @@ def export_checkpoint(
         shard_bytes: maximum size of a weight file, unless it has a single tensor.
         llama_cpp: folder of llama.cpp, whose converter adds a GGUF file; None for no such file.
         no_drops: leave out the model's ``eval_capacity_factor``. ``fmoe generate`` also ignores it.
+        license: license of the model, an identifier of the Hugging Face Hub, for the model card; None to state none.
 
     Raises:
         UserError: the checkpoint is damaged or has non-finite weights; the family or llama.cpp does not support the
-            model; the tokenizer is unreadable or cannot be converted; ``out`` is not empty; the disk is full.
+            model; the tokenizer is unreadable or cannot be converted; ``out`` is not empty; the disk is full; the
+            license has not the form of an identifier; the records of the run are damaged.
     """
+    check_license(license)
     refuse_output(out)
     checkpoint = open_checkpoint(source)
     recipe = recipe_of(checkpoint)
@@ -93,6 +98,9 @@ def export_checkpoint(
         files |= files_for(loaded, recipe.model.sequence_length, bos=bos, model_type=config["model_type"])
     layouts = {name: (shape, place.dtype or dtype) for place in places for name, shape in place.theirs.items()}
     nbytes = nbytes_of(layouts.values())
+    files[CARD] = model_card(
+        checkpoint, recipe, config, out.resolve().name, license=license, has_tokenizer=loaded is not None
+    ).encode()
     pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
         names = write_weights(folder, layouts, _tensors(checkpoint, recipe, places, dtype), shard_bytes)

@@ -1,5 +1,7 @@
 """The commands, on runs: trained, exported, tried with transformers, imported again, trained on."""
 
+import json
+
 import pytest
 import torch
 from compare import assert_close
@@ -58,10 +60,14 @@ def test_a_run_goes_out_and_comes_back(forks, recipe_file, tiny_corpus, tmp_path
     first, out, second = tmp_path / "first", tmp_path / "out", tmp_path / "second"
     recipe = recipe_file(model=model, parallel=parallel, checkpoint={"every": 4}, run={"folder": str(first)})
     train(forks, recipe, size=2)
-    assert export_main([str(first), str(out)]) == 0
+    assert export_main([str(first), str(out), "--license", "mit"]) == 0
     said = capsys.readouterr().out
     trained = load_recipe(str(first / "config.toml"))
-    assert f"{trained.num_params():,} parameters" in said and "without" not in said
+    assert f"{trained.num_params():,} parameters" in said and "without" not in said and "license" not in said
+    card = (out / "README.md").read_text()
+    corpus = json.loads(tiny_corpus.train.with_suffix(".json").read_text())
+    assert card.startswith("---\nlibrary_name: transformers\nlicense: mit\n")
+    assert f"{corpus['tokens']:,}" in card and "4 of 4" in card and str(tiny_corpus.folder) not in card
 
     import transformers
 
