@@ -15,7 +15,7 @@ from bench.samples import Tokens
 from pretrain.config import load_recipe
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "muon", "sgd", "adafactor", "adamw8bit")
-WHOLE = ("adafactor", "adamw8bit")  # not measured with `optimizer.distributed`, which does not support them
+WHOLE = ("adafactor", "adamw8bit")  # not measured with `parallel.shard=optimizer`, which does not support them
 PRECISIONS = ("fp32", "bf16", "fp16")
 COLUMNS = ("weights", "gradients", "masters", "state")
 
@@ -27,12 +27,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     arguments = parser.parse_args(argv)
     rows = ranks.run(2, _count_all, arguments.recipe, arguments.optimizers, arguments.precision)
-    header = ["optimizer", "precision", "`distributed`", *COLUMNS, "in all"]
+    header = ["optimizer", "precision", "`shard`", *COLUMNS, "in all"]
     cells = [header]
     for row in rows:
         figures = [row["bytes"][column] / row["parameters"] for column in COLUMNS]
         shown = [f"{figure:.2f}" for figure in (*figures, sum(figures))]
-        cells.append([row["optimizer"], row["precision"], str(row["distributed"]).lower(), *shown])
+        cells.append([row["optimizer"], row["precision"], row["shard"], *shown])
     text = "\n".join(report.table(cells))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -54,14 +54,15 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
     rows = []
     for optimizer in optimizers:
         for precision in precisions:
-            for distributed in (False, True):
-                if distributed and optimizer in WHOLE:
+            for shard in ("none", "optimizer"):
+                if shard != "none" and optimizer in WHOLE:
                     continue
                 loss_scale = 1.0 if precision == "fp16" else None  # a step that overflows creates no state
-                own = replace(recipe.optimizer, name=optimizer, distributed=distributed, loss_scale=loss_scale)
+                own = replace(recipe.optimizer, name=optimizer, loss_scale=loss_scale)
                 of_row = replace(
                     recipe,
                     optimizer=own,
+                    parallel=replace(recipe.parallel, shard=shard),
                     train=replace(recipe.train, precision=precision),
                 )
                 of_row.check()
@@ -72,7 +73,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
                     {
                         "optimizer": optimizer,
                         "precision": precision,
-                        "distributed": distributed,
+                        "shard": shard,
                         "parameters": sum(p.numel() for p in engine.gpt.parameters()),
                         "bytes": of_row_bytes,
                     }

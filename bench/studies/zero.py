@@ -1,8 +1,8 @@
 """``python -m bench zero``: bytes that a rank holds and sends by stage of ZeRO (arXiv 1910.02054), against formulas.
 
 Data parallel ranks train a small GPT with experts. Without ZeRO and at stage 1, the trainer's engine does, with
-``optimizer.distributed`` off and on. Stages 2 and 3 are `fmoe.parallel.fully_shard` (torch's FSDP2) on a model of plain
-torch: with ``reshard_after_forward=False`` weights are gathered once in a step, with ``True`` twice. All figures are in
+``parallel.shard`` none and optimizer. Stages 2 and 3 are `fmoe.parallel.fully_shard` (torch's FSDP2) on a plain torch
+model: with ``reshard_after_forward=False`` weights are gathered once in a step, with ``True`` twice. All figures are in
 bytes per parameter on rank 0, after AdamW's first step; the bytes sent are those of the second step, as a ring sends
 them. The exit code is 1 if a figure is further than ``--tolerance`` from its formula, N being the number of ranks and
 f = (N - 1) / N.
@@ -20,7 +20,7 @@ from bench.samples import Tokens
 from bench.traffic import Traffic
 from fmoe.errors import UserError
 
-STAGES = {0: "none", 1: "1: optimizer.distributed", 2: "2: fully_shard, kept", 3: "3: fully_shard, resharded"}
+STAGES = {0: "none", 1: "1: parallel.shard=optimizer", 2: "2: fully_shard, kept", 3: "3: fully_shard, resharded"}
 # Bytes per parameter: held from step to step, also gathered in a step (None: one block at a time), and sent / f.
 # Gradients are float32 in both precisions, which adds 2 to the 16 bytes of the paper.
 FORMULAS = {
@@ -76,7 +76,6 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
         AttentionConfig,
         ModelConfig,
         MoEConfig,
-        OptimizerConfig,
         ParallelConfig,
         Recipe,
         TrainConfig,
@@ -94,8 +93,7 @@ def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
     )
     recipe = Recipe(
         model=model,
-        parallel=ParallelConfig(data=size),
-        optimizer=OptimizerConfig(distributed=stage == 1),
+        parallel=ParallelConfig(data=size, shard="optimizer" if stage == 1 else "none"),
         train=TrainConfig(micro_batch=1, global_batch=size, precision=precision),
     )
     recipe.check()

@@ -80,11 +80,9 @@ class OptimizerConfig(Section):
     """Weight decay: decoupled, but added to the gradient by lars and sgd; not applied to biases and norms."""
     clip_grad: Annotated[float, Ge(0), AllowInfinity()] = 1.0
     """Maximum norm of the gradient, with every expert counted once; 0 disables clipping."""
-    distributed: bool = False
-    """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
     cpu_offload: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Share of adamw's moments and master weights that are kept and updated in host memory, rounded up to whole
-    tensors. Needs a GPU, distributed=true, and train.precision=bf16 or fp16."""
+    tensors. Needs a GPU, parallel.shard=optimizer, and train.precision=bf16 or fp16."""
     loss_scale: _Scale | None = None
     """Constant loss scale for train.precision=fp16; None for a dynamic scale."""
     initial_loss_scale: _Scale | None = None

@@ -39,13 +39,15 @@ class ParallelConfig(Section):
     data: Positive = 1
     """Replicas of the smallest group of ranks that holds the whole model. If experts span more ranks than the dense
     layers, the dense layers are also replicated within the group, each replica with its own sequences."""
+    shard: Literal["none", "optimizer"] = "none"
+    """Sharding over data parallel ranks: none, or the optimizer's state and master weights (optimizer, ZeRO-1)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """In the backward pass, recompute nothing (none), feed-forward blocks including gate, exchange and experts
     (selective), or whole layers (full)."""
     overlap_gradients: bool = False
     """Overlap the gradient reduction over data parallel ranks with the backward pass."""
     overlap_parameters: bool = False
-    """Overlap the gathering of updated parameters with the forward pass; needs optimizer.distributed and
+    """Overlap the gathering of updated parameters with the forward pass; needs shard=optimizer and
     overlap_gradients."""
     overlap_shared_experts: bool = False
     """On a GPU, compute shared experts on a second stream, beside the exchange and the routed experts."""

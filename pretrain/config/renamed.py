@@ -1,4 +1,4 @@
-"""Names of recipe keys before version 0.1.0, when ``[model]`` had the keys of other sections."""
+"""Names of recipe keys before version 0.1.0, such as those of ``[model]`` that other sections have today."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ RENAMED = {
     f"model.{_OTHER_NAMES.get(name, key.name)}": name
     for name, key in keys().items()
     if name.partition(".")[0] in MODEL_SECTIONS
-}
+} | {"optimizer.distributed": "parallel.shard"}
 """New name of a key by its old one. Recipes of runs and checkpoints of before load through this table."""
 
 
@@ -28,12 +28,17 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     ``moe.top_k``.
     """
     renamed = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
-    model = renamed.get("model")
-    if not isinstance(model, dict):
-        return renamed
-    for key in list(model):
-        name = RENAMED.get(f"model.{key}", key)
-        section, _, new = name.rpartition(".")
-        if section:
-            renamed.setdefault(section, {})[new] = model.pop(key)
+    for old_section in ("model", "optimizer"):
+        keys_of_section = renamed.get(old_section)
+        if not isinstance(keys_of_section, dict):
+            continue
+        for key in list(keys_of_section):
+            old = f"{old_section}.{key}"
+            name = RENAMED.get(old, key)
+            section, _, new = name.rpartition(".")
+            if section:
+                value = keys_of_section.pop(key)
+                if old == "optimizer.distributed":
+                    value = "optimizer" if value else "none"
+                renamed.setdefault(section, {})[new] = value
     return renamed

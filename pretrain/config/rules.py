@@ -131,19 +131,19 @@ parallel.expert_tensor equals parallel.tensor if parallel.expert_tensor: or 1
 parallel.expert_tensor divides model.ffn_hidden_size / moe.granularity
 parallel.max_rows, parallel.shadow excludes parallel.expert_tensor: use parallel.expert_tensor=1
 parallel.overlap_shared_experts needs moe.num_shared_experts>0
-parallel.overlap_parameters needs optimizer.distributed=true, parallel.overlap_gradients=true
+parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
 
 # The optimizer and guards
 optimizer.min_lr at most optimizer.lr
 optimizer.lr_scaling needs optimizer.base_batch
 optimizer.base_batch excludes optimizer.lr_scaling=none: it has no effect
 optimizer.cpu_offload needs optimizer.name=adamw: megatron-core runs only Adam on the host
-optimizer.cpu_offload needs optimizer.distributed=true
+optimizer.cpu_offload needs parallel.shard=optimizer
 optimizer.cpu_offload excludes train.precision=fp32: megatron-core then updates views of the weights, which it cannot
     offload; use bf16 or fp16
-optimizer.name=adafactor needs optimizer.distributed=false: shards would cut the matrices whose second moments it
+optimizer.name=adafactor needs parallel.shard=none: shards would cut the matrices whose second moments it
     factors
-optimizer.name=adamw8bit needs optimizer.distributed=false: shards would cut the blocks of 256 elements that it
+optimizer.name=adamw8bit needs parallel.shard=none: shards would cut the blocks of 256 elements that it
     quantizes
 parallel.tensor excludes optimizer.name=adafactor: it factors the second moments of whole matrices
 optimizer.loss_scale, optimizer.initial_loss_scale, optimizer.min_loss_scale, optimizer.loss_scale_window,

@@ -94,7 +94,7 @@ def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel:
     config = chunk.config
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=recipe.optimizer.distributed,
+        use_distributed_optimizer=recipe.parallel.shard == "optimizer",
         overlap_grad_reduce=recipe.parallel.overlap_gradients,
         overlap_param_gather=recipe.parallel.overlap_parameters,
     )

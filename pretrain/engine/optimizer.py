@@ -25,7 +25,7 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
     """Register an optimizer under a new name, for ``optimizer.name`` of a recipe.
 
     The optimizer needs a tuple ``state_names`` with the names of a parameter's state tensors, each of the parameter's
-    shape. An optimizer that counts steps keeps the count as the state ``step``. ``optimizer.distributed`` needs
+    shape. An optimizer that counts steps keeps the count as the state ``step``. ``parallel.shard`` needs
     ``is_elementwise = True``: no element's update may depend on another element.
 
     Args:
@@ -51,9 +51,10 @@ def check_optimizer(recipe: Recipe) -> None:
     kind = type(optimizer).__name__
     if not isinstance(getattr(optimizer, "state_names", None), tuple):
         raise UserError(f"optimizer.name={name}: checkpoints need the tuple {kind}.state_names")
-    if recipe.optimizer.distributed and not getattr(optimizer, "is_elementwise", False):
+    if recipe.parallel.shard != "none" and not getattr(optimizer, "is_elementwise", False):
         raise UserError(
-            f"optimizer.name={name} needs optimizer.distributed=false: {kind} does not have is_elementwise = True"
+            f"optimizer.name={name} needs parallel.shard=none, not {recipe.parallel.shard}: {kind} does not have "
+            "is_elementwise = True"
         )
 
 
@@ -109,7 +110,7 @@ def optimizer_of(recipe: Recipe, model: Sequence[Any]) -> Any:
         loss_scale=options.loss_scale,
         **options.dynamic_scale,
         params_dtype=model[0].config.params_dtype,
-        use_distributed_optimizer=options.distributed,
+        use_distributed_optimizer=recipe.parallel.shard == "optimizer",
         overlap_param_gather=recipe.parallel.overlap_parameters,
         optimizer_cpu_offload=options.cpu_offload > 0,
         optimizer_offload_fraction=options.cpu_offload,

@@ -32,7 +32,7 @@ LAYOUTS = {
 FACTORS = {
     "layout": list(LAYOUTS),
     "sequence": ["-", "on", "off"],
-    "distributed": [False, True],
+    "shard": ["none", "optimizer"],
     "recompute": ["none", "selective", "full"],
     "schedule": ["1f1b", "gpipe"],
     "overlap": [False, True],
@@ -58,8 +58,9 @@ def parallel_of(case: Case) -> dict:
         "sequence": None if case["sequence"] == "-" else case["sequence"] == "on",
         "recompute": case["recompute"],
         "schedule": case["schedule"],
+        "shard": case["shard"],
         "overlap_gradients": case["overlap"],
-        "overlap_parameters": case["overlap"] and case["distributed"],
+        "overlap_parameters": case["overlap"] and case["shard"] == "optimizer",
     }
 
 

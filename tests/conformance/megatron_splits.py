@@ -156,14 +156,12 @@ BUILDERS = {
 }
 
 
-def recipe_of(
-    builder: str, *, precision: str = "fp32", distributed: bool = False, optimizer: str = "adamw", **parallel
-) -> Recipe:
+def recipe_of(builder: str, *, precision: str = "fp32", optimizer: str = "adamw", **parallel) -> Recipe:
     recipe = BUILDERS[builder].recipe
     return replace(
         recipe,
         parallel=ParallelConfig(**parallel),
-        optimizer=replace(recipe.optimizer, distributed=distributed, name=optimizer),
+        optimizer=replace(recipe.optimizer, name=optimizer),
         train=replace(recipe.train, precision=precision),
     )
 
@@ -191,7 +189,7 @@ def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
                 held[f"{prefix} {place.name}", place.shape, place.offset] = value.clone()
 
     figures = {"validation before": engine.evaluate(samples, 16)}
-    if not recipe.optimizer.distributed:  # there a rank has its shard of the sum alone
+    if recipe.parallel.shard == "none":  # there a rank has its shard of the sum alone
         engine.backward(0, samples)
         hold("gradient of", lambda p: p.main_grad if hasattr(p, "main_grad") else torch.zeros_like(p))
         engine.routing()

@@ -31,14 +31,14 @@ def alone(forks):
     return get
 
 
-def row(model, layout, sequence, distributed, recompute="none", schedule="1f1b", optimizer="adamw"):
+def row(model, layout, sequence, is_sharded, recompute="none", schedule="1f1b", optimizer="adamw"):
     return {
         "layout": layout,
         "sequence": sequence,
-        "distributed": distributed,
+        "shard": "optimizer" if is_sharded else "none",
         "recompute": recompute,
         "schedule": schedule,
-        "overlap": distributed,
+        "overlap": is_sharded,
         "model": model,
         "optimizer": optimizer,
     }
@@ -131,14 +131,13 @@ def run(forks, case, precision="fp32"):
     recipe = splits.recipe_of(
         case["model"],
         precision=precision,
-        distributed=case["distributed"],
         optimizer=case.get("optimizer", "adamw"),
         **cover.parallel_of(case),
     )
     return values(forks.run(recipe.parallel.world_size, splits.train, recipe, case["model"]))
 
 
-IN_CI = next(case for case in cover.CASES if case["layout"] == "PP2 VPP2" and not case["distributed"])
+IN_CI = next(case for case in cover.CASES if case["layout"] == "PP2 VPP2" and case["shard"] == "none")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_a_split_equals_one_process(forks, alone, case):
     assert not {name: error for name, error in errors.items() if error > LIMIT}
 
 
-BF16 = {case["layout"]: case for case in cover.CASES if case["distributed"]}
+BF16 = {case["layout"]: case for case in cover.CASES if case["shard"] == "optimizer"}
 
 
 @pytest.mark.slow

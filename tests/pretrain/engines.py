@@ -68,6 +68,7 @@ AXES = {
     "VPP": "virtual",
     "ETP": "expert_tensor",
 }
+SHARDS = ("none", "optimizer")  # by stage of ZeRO
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Split:
 
     expert: int = 1
     data: int = 1
-    distributed: bool = False
+    shard: str = "none"
     precision: str = "fp32"
     tensor: int = 1
     context: int = 1
@@ -87,12 +88,14 @@ class Split:
 
     @classmethod
     def of(cls, text):
-        """``Split.of("EP2 DP2 distributed bf16")``; "one" is one process."""
+        """``Split.of("EP2 DP2 ZeRO1 bf16")``; "one" is one process."""
         values = {}
         for word in text.split():
             name = word.rstrip("0123456789")
             if name in AXES and name != word:
                 values[AXES[name]] = int(word[len(name) :])
+            elif name == "ZeRO":
+                values["shard"] = SHARDS[int(word[len(name) :])]
             elif word in ("bf16", "fp16"):
                 values["precision"] = word
             elif word != "one":
@@ -109,6 +112,7 @@ class Split:
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual,
             expert_tensor=self.expert_tensor,
+            shard=self.shard,
             overlap_gradients=self.overlap,
             overlap_parameters=self.overlap,
         )
@@ -117,7 +121,6 @@ class Split:
         return replace(
             base,
             parallel=self.parallel,
-            optimizer=replace(base.optimizer, distributed=self.distributed),
             train=replace(base.train, steps=20, precision=self.precision),
         )
 

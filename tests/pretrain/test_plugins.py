@@ -108,7 +108,7 @@ def test_a_resume_names_a_file_that_changed(run, whole, folder):
 
 @pytest.mark.slow
 def test_the_optimizers_state_is_sharded_and_resumes_bit_for_bit(run, folder):
-    split = ["--parallel.data", "2", "--optimizer.distributed", "--optimizer.decay-steps", "4"]
+    split = ["--parallel.data", "2", "--parallel.shard", "optimizer", "--optimizer.decay-steps", "4"]
     for name, options in {"a": [], "b": ["--train.steps", "2"], "c": ["--resume", folder / "b"]}.items():
         ends = run(name, *split, *options, size=2)
         assert [end.code for end in ends] == [0, 0], ends
@@ -248,9 +248,9 @@ ERRORS = {
         "state_names",
     ),
     "an optimizer that needs whole tensors": (
-        ["--run.imports", "optimizer.py", "--optimizer.name", "whole", "--optimizer.distributed"],
+        ["--run.imports", "optimizer.py", "--optimizer.name", "whole", "--parallel.shard", "optimizer"],
         "optimizer.name=whole",
-        "optimizer.distributed=false",
+        "parallel.shard=none",
     ),
     "an unknown callback": (["--run.callbacks", "router_norm"], "run.callbacks=router_norm", "valid names: none"),
     "an option that the callback lacks": (

@@ -13,8 +13,8 @@ from pretrain.tracking import read_metrics
 BF16 = {"train": {"precision": "bf16"}}
 CASES = {
     "ep2": (8, {"parallel": {"expert": 2}}),
-    "ep2-distributed": (4, {"parallel": {"expert": 2}, "optimizer": {"distributed": True}}),
-    "dp2-distributed-bf16": (4, {"parallel": {"data": 2}, "optimizer": {"distributed": True}} | BF16),
+    "ep2-sharded": (4, {"parallel": {"expert": 2, "shard": "optimizer"}}),
+    "dp2-sharded-bf16": (4, {"parallel": {"data": 2, "shard": "optimizer"}} | BF16),
     "bf16, dropout and gshard": (4, {"model": {"dropout": 0.1, "moe.gate": "gshard", "moe.top_k": 2}} | BF16),
     "some layers have experts": (2, {"model": {"moe.layers": (2,)}}),
     "sigmoid gate": (4, {"model": {"moe.gate": "sigmoid", "moe.top_k": 2}}),

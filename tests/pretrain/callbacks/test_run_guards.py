@@ -78,11 +78,10 @@ NAN_CASES = {
     "dense gradient, EP=2, stop": ("dense gradient", EP2, "stop"),
     "expert gradient, EP=2, skip": ("expert gradient", EP2, "skip"),
     "after the reduction, DP=2, skip": ("after the reduction", {"parallel": ParallelConfig(data=2)}, "skip"),
-    "dense gradient, DP=2, distributed, bf16, skip": (
+    "dense gradient, DP=2, ZeRO-1, bf16, skip": (
         "dense gradient",
         {
-            "parallel": ParallelConfig(data=2),
-            "optimizer": replace(RECIPE.optimizer, distributed=True),
+            "parallel": ParallelConfig(data=2, shard="optimizer"),
             "train": replace(RECIPE.train, precision="bf16"),
         },
         "skip",

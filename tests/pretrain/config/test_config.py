@@ -71,6 +71,7 @@ def test_a_runs_recipe_of_before_the_sections_loads_by_the_table_of_names(tmp_pa
     moved = {
         new: before[old.removeprefix("model.")] for old, new in RENAMED.items() if old.removeprefix("model.") in before
     }
+    assert recipe.parallel.shard == "optimizer"  # was optimizer.distributed
     assert set(moved) == {name for name in keys() if name.startswith(("attention.", "position.", "moe."))}
     for name, value in moved.items():
         was = recipe.value(name)
@@ -79,6 +80,8 @@ def test_a_runs_recipe_of_before_the_sections_loads_by_the_table_of_names(tmp_pa
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(UserError, match=r"model\.num_heads is now attention\.num_heads"):
         read_recipe(str(tmp_path / "mine.toml"))
+    with pytest.raises(UserError, match=r"optimizer\.distributed is now parallel\.shard"):
+        load_recipe("quickstart", ["--optimizer.distributed"])
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
@@ -107,7 +110,8 @@ def test_quickstart_is_what_the_readme_promises():
         (["--tracking.no-wandb"], "tracking.wandb", False),
         (["--tracking.wandb=false"], "tracking.wandb", False),
         (["--tracking.wandb", "false"], "tracking.wandb", False),
-        (["--optimizer.distributed", "true"], "optimizer.distributed", True),
+        (["--attention.qkv-bias", "true"], "attention.qkv_bias", True),
+        (["--parallel.shard", "optimizer"], "parallel.shard", "optimizer"),
         (["--moe.no-normalize"], "moe.normalize", False),
         (["--moe.normalize", "none", "--moe.normalize", "true"], "moe.normalize", True),
         (["--train.init-from=a=b --c"], "train.init_from", "a=b --c"),

@@ -12,7 +12,7 @@ YARN = "position.rope_scaling=yarn position.rope_factor=4.0 position.rope_origin
     "position.rope_mscale_all_dim=0.7 position.rope_truncate=false "
 )
 RAMP = "train.micro_batch=1 train.ramp_batch=4 train.ramp_increment=4 train.ramp_samples=24 "
-OFFLOAD = "optimizer.cpu_offload=0.5 optimizer.distributed=true train.precision=bf16 "
+OFFLOAD = "optimizer.cpu_offload=0.5 parallel.shard=optimizer train.precision=bf16 "
 VALID = [
     XL,
     LATENT + YARN,
@@ -20,7 +20,7 @@ VALID = [
     OFFLOAD,
     "model.kind=t5 model.tied_output_bias=false",
     "model.kind=bert moe.num_experts=0 parallel.expert=1 model.linear_bias=true model.segment_types=2",
-    "train.precision=fp16 optimizer.loss_scale=0.125 optimizer.cpu_offload=0.25 optimizer.distributed=true",
+    "train.precision=fp16 optimizer.loss_scale=0.125 optimizer.cpu_offload=0.25 parallel.shard=optimizer",
     "data.document_mask=true position.rope_theta=1e6 position.rotary_fraction=0.5 attention.qkv_bias=true "
     "attention.sinks=true attention.sliding_window=5 attention.sliding_layers=1,3 model.residual_scale=0.22",
     "attention.output_bias=true model.output_bias=true",
@@ -203,11 +203,11 @@ INVALID = [
         "parallel.tensor=2 parallel.expert=8",
         "train.micro_batch x parallel.expert x parallel.data / (parallel.tensor=2, =32, train.global_batch=16",
     ),
-    ("parallel.overlap_parameters=true", "parallel.overlap_parameters, optimizer.distributed"),
+    ("parallel.overlap_parameters=true", "parallel.overlap_parameters, parallel.shard=optimizer"),
     ("parallel.tensor=0", "parallel.tensor=0"),
     # Optimizers
-    ("optimizer.name=adafactor optimizer.distributed=true", "optimizer.name=adafactor, optimizer.distributed=false"),
-    ("optimizer.name=adamw8bit optimizer.distributed=true", "optimizer.name=adamw8bit, optimizer.distributed=false"),
+    ("optimizer.name=adafactor parallel.shard=optimizer", "optimizer.name=adafactor, parallel.shard=none"),
+    ("optimizer.name=adamw8bit parallel.shard=optimizer", "optimizer.name=adamw8bit, parallel.shard=none"),
     ("optimizer.name=adafactor parallel.tensor=2", "parallel.tensor=2, optimizer.name=adafactor"),
     ("optimizer.lr_scaling=sqrt", "optimizer.lr_scaling=sqrt, optimizer.base_batch"),
     ("optimizer.base_batch=8", "optimizer.base_batch=8, optimizer.lr_scaling=none"),
@@ -224,7 +224,7 @@ INVALID = [
     (OFFLOAD + "optimizer.name=lamb", "optimizer.cpu_offload=0.5, optimizer.name=adamw, not lamb"),
     (OFFLOAD + "optimizer.cpu_offload=1.5", "optimizer.cpu_offload=1.5, at most 1"),
     (OFFLOAD + "optimizer.cpu_offload=-0.5", "optimizer.cpu_offload=-0.5, at least 0"),
-    (OFFLOAD + "optimizer.distributed=false", "optimizer.cpu_offload=0.5, optimizer.distributed=true"),
+    (OFFLOAD + "parallel.shard=none", "optimizer.cpu_offload=0.5, parallel.shard=optimizer"),
     (OFFLOAD + "train.precision=fp32", "optimizer.cpu_offload=0.5, train.precision=fp32, bf16 or fp16"),
     # The loss scale
     ("optimizer.loss_scale=8.0", "optimizer.loss_scale=8.0, train.precision=fp16, not fp32"),

@@ -74,7 +74,7 @@ def test_every_sample_once_at_every_split(forks, tmp_path):
     assert alone_samples == list(range(4 + 4 + 8 + 12 + 16 * 3))
     samples = []
     losses = []
-    for first, last, text in ((0, 2, "DP2"), (2, 4, "EP2"), (4, 7, "DP2 distributed")):
+    for first, last, text in ((0, 2, "DP2"), (2, 4, "EP2"), (4, 7, "DP2 ZeRO1")):
         split = Split.of(text)
         ranks = values(forks.run(split.parallel.world_size, taken, tmp_path / "split", split, first, last))
         samples += [n for numbers, _ in ranks for n in numbers]

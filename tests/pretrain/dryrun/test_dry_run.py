@@ -30,7 +30,7 @@ def recipe_with(model=None, parallel=None, optimizer=None, train=None):
     return recipe
 
 
-BF16, ZERO = {"precision": "bf16"}, {"distributed": True}
+BF16 = {"precision": "bf16"}
 T5 = {"kind": "t5", "num_decoder_layers": 2, "moe.every": 2, "sequence_length": 32}
 LEARNED = {"position.encoding": "learned_absolute", "tie_embeddings": False, "gated": True, "activation": "silu"}
 LOCAL = {
@@ -48,26 +48,33 @@ LOCAL |= {
 }
 GRIDS = {
     "one process": {},
-    "tensor 2, expert 4, data 2": {"parallel": {"tensor": 2, "expert": 4, "data": 2}, "optimizer": ZERO, "train": BF16},
-    "tensor 2, context 2, expert 4": {
-        "parallel": {"tensor": 2, "context": 2, "expert": 4},
-        "model": {"attention.num_heads": 4},
-        "optimizer": ZERO,
+    "tensor 2, expert 4, data 2": {
+        "parallel": {"tensor": 2, "expert": 4, "data": 2, "shard": "optimizer"},
+        "train": BF16,
     },
-    "expert tensor 2, expert 2": {"parallel": {"tensor": 2, "expert_tensor": 2, "expert": 2}, "optimizer": ZERO},
+    "tensor 2, context 2, expert 4": {
+        "parallel": {"tensor": 2, "context": 2, "expert": 4, "shard": "optimizer"},
+        "model": {"attention.num_heads": 4},
+    },
+    "expert tensor 2, expert 2": {"parallel": {"tensor": 2, "expert_tensor": 2, "expert": 2, "shard": "optimizer"}},
     "pipeline 4": {"parallel": {"pipeline": 4}, "model": {"moe.layers": (2, 3)}, "train": BF16},
     "pipeline 2 of 2 chunks, expert 2": {
-        "parallel": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
-        "optimizer": ZERO,
+        "parallel": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2, "shard": "optimizer"},
     },
     "pipeline 2, tensor 2, untied": {"parallel": {"pipeline": 2, "tensor": 2}, "model": LEARNED, "train": BF16},
-    "t5, tensor 2, expert 4": {"parallel": {"tensor": 2, "expert": 4}, "model": T5, "optimizer": ZERO, "train": BF16},
-    "bert, pipeline 2, data 2": {"parallel": {"pipeline": 2, "data": 2}, "model": {"kind": "bert"}, "optimizer": ZERO},
+    "t5, tensor 2, expert 4": {
+        "parallel": {"tensor": 2, "expert": 4, "shard": "optimizer"},
+        "model": T5,
+        "train": BF16,
+    },
+    "bert, pipeline 2, data 2": {
+        "parallel": {"pipeline": 2, "data": 2, "shard": "optimizer"},
+        "model": {"kind": "bert"},
+    },
     "windows and sinks, pipeline 2, tensor 2": {"parallel": {"pipeline": 2, "tensor": 2}, "model": LOCAL},
     "windows and sinks, context 2, expert 2": {
-        "parallel": {"context": 2, "expert": 2},
+        "parallel": {"context": 2, "expert": 2, "shard": "optimizer"},
         "model": LOCAL,
-        "optimizer": ZERO,
         "train": BF16,
     },
     "dense, tensor 4": {"parallel": {"tensor": 4}, "model": {"moe.num_experts": 0, "attention.num_heads": 4}},
@@ -128,15 +135,15 @@ def test_what_is_counted_is_the_whole_model_once(forks, name):
 
 
 OPTIMIZERS = {
-    "adamw": ({}, {}),
-    "adamw, bf16, sharded": (ZERO, BF16),
-    "adamw, fp16": ({"loss_scale": 1.0}, {"precision": "fp16"}),
-    "lamb, sharded": ({"name": "lamb"} | ZERO, {}),
-    "lars, bf16": ({"name": "lars"}, BF16),
-    "muon, bf16, sharded": ({"name": "muon"} | ZERO, BF16),
-    "sgd, bf16, sharded": ({"name": "sgd"} | ZERO, BF16),
-    "adafactor, bf16": ({"name": "adafactor"}, BF16),
-    "adamw8bit, bf16": ({"name": "adamw8bit"}, BF16),
+    "adamw": ("none", {}, {}),
+    "adamw, bf16, sharded": ("optimizer", {}, BF16),
+    "adamw, fp16": ("none", {"loss_scale": 1.0}, {"precision": "fp16"}),
+    "lamb, sharded": ("optimizer", {"name": "lamb"}, {}),
+    "lars, bf16": ("none", {"name": "lars"}, BF16),
+    "muon, bf16, sharded": ("optimizer", {"name": "muon"}, BF16),
+    "sgd, bf16, sharded": ("optimizer", {"name": "sgd"}, BF16),
+    "adafactor, bf16": ("none", {"name": "adafactor"}, BF16),
+    "adamw8bit, bf16": ("none", {"name": "adamw8bit"}, BF16),
 }
 
 
@@ -164,9 +171,9 @@ def _plan(recipe, nodes=1):
 def test_predicted_bytes_are_those_of_a_run(forks, name):
     if "8bit" in name:
         pytest.importorskip("torchao")
-    optimizer, train = OPTIMIZERS[name]
+    shard, optimizer, train = OPTIMIZERS[name]
     wide = {"hidden_size": 64, "ffn_hidden_size": 64}  # matrices of which moments are 8-bit
-    recipe = recipe_with(wide, {"expert": 2, "data": 2}, optimizer, train)
+    recipe = recipe_with(wide, {"expert": 2, "data": 2, "shard": shard}, optimizer, train)
     real = values(forks.run(4, _held_for_real, recipe))
     plan = only(forks.run(1, _plan, recipe))
     (kind,) = plan.kinds
@@ -199,7 +206,7 @@ def test_what_is_said_without_data_and_without_a_trace(forks, tmp_path):
 
 
 def test_json_has_every_figure(forks, recipe_file):
-    recipe = recipe_file(parallel={"data": 2, "pipeline": 2}, optimizer={"distributed": True})
+    recipe = recipe_file(parallel={"data": 2, "pipeline": 2, "shard": "optimizer"})
     (end,) = forks.command("pretrain.start.launch", recipe, "--dry-run", "--json", "--nodes", 2)
     told = json.loads(end.out)
     assert told["parameters"] == load_recipe(str(recipe)).num_params()

@@ -28,9 +28,8 @@ def alone(forks):
 @pytest.mark.by_default("expert")
 @pytest.mark.parametrize("split", SPLITS)
 def test_losses_routing_and_weights_are_those_of_one_process(forks, alone, split):
-    parallel = ParallelConfig(**SPLITS[split])
-    optimizer = replace(RECIPE.optimizer, distributed=split != "alone")
-    recipe = replace(RECIPE, parallel=parallel, optimizer=optimizer)
+    parallel = ParallelConfig(**SPLITS[split], shard="optimizer")
+    recipe = replace(RECIPE, parallel=parallel)
     assert_figures(values(forks.run(parallel.world_size, figures, recipe)), alone, parallel.expert)
 
 
@@ -76,8 +75,7 @@ def go_on(recipe, folder, first, steps, save_at=None):
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(forks, tmp_path):
-    recipe = with_dropout("gpt", 2, context=2, expert=2)
-    recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=True))
+    recipe = with_dropout("gpt", 2, context=2, expert=2, shard="optimizer")
     whole = values(forks.run(2, go_on, recipe, tmp_path / "saved", 0, 4, 2))
     resumed = values(forks.run(2, go_on, recipe, tmp_path / "saved", 2, 4))
     for (whole_losses, weights), (later, again) in zip(whole, resumed, strict=True):

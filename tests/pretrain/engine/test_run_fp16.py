@@ -94,8 +94,8 @@ OVERFLOWS = [
     ("EP2", EXPERT),
     ("EP2", "after the reduction, expert"),
     ("DP2", "after the reduction, dense"),
-    ("DP2 distributed overlap", DENSE),
-    ("EP2 distributed", "after the reduction, expert"),
+    ("DP2 ZeRO1 overlap", DENSE),
+    ("EP2 ZeRO1", "after the reduction, expert"),
     ("TP2", EXPERT),
     ("TP2", "after the reduction, dense"),
     ("PP2", EXPERT),
@@ -174,23 +174,23 @@ def skipped_and_resumed(folder, recipe):
     return before, first, go(5, 9), common["loss_scale"]
 
 
-DISTRIBUTED = [
-    pytest.param(name, True, marks=[] if name == "lamb" else pytest.mark.slow, id=f"{name} distributed")
+SHARDED_CASES = [
+    pytest.param(name, "optimizer", marks=[] if name == "lamb" else pytest.mark.slow, id=f"{name} ZeRO1")
     for name in ("adamw", *SHARDED)
 ]
 
 
-@pytest.mark.by_default("adamw8bit", "lamb distributed")
+@pytest.mark.by_default("adamw8bit", "lamb ZeRO1")
 @pytest.mark.parametrize(
-    ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
+    ("name", "shard"), [*(pytest.param(n, "none", id=n) for n in ("adamw", *OPTIMIZERS)), *SHARDED_CASES]
 )
-def test_every_optimizer_goes_on_bit_for_bit(forks, tmp_path, name, distributed):
+def test_every_optimizer_goes_on_bit_for_bit(forks, tmp_path, name, shard):
     if name == "adamw8bit":
         pytest.importorskip("torchao")
     base = RECIPE if name == "adamw" else with_optimizer(name)
     if name == "adamw8bit":
         base = replace(base, model=replace(base.model, ffn_hidden_size=64))
-    recipe = fp16(Split(distributed=distributed), base, initial_loss_scale=2.0**19, loss_scale_window=2)
+    recipe = fp16(Split(shard=shard), base, initial_loss_scale=2.0**19, loss_scale_window=2)
     before, first, second, state = only(forks.run(1, skipped_and_resumed, tmp_path, recipe))
     assert before[0][3] is not None and state["skipped"] > 0, "the scale is too high for a first step"
     assert first == second
@@ -215,7 +215,7 @@ def goes_on(folder, recipe, step):
 
 @pytest.mark.slow
 def test_the_scale_goes_on_at_another_split(forks, tmp_path):
-    chain = map(Split.of, ["DP2 distributed", "EP2", "TP2", "PP2", "one distributed"])
+    chain = map(Split.of, ["DP2 ZeRO1", "EP2", "TP2", "PP2", "one ZeRO1"])
     end = None
     after = None
     scales = set()

@@ -39,10 +39,10 @@ def test_fp16_is_close(forks, alone):
             assert found[name] == pytest.approx(value, rel=1e-2), name
 
 
-@pytest.mark.by_default("t5-expert=2", "bert-expert=2 distributed=True micro_batch=1", "documents-data=2")
+@pytest.mark.by_default("t5-expert=2", "bert-expert=2 shard=optimizer micro_batch=1", "documents-data=2")
 @pytest.mark.parametrize(
     "options",
-    [{"data": 2}, {"expert": 2}, {"expert": 2, "distributed": True, "micro_batch": 1}],
+    [{"data": 2}, {"expert": 2}, {"expert": 2, "shard": "optimizer", "micro_batch": 1}],
     ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()),
 )
 def test_two_processes_equal_one(forks, alone, options):

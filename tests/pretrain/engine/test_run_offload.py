@@ -71,7 +71,7 @@ def trained(folder, recipe, other):
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "fraction"), [("bf16", 0.5), ("fp16", 1.0)])
 def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
-    base = Split(data=2, distributed=True, precision=precision).recipe(RECIPE)
+    base = Split(data=2, shard="optimizer", precision=precision).recipe(RECIPE)
     offloaded = replace(base, optimizer=replace(base.optimizer, cpu_offload=fraction))
     without = tmp_path / "without"
     expected = values(forks.run(2, trained, without, base, without))
@@ -89,7 +89,9 @@ def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
 
 def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
     recipe = recipe_file(
-        train={"precision": "bf16"}, optimizer={"lr": 1e-2, "warmup_steps": 2, "distributed": True, "cpu_offload": 0.5}
+        train={"precision": "bf16"},
+        parallel={"shard": "optimizer"},
+        optimizer={"lr": 1e-2, "warmup_steps": 2, "cpu_offload": 0.5},
     )
     (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run")
     assert end.code == 2 and not (tmp_path / "run").exists()

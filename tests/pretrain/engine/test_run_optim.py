@@ -33,10 +33,10 @@ without_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None
 NAMES = [pytest.param(n, marks=without_torchao) if n == "adamw8bit" else n for n in OPTIMIZERS]
 
 
-SPLITS = ["EP2", "DP2", "TP2", "EP2 distributed", "DP2 distributed", "TP2 ETP2", "TP2 DP2 distributed", "PP2"]
+SPLITS = ["EP2", "DP2", "TP2", "EP2 ZeRO1", "DP2 ZeRO1", "TP2 ETP2", "TP2 DP2 ZeRO1", "PP2"]
 WHOLE = ["EP2", "DP2", "PP2"]  # what steps whole matrices runs at these alone
 CASES = [(name, split) for name in ("lamb", "lars", "muon") for split in SPLITS]
-CASES += [("adafactor", split) for split in WHOLE] + [("sgd", "EP2 distributed")]
+CASES += [("adafactor", split) for split in WHOLE] + [("sgd", "EP2 ZeRO1")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def alone(forks):
     return run
 
 
-@pytest.mark.by_default("lamb-TP2 ETP2", "muon-TP2 DP2 distributed")
+@pytest.mark.by_default("lamb-TP2 ETP2", "muon-TP2 DP2 ZeRO1")
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_processes_equal_one(forks, alone, name, split):
     """Losses, norms, weights, every moment and the trust ratios."""
@@ -70,20 +70,20 @@ def test_processes_equal_one(forks, alone, name, split):
 
 CHAINS = [
     "EP2, one, EP4",
-    "DP2 distributed, one distributed, EP2 distributed",
-    "TP2 DP2 distributed, EP2, one distributed",
-    "DP2 distributed, EP2, EP2 DP2, one distributed",
+    "DP2 ZeRO1, one ZeRO1, EP2 ZeRO1",
+    "TP2 DP2 ZeRO1, EP2, one ZeRO1",
+    "DP2 ZeRO1, EP2, EP2 DP2, one ZeRO1",
 ]
 
 
-@pytest.mark.by_default("muon-TP2 DP2 distributed, EP2, one distributed")
+@pytest.mark.by_default("muon-TP2 DP2 ZeRO1, EP2, one ZeRO1")
 @pytest.mark.parametrize(
     ("name", "chain"),
     [
         (name, chain)
         for name in OPTIMIZERS
         for chain in CHAINS
-        if name in SHARDED or (name == "adafactor" and "distributed" not in chain)
+        if name in SHARDED or (name == "adafactor" and "ZeRO" not in chain)
     ],
 )
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, name, chain):
@@ -118,8 +118,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision)
     assert quantized == (4 if name == "adamw8bit" else 0)
 
 
-@pytest.mark.by_default("DP2 distributed")
-@pytest.mark.parametrize("split", ["DP2 distributed", "TP2 DP2 distributed", "EP2", "PP2"])
+@pytest.mark.by_default("DP2 ZeRO1")
+@pytest.mark.parametrize("split", ["DP2 ZeRO1", "TP2 DP2 ZeRO1", "EP2", "PP2"])
 def test_muon_resumes_bit_for_bit_at_a_split(forks, tmp_path, split):
     """Matrices that shards cut and ranks gather included."""
     recipe = Split.of(split).recipe(with_optimizer("muon"))
@@ -158,7 +158,7 @@ def test_learning_rates_scale_with_the_batch(forks, scaling):
     assert [seen[f"lr {step}"] for step in range(5)] == pytest.approx([lr_of(recipe, step) for step in range(5)])
 
 
-def resumed_with_empty_parameters(folder, names, distributed):
+def resumed_with_empty_parameters(folder, names, shard):
     """Return the differences of a resumed run's weights, for a gate with an empty matrix and an empty vector."""
     from megatron.core import parallel_state
 
@@ -178,7 +178,7 @@ def resumed_with_empty_parameters(folder, names, distributed):
     different = {}
     for name in names:
         recipe = with_optimizer(name, replace(RECIPE, model=model))
-        recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=distributed))
+        recipe = replace(recipe, parallel=replace(recipe.parallel, shard=shard))
         (first, second), _ = resumed(folder / name, recipe)
         assert any(value.numel() == 0 for value in first.values())
         different[name] = [key for key in first if not torch.equal(first[key], second[key])]
@@ -187,17 +187,17 @@ def resumed_with_empty_parameters(folder, names, distributed):
 
 
 @pytest.mark.parametrize(
-    ("names", "distributed"),
+    ("names", "shard"),
     [
-        (("adamw", "adafactor"), False),
-        (("adamw",), True),
-        pytest.param(("lamb", "lars", "muon", "sgd"), False, marks=pytest.mark.slow),
-        pytest.param(("adamw8bit",), False, marks=[pytest.mark.slow, without_torchao]),
-        pytest.param(SHARDED, True, marks=pytest.mark.slow),
+        (("adamw", "adafactor"), "none"),
+        (("adamw",), "optimizer"),
+        pytest.param(("lamb", "lars", "muon", "sgd"), "none", marks=pytest.mark.slow),
+        pytest.param(("adamw8bit",), "none", marks=[pytest.mark.slow, without_torchao]),
+        pytest.param(SHARDED, "optimizer", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_with_empty_parameters_resumes(forks, tmp_path, names, distributed):
-    found = only(forks.run(1, resumed_with_empty_parameters, tmp_path, names, distributed))
+def test_a_run_with_empty_parameters_resumes(forks, tmp_path, names, shard):
+    found = only(forks.run(1, resumed_with_empty_parameters, tmp_path, names, shard))
     assert found == {name: [] for name in names}
 
 

@@ -13,26 +13,26 @@ from forks import values
 CHAINS = dict.fromkeys(
     [
         "EP2, one, EP4",
-        "EP2 distributed, one distributed, EP4 distributed",
+        "EP2 ZeRO1, one ZeRO1, EP4 ZeRO1",
         "DP2, one, DP2",
-        "DP2 distributed, one distributed, DP2 distributed",
-        "DP2 distributed, EP2, EP2 DP2, one distributed",
-        "DP2 distributed bf16, EP2 bf16",
+        "DP2 ZeRO1, one ZeRO1, DP2 ZeRO1",
+        "DP2 ZeRO1, EP2, EP2 DP2, one ZeRO1",
+        "DP2 ZeRO1 bf16, EP2 bf16",
         "TP2, one, TP2",
         "CP2, one, CP2",
-        "CP2 EP4 distributed, TP2, CP2 PP2 distributed",
+        "CP2 EP4 ZeRO1, TP2, CP2 PP2 ZeRO1",
         "PP2, one, PP2",
         "TP2 PP2, EP2 DP2",
-        "TP2 PP2 distributed, EP2 DP2 distributed",
-        "DP2 distributed overlap, one distributed, DP2 distributed overlap",
-        "TP2 DP2 distributed, PP2",
+        "TP2 PP2 ZeRO1, EP2 DP2 ZeRO1",
+        "DP2 ZeRO1 overlap, one ZeRO1, DP2 ZeRO1 overlap",
+        "TP2 DP2 ZeRO1, PP2",
     ]
 ) | {  # of `MODELS`
-    "further tokens": "TP2 PP2, EP2 distributed, PP2",
-    "modern": "TP2 EP2, EP2 distributed, TP2 PP2",
-    "latent attention": "TP2, EP2 distributed, PP2",
-    "memory": "TP2, DP2 distributed, PP2, one, EP2",
-    "experts cut by TP, virtual stages": "TP2 ETP2, PP2 VPP2, TP2 ETP2 distributed",
+    "further tokens": "TP2 PP2, EP2 ZeRO1, PP2",
+    "modern": "TP2 EP2, EP2 ZeRO1, TP2 PP2",
+    "latent attention": "TP2, EP2 ZeRO1, PP2",
+    "memory": "TP2, DP2 ZeRO1, PP2, one, EP2",
+    "experts cut by TP, virtual stages": "TP2 ETP2, PP2 VPP2, TP2 ETP2 ZeRO1",
 }
 # More layers where there are virtual stages; a dense layer, gated blocks and an untied output layer to be cut.
 MODELS = {
@@ -74,7 +74,7 @@ GATES = {"switch": {}, "sigmoid": {"moe.gate": "sigmoid", "moe.capacity_factor":
 CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain in CHAINS if chain.startswith("EP")]
 
 
-@pytest.mark.by_default("TP2 PP2 distributed, EP2 DP2 distributed-switch")
+@pytest.mark.by_default("TP2 PP2 ZeRO1, EP2 DP2 ZeRO1-switch")
 @pytest.mark.parametrize(("chain", "gate"), CASES)
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
     base = replace(RECIPE, model=RECIPE.model.with_values({**GATES[gate], **MODELS.get(chain, {})}))

@@ -25,9 +25,8 @@ MODEL = {
 
 def recipe_of(mtp=0, **parallel):
     is_alone = not parallel
-    optimizer = replace(STEADY.optimizer, distributed=not is_alone)
     model = STEADY.model.with_values({**MODEL, "mtp_layers": mtp})
-    return replace(STEADY, model=model, optimizer=optimizer, parallel=ParallelConfig(**parallel))
+    return replace(STEADY, model=model, parallel=ParallelConfig(**parallel, shard="none" if is_alone else "optimizer"))
 
 
 SPLITS = {

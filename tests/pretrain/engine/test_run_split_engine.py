@@ -26,12 +26,12 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("expert, overlapped and shadowed-replicated", "data-distributed")
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+@pytest.mark.by_default("expert, overlapped and shadowed-none", "data-optimizer")
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_processes_equal_one(forks, alone, split, distributed):
-    parallel = ParallelConfig(**SPLITS[split])
-    recipe = replace(STEADY, parallel=parallel, optimizer=replace(STEADY.optimizer, distributed=distributed))
+def test_two_processes_equal_one(forks, alone, split, shard):
+    parallel = ParallelConfig(**SPLITS[split], shard=shard)
+    recipe = replace(STEADY, parallel=parallel)
     assert_figures(values(forks.run(2, figures, recipe)), alone, parallel.expert)
 
 

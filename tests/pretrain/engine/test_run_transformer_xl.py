@@ -35,8 +35,8 @@ def test_two_processes_equal_one(forks, split):
         {**XL, "attention.num_heads": 4, "attention.num_query_groups": 2, "dropout": 0.1, **layers}
     )
     alone = replace(STEADY, model=model)
-    recipe = replace(alone, parallel=ParallelConfig(**SPLITS[split]))
-    recipe = replace(recipe, optimizer=replace(alone.optimizer, distributed="overlapped" in split))
+    shard = "optimizer" if "overlapped" in split else "none"
+    recipe = replace(alone, parallel=ParallelConfig(**SPLITS[split], shard=shard))
     assert_split_equals_one(forks, recipe, alone, "memory/layers.2", "biases.content", "linear_position")
 
 

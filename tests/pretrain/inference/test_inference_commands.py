@@ -56,7 +56,7 @@ SPLITS = {
     "EP2": (2, ["--parallel.expert", "2"]),
     "TP2": (2, ["--parallel.tensor", "2"]),
     "PP2": (2, ["--parallel.pipeline", "2"]),
-    "DP2 distributed": (2, ["--parallel.data", "2", "--optimizer.distributed"]),
+    "DP2 ZeRO1": (2, ["--parallel.data", "2", "--parallel.shard", "optimizer"]),
 }
 RECIPE = {
     "model": {"moe.eval_capacity_factor": 0.7},

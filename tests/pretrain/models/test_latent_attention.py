@@ -19,16 +19,16 @@ def test_output_and_gradients_are_those_of_the_paper(forks, rank):
         assert_close(ours[name].double(), value, 1e-5, name)
 
 
-def recipe_of(optimizer, distributed=False, **parallel):
+def recipe_of(optimizer, **parallel):
     options = {"adamw": {}, "lamb": {"lr": 2e-2, "max_trust": 20.0}, "muon": {}}
-    optimizer = replace(ENGINE.optimizer, name=optimizer, distributed=distributed, **options[optimizer])
+    optimizer = replace(ENGINE.optimizer, name=optimizer, **options[optimizer])
     return replace(ENGINE, optimizer=optimizer, parallel=ParallelConfig(**parallel))
 
 
 SPLITS = {
-    "adamw, EP2": recipe_of("adamw", True, expert=2, recompute="full"),
-    "muon, TP2 SP": recipe_of("muon", True, tensor=2),
-    "lamb, TP2": recipe_of("lamb", True, tensor=2, sequence=False),
+    "adamw, EP2": recipe_of("adamw", shard="optimizer", expert=2, recompute="full"),
+    "muon, TP2 SP": recipe_of("muon", shard="optimizer", tensor=2),
+    "lamb, TP2": recipe_of("lamb", shard="optimizer", tensor=2, sequence=False),
 }
 
 

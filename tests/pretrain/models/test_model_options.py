@@ -49,20 +49,19 @@ LOCAL = {
 }
 
 
-def local_recipe(distributed=False, precision="fp32", dropout=0.0, **parallel):
+def local_recipe(precision="fp32", dropout=0.0, **parallel):
     """GPT-OSS's parts, and a layer without experts."""
     return replace(
         ENGINE,
         model=STEADY.model.with_values(LOCAL | {"dropout": dropout}),
-        optimizer=replace(ENGINE.optimizer, distributed=distributed),
         train=replace(ENGINE.train, precision=precision),
         parallel=ParallelConfig(**parallel),
     )
 
 
-def recipe_of(optimizer, distributed=False, **parallel):
+def recipe_of(optimizer, **parallel):
     options = {"adamw": {}, "lamb": {"lr": 2e-2, "max_trust": 20.0}, "muon": {}}[optimizer]
-    optimizer = replace(ENGINE.optimizer, name=optimizer, distributed=distributed, **options)
+    optimizer = replace(ENGINE.optimizer, name=optimizer, **options)
     return replace(ENGINE, optimizer=optimizer, parallel=ParallelConfig(**parallel))
 
 
@@ -86,10 +85,10 @@ def test_the_norm_of_all_heads_by_hand():
 
 SPLITS = {
     "adamw, TP2": recipe_of("adamw", tensor=2, sequence=False),
-    "adamw, TP2 SP": recipe_of("adamw", True, tensor=2),
-    "adamw, EP2": recipe_of("adamw", True, expert=2, recompute="full"),
+    "adamw, TP2 SP": recipe_of("adamw", shard="optimizer", tensor=2),
+    "adamw, EP2": recipe_of("adamw", shard="optimizer", expert=2, recompute="full"),
     "adamw, PP2": recipe_of("adamw", pipeline=2),
-    "muon, TP2 SP": recipe_of("muon", True, tensor=2),
+    "muon, TP2 SP": recipe_of("muon", shard="optimizer", tensor=2),
     "lamb, TP2 SP": recipe_of("lamb", tensor=2),
 }
 
@@ -111,10 +110,10 @@ def test_splits_equal_one_process(forks, case):
 
 LOCAL_SPLITS = {
     "TP2": {"tensor": 2, "sequence": False},
-    "TP2 SP": {"distributed": True, "tensor": 2},
-    "EP2": {"distributed": True, "expert": 2, "recompute": "full"},
+    "TP2 SP": {"shard": "optimizer", "tensor": 2},
+    "EP2": {"shard": "optimizer", "expert": 2, "recompute": "full"},
     "PP2": {"pipeline": 2, "recompute": "selective"},
-    "CP2": {"distributed": True, "context": 2},
+    "CP2": {"shard": "optimizer", "context": 2},
     "CP2, dropout": {"context": 2, "dropout": 0.1},
     "TP2 SP, experts cut, dropout": {"tensor": 2, "expert_tensor": 2, "dropout": 0.1},
 }

@@ -24,18 +24,14 @@ def alone(forks):
     return only(forks.run(1, figures, in_one_micro_batch(RECIPE), False))
 
 
-@pytest.mark.by_default("pipeline=2-True")
+@pytest.mark.by_default("pipeline=2 shard=optimizer")
 @pytest.mark.parametrize(
-    ("parallel", "distributed"),
-    [({}, False), ({"data": 2}, True), ({"expert": 2}, False), ({"tensor": 2}, False), ({"pipeline": 2}, True)],
-    ids=lambda x: " ".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else None,
+    "parallel",
+    [{}, {"data": 2, "shard": "optimizer"}, {"expert": 2}, {"tensor": 2}, {"pipeline": 2, "shard": "optimizer"}],
+    ids=lambda x: " ".join(f"{k}={v}" for k, v in x.items()),
 )
-def test_micro_batches_and_splits_change_nothing(forks, alone, parallel, distributed):
-    recipe = replace(
-        RECIPE,
-        parallel=ParallelConfig(**parallel),
-        optimizer=replace(RECIPE.optimizer, distributed=distributed),
-    )
+def test_micro_batches_and_splits_change_nothing(forks, alone, parallel):
+    recipe = replace(RECIPE, parallel=ParallelConfig(**parallel))
     assert_figures(values(forks.run(recipe.parallel.world_size, figures, recipe, False)), alone)
 
 
