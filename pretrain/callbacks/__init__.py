@@ -9,6 +9,7 @@ from pretrain.callbacks.collapse import CollapseWarning
 from pretrain.callbacks.events import Events
 from pretrain.callbacks.guards import StepGuard
 from pretrain.callbacks.stopping import Stopping
+from pretrain.callbacks.tasks import TaskEvaluation
 from pretrain.callbacks.tracking import Tracking
 from pretrain.callbacks.trust import TrustRatios
 from pretrain.callbacks.validation import Validation
@@ -21,6 +22,7 @@ __all__ = [
     "Events",
     "StepGuard",
     "Stopping",
+    "TaskEvaluation",
     "Tracking",
     "TrustRatios",
     "Validation",

@@ -17,6 +17,7 @@ OF_NO_EFFECT = (
     "parallel.",
     "checkpoint.",
     "tracking.",
+    "evaluation.",
     "guard.collapse_",
     "guard.hang_minutes",
     "train.seed",

@@ -8,6 +8,7 @@ from pretrain.config.recipe import Recipe
 from pretrain.config.sections import (
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     GuardConfig,
     RunConfig,
     TrackingConfig,
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionConfig",
     "CheckpointConfig",
     "DataConfig",
+    "EvaluationConfig",
     "GuardConfig",
     "MoEConfig",
     "ModelConfig",

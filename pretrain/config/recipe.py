@@ -23,6 +23,7 @@ from pretrain.config.sections import (
     SECTIONS,
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     GuardConfig,
     RunConfig,
     TrackingConfig,
@@ -46,6 +47,7 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     @property
     def spans(self) -> Spans:

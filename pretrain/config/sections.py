@@ -168,6 +168,26 @@ class TrackingConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Section):
+    """Evaluation on tasks of lm-evaluation-harness during training (docs/tracking.md)."""
+
+    on_resume: ClassVar[str] = "from here on"
+
+    tasks: tuple[Name, ...] = ()
+    """Names of tasks, groups or tags of the harness; empty for no evaluation. Needs model.kind=gpt or a registered
+    kind, and the extra lm-eval."""
+    every: Positive = 1000
+    """Steps between evaluations; the model is also evaluated after the last step."""
+    limit: Positive | None = None
+    """Maximum number of documents of each task, the first ones; None for all."""
+    num_fewshot: NotNegative | None = None
+    """Number of examples in a prompt, unless the task fixes it at 0; None for the task's own number, or 0."""
+    task_path: PathName | None = None
+    """Folder of further tasks in the harness's format, which come before its own of the same name. Like
+    run.imports, they may contain code."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """The folder of the run, and the user's own code (docs/plugins.md)."""
 
@@ -197,6 +217,7 @@ SECTIONS: dict[str, type[Section]] = {
     "checkpoint": CheckpointConfig,
     "guard": GuardConfig,
     "tracking": TrackingConfig,
+    "evaluation": EvaluationConfig,
 }
 """Sections of the TOML file, in the order in which a resolved recipe is written."""
 

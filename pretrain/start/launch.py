@@ -100,11 +100,11 @@ def start_ranks(job: Job) -> int:
 
 
 def _is_finished(job: Job) -> bool:
-    """Check the recipe's callbacks, data and checkpoint before any rank starts.
+    """Check the recipe's callbacks, tasks, data and checkpoint before any rank starts.
 
     If the run is finished already, print its summary and return True.
     """
-    from pretrain.callbacks import build_callbacks
+    from pretrain.callbacks import TaskEvaluation, build_callbacks
     from pretrain.data.inputs import open_inputs
     from pretrain.engine.model import check_parts
     from pretrain.start.resume import Finished, choose_start
@@ -112,6 +112,8 @@ def _is_finished(job: Job) -> bool:
 
     check_parts(job.recipe)
     build_callbacks(job.recipe)
+    if job.recipe.evaluation.tasks:
+        TaskEvaluation(job.recipe)  # ranks then find downloaded documents
     start = choose_start(job, open_inputs(job.recipe))
     if isinstance(start, Finished):
         summarize(job.recipe)

@@ -25,6 +25,7 @@ from pretrain.callbacks import (
     Events,
     StepGuard,
     Stopping,
+    TaskEvaluation,
     Tracking,
     TrustRatios,
     Validation,
@@ -65,6 +66,8 @@ def train(job: Job) -> int:
     cpu.install()
     check_parts(recipe)
     registered = build_callbacks(recipe)
+    if recipe.evaluation.tasks:
+        registered.insert(0, TaskEvaluation(recipe))  # loads the tasks
     inputs = open_inputs(recipe)
 
     limit = process.timeout(recipe.guard.hang_minutes)
@@ -126,7 +129,7 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     """Return the callbacks of a run, in the order in which the trainer calls them.
 
     Args:
-        registered: the callbacks of ``run.callbacks``.
+        registered: the callbacks of ``evaluation.tasks`` and ``run.callbacks``.
     """
     recipe = job.recipe
     folder = job.folder
