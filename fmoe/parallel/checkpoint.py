@@ -155,7 +155,7 @@ class _Experts:
 
     Attributes:
         prefix: prefix of their tensors in a state, which ends with a period.
-        mesh: mesh (ep, dp) of the ranks.
+        mesh: mesh (ep, dp) of the ranks; (ep, replicate, shard) with ``shard_size``.
         first, count, total: id of this rank's first expert, number of its experts, and of all experts.
         are_listed: whether they are separate modules, whose local ids follow the prefix.
     """
@@ -173,11 +173,12 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
     if groups.ep == 1:
         return []
     ranks = groups.mesh.mesh if groups.mesh.mesh_dim_names == (groups.ep_name, groups.dp_name) else groups.mesh.mesh.T
+    over = groups.expert_shard_mesh
     mesh = DeviceMesh.from_group(
-        [groups.moe_group, groups.expert_data_group],
+        [groups.moe_group, *(over.get_group(dim) for dim in range(over.ndim))],
         groups.mesh.device_type,
-        mesh=ranks.contiguous(),
-        mesh_dim_names=(groups.ep_name, groups.dp_name),
+        mesh=ranks.reshape(groups.ep, *over.shape).contiguous(),
+        mesh_dim_names=(groups.ep_name, *(over.mesh_dim_names or ())),
     )
     spread = []
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -244,7 +245,8 @@ def _whole(name: str, value: Any, layer: _Experts | None) -> Any:
             "rank"
         )
     shape = torch.Size((layer.total, *value.shape[1:]))
-    placements = [Shard(0), value.placements[0] if isinstance(value, DTensor) else Replicate()]
+    inside = value.placements if isinstance(value, DTensor) else [Replicate()] * (layer.mesh.ndim - 1)
+    placements = [Shard(0), *inside]
     stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()
     return DTensor.from_local(local, layer.mesh, placements, run_check=False, shape=shape, stride=stride)
 

@@ -19,8 +19,9 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
     """Apply `torch.distributed.fsdp.fully_shard` to a model with experts, in place.
 
     The experts of every `MoE` layer are sharded over the ranks that hold the same experts. All other parameters are
-    sharded over all data parallel ranks. After the backward pass all gradients, including expert gradients, are
-    averaged over the data parallel ranks.
+    sharded over all data parallel ranks. With ``shard_size`` of `init` (HSDP), both are sharded over groups of ranks,
+    and each group has a copy. After the backward pass all gradients, including expert gradients, are averaged over the
+    data parallel ranks.
 
     As with torch's function, call it first for each block and last for the whole model. Parameters are then gathered
     block by block.
@@ -35,8 +36,8 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             ``offload_policy``, ...
 
     Returns:
-        ``module``, whose parameters are now DTensors: experts over ``groups.expert_data_mesh``, others over
-            ``groups.data_mesh``.
+        ``module``, whose parameters are now DTensors: experts over ``groups.expert_shard_mesh``, others over
+            ``groups.shard_mesh``.
 
     Raises:
         UserError: the experts of a layer are split over other ranks than ``groups.moe_group``; a parameter is frozen,
@@ -60,8 +61,9 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             continue
         if type(layer.experts) is nn.ModuleList:  # subclass of FastMoE's FMoE; FSDP gathers in module calls
             layer.experts = ModuleExperts(layer.experts)
-        placement = {"shard_placement_fn": _placement(groups.dp)} if groups.dp > 1 else {}
-        shard(layer.experts, mesh=groups.expert_data_mesh, **placement | options)
+        ranks = groups.expert_shard_mesh.size(-1)
+        placement = {"shard_placement_fn": _placement(ranks)} if ranks > 1 else {}
+        shard(layer.experts, mesh=groups.expert_shard_mesh, **placement | options)
         if groups.ep > 1:
             # Gradients of experts sum over the tokens of ep ranks, but FSDP divides by the size of their mesh only.
             # set_gradient_divide_factor is not an alternative: on a mesh of one rank, torch 2.13 applies it twice if it
@@ -69,7 +71,7 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             layer.experts.set_all_reduce_hook(lambda gradient: gradient.div_(groups.ep))
         layer._mark_experts()
     if not isinstance(module, FSDPModule):
-        shard(module, mesh=groups.data_mesh, **options)
+        shard(module, mesh=groups.shard_mesh, **options)
     if dist.get_backend(groups.data_group) != "nccl":  # gloo has no mean
         for part in module.modules():
             if isinstance(part, FSDPModule):

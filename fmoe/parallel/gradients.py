@@ -114,7 +114,8 @@ def grad_norm(
     # lack experts that are frozen there only.
     norms: dict[tuple[bool, tuple], tuple[tuple[dist.ProcessGroup, ...], list[Tensor]]] = {(True, ()): ((), [zero])}
     if groups is not None and any(_sharded_over(p) for p in parameters):
-        for expert, over in ((False, groups.data_group), (True, groups.expert_data_group)):
+        for expert, mesh in ((False, groups.shard_mesh), (True, groups.expert_shard_mesh)):
+            over = mesh.get_group(mesh.ndim - 1)
             norms[expert, _ranks((over,))] = ((over,), [zero])
     ranks: dict[tuple[dist.ProcessGroup, ...], tuple] = {}
     for parameter in parameters:

@@ -1,5 +1,6 @@
 """Process groups of data and expert parallelism."""
 
+import dataclasses
 import datetime
 import logging
 from dataclasses import dataclass
@@ -28,12 +29,15 @@ class ParallelGroups:
             tokens are adjacent.
         data_mesh: the same ranks as one dimension, for dense parameters.
         ep_name, dp_name: names of the dimensions of ``mesh``.
+        hybrid: with ``shard_size`` of `init`, the meshes (replicate, shard) of dense parameters and of experts; else
+            None, and `fully_shard` shards over all ranks.
     """
 
     mesh: DeviceMesh
     data_mesh: DeviceMesh
     ep_name: str = "ep"
     dp_name: str = "dp"
+    hybrid: tuple[DeviceMesh, DeviceMesh] | None = None
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ep: str = "ep", dp: str = "dp") -> "ParallelGroups":
@@ -80,6 +84,16 @@ class ParallelGroups:
         return self.mesh[self.dp_name]
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh over which `fully_shard` shards dense parameters; (replicate, shard) with ``shard_size``."""
+        return self.hybrid[0] if self.hybrid else self.data_mesh
+
+    @property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """The mesh over which `fully_shard` shards experts; (replicate, shard) with ``shard_size``."""
+        return self.hybrid[1] if self.hybrid else self.expert_data_mesh
+
+    @property
     def ep(self) -> int:
         """Expert parallel size."""
         return self.moe_group.size()
@@ -99,6 +113,7 @@ def init(
     ep: int = 1,
     dp: int | None = None,
     *,
+    shard_size: int | None = None,
     device_type: str | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> ParallelGroups:
@@ -110,6 +125,8 @@ def init(
     Args:
         ep: number of ranks over which experts are split; these ranks are adjacent, to share a machine if possible.
         dp: number of ranks that hold the same experts; None for ``processes / ep``.
+        shard_size: number of adjacent ranks over which `fully_shard` shards parameters, of which other such ranks hold
+            copies (HSDP): a multiple or a divisor of ``ep``. None for all ranks.
         device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK). None for the device of torch.distributed
             if that is running, else cuda if available, else cpu.
         timeout: timeout of torch.distributed, if it is started here.
@@ -118,23 +135,33 @@ def init(
         UserError: an argument is invalid or does not fit the number of processes; torchrun's environment is
             incomplete or invalid; the processes cannot meet.
     """
-    for key, value in (("ep", ep), ("dp", dp)):
-        if value is not None and (not isinstance(value, int) or value < 1):
+    for key, value in (("ep", ep), ("dp", dp), ("shard_size", shard_size)):
+        if value is not None and (type(value) is not int or value < 1):
             raise UserError(f"{key}={value!r} is not a positive whole number")
     if device_type not in (None, "cpu", "cuda"):
         raise UserError(f"device_type={device_type!r} must be 'cpu' or 'cuda'")
+    if shard_size is not None and shard_size % ep and ep % shard_size:
+        raise UserError(f"shard_size={shard_size} must be a multiple or a divisor of ep={ep}")
+    world = dist.get_world_size() if dist.is_initialized() else launcher.world_size()
+    for key, value in (("ep", ep), ("shard_size", shard_size)):
+        if value is not None and world % value:
+            raise UserError(f"{key}={value} does not divide the number of processes, {world}")
+    if dp is not None and dp * ep != world:
+        raise UserError(f"dp={dp} x ep={ep} is {dp * ep}, which differs from the {world} processes of the job")
     if not dist.is_initialized():
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         _start(device_type, timeout)
     elif device_type is None:
         has_cuda = any(device.type == "cuda" for device in dist.distributed_c10d._get_default_group()._device_types)
         device_type = "cuda" if has_cuda and torch.cuda.is_available() else "cpu"
-    world = dist.get_world_size()
-    if world % ep:
-        raise UserError(f"ep={ep} does not divide the number of processes, {world}")
-    if dp is not None and dp * ep != world:
-        raise UserError(f"dp={dp} x ep={ep} is {dp * ep}, which differs from the {world} processes of the job")
-    return ParallelGroups.from_mesh(init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=("dp", "ep")))
+    groups = ParallelGroups.from_mesh(init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=("dp", "ep")))
+    if shard_size is None:
+        return groups
+    names = ("replicate", "shard")
+    dense = init_device_mesh(device_type, (world // shard_size, shard_size), mesh_dim_names=names)
+    copies = max(1, shard_size // ep)  # ranks with the same experts among those over which parameters are sharded
+    ranks = init_device_mesh(device_type, (groups.dp // copies, copies, ep), mesh_dim_names=(*names, "ep"))
+    return dataclasses.replace(groups, hybrid=(dense, ranks[names]))
 
 
 def _start(device_type: str, timeout: datetime.timedelta | None) -> None:

@@ -24,6 +24,7 @@ def parallelize(
     ep: int | None = None,
     *,
     shard: str = "none",
+    shard_size: int | None = None,
     weights: str | Path | None = None,
     precision: str = "fp32",
     recompute: bool = False,
@@ -41,6 +42,8 @@ def parallelize(
         ep: number of ranks over which experts are split, by default 1; not with ``groups``.
         shard: "none", every rank holds all parameters except other ranks' experts; or "full", parameters, gradients and
             optimizer state are sharded over the ranks (FSDP2).
+        shard_size: with "full", number of adjacent ranks over which parameters are sharded, and of which others hold
+            copies (HSDP). A multiple or a divisor of ``ep``; by default all ranks. Not with ``groups``.
         weights: folder of a Hugging Face model to load (`load_hf`); None to keep the weights that the model has.
         precision: "fp32", the model's dtype; or "bf16", forward and backward passes in bfloat16, with parameters in the
             model's dtype and reductions in float32.
@@ -60,10 +63,13 @@ def parallelize(
         raise UserError(f"shard={shard!r} must be one of {', '.join(SHARDS)}")
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
-    if ep is not None and (not isinstance(ep, int) or ep < 1):
-        raise UserError(f"ep={ep!r} must be a positive whole number")
-    if ep is not None and groups is not None:
-        raise UserError(f"ep={ep} must not be set together with groups, which have ep={groups.ep}")
+    for key, value in (("ep", ep), ("shard_size", shard_size)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{key}={value!r} must be a positive whole number")
+        if value is not None and groups is not None:
+            raise UserError(f"{key}={value} must not be set together with groups: pass it to fmoe.parallel.init")
+    if shard_size is not None and shard != "full":
+        raise UserError(f"shard_size={shard_size} needs shard='full'")
     has_layers = any(isinstance(module, MoE) for module in model.modules())
     blocks = [] if has_layers else own_experts(model, **options)
     size = groups.ep if groups is not None else ep or 1
@@ -80,7 +86,7 @@ def parallelize(
         raise UserError("the model is on the meta device: pass weights=FOLDER")
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    groups = groups or init(ep or 1)
+    groups = groups or init(ep or 1, shard_size=shard_size)
     if blocks:
         fmoefy(model, moe_group=groups.moe_group, **options)
     moe_layers(model, groups)  # raises if experts are split over other ranks

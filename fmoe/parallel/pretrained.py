@@ -166,8 +166,9 @@ class _Conversion:
         for pattern, values in tensors.items():
             for value in values:
                 converter.add_tensor(target, pattern, pattern, value)
-        result: dict[str, Tensor] = converter.convert(target, model=self.model, config=self.model.config)
-        return result
+        result: Any = converter.convert(target, model=self.model, config=self.model.config)
+        tensors_of: dict[str, Tensor] = result[0] if isinstance(result, tuple) else result  # transformers 5.0
+        return tensors_of
 
 
 def save_hf(model: nn.Module, folder: str | Path, groups: ParallelGroups, *, shard_bytes: int = SHARD_BYTES) -> None:

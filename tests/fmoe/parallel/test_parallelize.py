@@ -60,6 +60,10 @@ def on_a_rank(family, options, published, saved):
     groups = model.groups
     experts = [layer for layer in model.modules() if isinstance(layer, fmoe.MoE)]
     assert experts and all(layer.num_local_experts * groups.ep == layer.num_experts for layer in experts)
+    if size := options.get("shard_size"):
+        assert model.lm_head.weight.device_mesh.shape == (dist.get_world_size() // size, size)
+        copies = max(1, size // groups.ep)
+        assert experts[0].experts.weight_in.device_mesh.shape == (groups.dp // copies, copies)
     results = train(model, [dist.get_rank()], dist.get_world_size(), groups)
     parallel.save_hf(model, saved, groups, shard_bytes=20_000)
     with pytest.raises(fmoe.UserError, match=f"folder={saved} has a model"):
@@ -69,15 +73,12 @@ def on_a_rank(family, options, published, saved):
     return (losses / dist.get_world_size()).tolist(), [norm for _, norm in results]
 
 
-@pytest.mark.by_default(0, 5, 6)
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "DeepseekV3", "Mixtral"])
-@pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "shard": "full"}, {"ep": 1, "shard": "full"}], ids=str)
-def test_two_ranks_equal_one_process(family, options, two_ranks, tmp_path):
+def assert_equal_to_one_process(ranks, size, family, options, tmp_path):
     published = tmp_path / "published"
     tiny(family, torch.float32).save_pretrained(published, max_shard_size="30KB")
-    results = values(two_ranks.run(on_a_rank, family, options, str(published), str(tmp_path / "saved")))
+    results = values(ranks.run(on_a_rank, family, options, str(published), str(tmp_path / "saved")))
     model = tiny(family, torch.float32).train()
-    expected = train(model, [0, 1], 2)
+    expected = train(model, range(size), size)
     for losses, norms in results:
         assert losses == pytest.approx([loss for loss, _ in expected], rel=2e-5)
         assert norms == pytest.approx([norm for _, norm in expected], rel=2e-4)
@@ -91,6 +92,31 @@ def test_two_ranks_equal_one_process(family, options, two_ranks, tmp_path):
     inputs = batches(model)
     with torch.no_grad():
         assert_close(loaded.eval()(**inputs).logits, model.eval()(**inputs).logits, 2e-3, "logits")
+
+
+@pytest.mark.by_default(0, 5, 6, 9)
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "DeepseekV3", "Mixtral"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ep": 2},
+        {"ep": 2, "shard": "full"},
+        {"ep": 1, "shard": "full"},
+        {"ep": 1, "shard": "full", "shard_size": 1},
+        {"ep": 2, "shard": "full", "shard_size": 1},
+    ],
+    ids=str,
+)
+def test_two_ranks_equal_one_process(family, options, two_ranks, tmp_path):
+    assert_equal_to_one_process(two_ranks, 2, family, options, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_four_ranks_that_shard_in_pairs_equal_one_process(family, ep, four_ranks, tmp_path):
+    options = {"ep": ep, "shard": "full", "shard_size": 2}
+    assert_equal_to_one_process(four_ranks, 4, family, options, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "GraniteMoe", "DeepseekV3", "Mixtral", "Phimoe"])
@@ -169,6 +195,11 @@ def test_a_model_with_our_layers(recompute):
         ({"top_k": 1}, "top_k=1"),
         ({"ep": 0}, "ep=0"),
         ({"ep": 2.0}, r"ep=2\.0"),
+        ({"ep": 2}, "ep=2 .* 1$"),
+        ({"shard_size": 1}, "shard_size=1 .*shard"),
+        ({"shard": "full", "shard_size": True}, "shard_size=True"),
+        ({"shard": "full", "shard_size": 2}, "shard_size=2 .* 1$"),
+        ({"ep": 4, "shard": "full", "shard_size": 3}, "shard_size=3 .*ep=4"),
     ],
 )
 def test_bad_input_leaves_the_model_unchanged(options, says):
