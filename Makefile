@@ -89,10 +89,11 @@ mutants: $(VENV)/.test
 		cr-report --surviving-only --show-diff $$session && cr-rate --fail-over 10 $$session || status=1; \
 	done; exit $$status
 
-# Each part runs even if one before it fails. The last one is the suite with the newest Python and its packages.
+# Each part runs even if one before it fails. The last one is the suite with the newest Python and its packages. The cases
+# of the first part are few long files, so JOBS share their tests.
 conformance: $(VENV)/.test
 	status=0; \
-	$(PYTEST) $(SIDE_BY_SIDE) tests/conformance -m 'slow or not slow' $(ARGS) || status=$$?; \
+	$(PYTEST) $(subst loadfile,load,$(SIDE_BY_SIDE)) tests/conformance -m 'slow or not slow' $(ARGS) || status=$$?; \
 	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore tests/conformance -m slow $(ARGS) || status=$$?; \
 	[ $(VERSION) = 3.13 ] || $(MAKE) PYTHON="$$(.ci/python 3.13)" VENV=.venv-3.13 test || status=$$?; \
 	exit $$status
