@@ -67,7 +67,7 @@ def measure_run(run: Path, count: int) -> Report:
         UserError: the run has no complete checkpoint, or its model is not a GPT with experts.
     """
     from pretrain.data.inputs import open_validation
-    from pretrain.inference.load import load_model, open_run, single_process
+    from pretrain.inference.load import load_model, open_run, process_groups
 
     trained = open_run(run)
     recipe = trained.recipe
@@ -75,7 +75,7 @@ def measure_run(run: Path, count: int) -> Report:
         has = f"model.kind={recipe.model.kind} and moe.num_experts={recipe.model.moe.num_experts}"
         raise UserError(f"{run} has {has}: pass the run of a gpt with experts")
     samples, _ = open_validation(recipe, trained.tokenizer)
-    with single_process(recipe.train.seed) as processes:
+    with process_groups(seed=recipe.train.seed) as processes:
         return measure(str(run), load_model(trained, processes, drops=False), recipe, samples, count)
 
 

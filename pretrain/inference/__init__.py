@@ -1,7 +1,7 @@
 """Use of a trained model: generate text with it, or evaluate it on text.
 
-One process reads a checkpoint from any parallel layout. Nothing is written.
+The model may be split over ranks, at another split than that of the checkpoint. Nothing is written.
 
-`load.open_run` finds and checks a checkpoint. `load.load_model`, called within `load.single_process`, builds its model:
-a module in evaluation mode for `evaluation.evaluate` and `decoding.generate`.
+`load.open_run` finds and checks a checkpoint. `load.load_model`, called within `load.process_groups`, builds its model
+or this rank's part of it: a module in evaluation mode for `evaluation.evaluate` and `decoding.generate`.
 """

@@ -1,13 +1,24 @@
 """Command lines of ``fmoe generate`` and ``fmoe evaluate``."""
 
 import argparse
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fmoe.cli import Parser, drop_output
 from fmoe.errors import UserError
+from pretrain.config import ParallelConfig, build_recipe
 from pretrain.data.cli import INPUTS, add_format, path_argument
 
 _RUN = "folder of a run or of one of its checkpoints"
+# Keys of [parallel] that are options of both commands, with their help.
+_SPLIT = {
+    "expert": "number of ranks among which the experts of a layer are divided",
+    "tensor": "number of ranks among which attention heads, dense blocks and vocabulary are divided",
+    "pipeline": "number of ranks among which the layers are divided",
+    "expert_tensor": "slices of each expert: 1, or as many as --parallel.tensor",
+}
+_DATA = {"data": "copies of the model, among which the sequences are divided"}
 
 
 def generate(argv: list[str]) -> int:
@@ -18,20 +29,18 @@ def generate(argv: list[str]) -> int:
     """
     arguments = _generate_parser().parse_args(argv)
     _require_positive(arguments, "max_tokens", "num_samples")
+    parallel = _split_of(arguments)
     from pretrain.inference.generate import run  # imports torch and megatron-core: help and wrong options need neither
 
-    try:
-        return run(arguments)
-    except BrokenPipeError:  # the reader of the output has closed it
-        drop_output()
-        return 0
+    return _on_rank(lambda: run(arguments, parallel, argv))
 
 
 def _generate_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fmoe generate",
         description="Continue a text with a GPT, or fill in the spans <extra_id_0>, <extra_id_1>, ... of a text with "
-        "a T5. Runs in one process, on a GPU if there is one; the checkpoint may come from any number of processes.",
+        "a T5. Runs in one process, or in as many as the --parallel options need, on GPUs if there are any. The "
+        "checkpoint may come from any number of processes.",
         epilog='example: fmoe generate runs/quickstart --prompt "def main(" --max-tokens 200 --top-p 0.9',
         allow_abbrev=False,
     )
@@ -56,6 +65,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to draw (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="recompute the whole window for every token (GPT only)")
     _add_common(parser, "print one JSON object at the end instead of streaming text")
+    _add_split(parser, _SPLIT)
     return parser
 
 
@@ -68,7 +78,8 @@ def evaluate(argv: list[str]) -> int:
     parser = Parser(
         prog="fmoe evaluate",
         description="Print loss, perplexity, accuracy and bits per byte of models, and the load of their experts, on "
-        f"the\nvalidation data of each run, or on the text given by --data. Runs in one process.\n\n{INPUTS}",
+        "the\nvalidation data of each run, or on the text given by --data. Runs in one process, or in as many as the "
+        f"\n--parallel options need.\n\n{INPUTS}",
         epilog="example: fmoe evaluate runs/dense runs/moe --data book.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -102,15 +113,17 @@ def evaluate(argv: list[str]) -> int:
     )
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
+    _add_split(parser, _SPLIT | _DATA)
     arguments = parser.parse_args(argv)
     _require_positive(arguments, "max_sequences", "stride", "memory_length")
     if arguments.stride is not None and arguments.data is None:
         raise UserError(
             f"--stride {arguments.stride} needs --data: a stride does not apply to the run's own validation data"
         )
+    parallel = _split_of(arguments)
     from pretrain.inference.evaluate import run  # imports torch and megatron-core
 
-    return run(arguments)
+    return _on_rank(lambda: run(arguments, parallel, argv))
 
 
 def _add_common(parser: argparse.ArgumentParser, json_help: str) -> None:
@@ -122,6 +135,36 @@ def _add_common(parser: argparse.ArgumentParser, json_help: str) -> None:
         help="files or modules to import in place of the run's run.imports, e.g. because its files have moved",
     )
     parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def _on_rank(command: Callable[[], int]) -> int:
+    """Call ``command`` as a rank of its launcher, or alone; return the exit code."""
+    from pretrain.start.process import run_rank  # imports torch
+
+    def work() -> int:
+        try:
+            code = command()
+            if sys.stdout is not None:  # as in `fmoe.cli.run`
+                sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader of the output has closed it
+            drop_output()
+            return 0
+
+    return run_rank(work)
+
+
+def _add_split(parser: argparse.ArgumentParser, sizes: Mapping[str, str]) -> None:
+    for key, text in sizes.items():
+        option = f"--parallel.{key.replace('_', '-')}"
+        parser.add_argument(option, dest=f"parallel.{key}", type=int, default=1, metavar="N", help=text)
+
+
+def _split_of(arguments: argparse.Namespace) -> ParallelConfig:
+    values = {key: value for key, value in vars(arguments).items() if key.startswith("parallel.")}
+    sizes = {key.removeprefix("parallel."): value for key, value in values.items()}
+    # Activations are not kept, so that cutting them along the sequence, which must be divisible, saves little.
+    return build_recipe({"parallel": {**sizes, "sequence": False}}).parallel
 
 
 def _require_positive(arguments: argparse.Namespace, *names: str) -> None:

@@ -1,5 +1,7 @@
 """Token-by-token decoding: a GPT continues a text, a T5 fills in spans.
 
+The model may be split over ranks, which all decode the same samples. Every rank gets the same logits.
+
 Shape letters: N samples, S tokens of each, V vocabulary, D width.
 """
 
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from fmoe.errors import UserError
 from fmoe.gates.expert_choice import ExpertChoiceRouter
 from megatron_patch.transformer_xl import StreamMemory
+from pretrain.checkpoint.ranks import Ranks
 from pretrain.inference.sampling import Sampling, distribution, draw
+from pretrain.inference.stages import next_logits
 
 
 class Decoder(Protocol):
@@ -66,7 +70,8 @@ class GPTDecoder:
     def _run(self, tokens_NS: Tensor, first: int) -> Tensor:
         # Causal attention makes its own mask.
         options = {"inference_context": self._context, "runtime_gather_output": True} if self._keeps else {}
-        return self._model(tokens_NS, _positions(tokens_NS, first), None, **options)[:, -1].float()
+        positions_NS = _positions(tokens_NS, first)
+        return next_logits(self._model, tokens_NS, lambda stage: stage(tokens_NS, positions_NS, None, **options))
 
 
 class MemoryDecoder:
@@ -90,9 +95,9 @@ class MemoryDecoder:
         new_NS = tokens_NS[:, self._end :]
         self._end = tokens_NS.shape[1]
         self._memory.enter(0)
-        logits_NSV = self._model(new_NS, _positions(new_NS), None)
+        logits_NV = next_logits(self._model, new_NS, lambda stage: stage(new_NS, _positions(new_NS), None))
         self._memory.leave()
-        return logits_NSV[:, -1].float()
+        return logits_NV
 
 
 def _positions(tokens_NS: Tensor, first: int = 0) -> Tensor:
@@ -126,8 +131,12 @@ class T5Decoder:
         self._encoded_SND = encoded_S1D.expand(-1, num_samples, -1).contiguous()
 
     def __call__(self, tokens_NS: Tensor) -> Tensor:
-        logits_NSV = self._model(None, tokens_NS, None, None, None, encoder_hidden_states=self._encoded_SND)
-        return logits_NSV[:, -1].float()
+        encoded_SND = self._encoded_SND
+        return next_logits(
+            self._model,
+            tokens_NS,
+            lambda model: model(None, tokens_NS, None, None, None, encoder_hidden_states=encoded_SND),
+        )
 
 
 @torch.no_grad()
@@ -172,9 +181,10 @@ def generate(
 
 
 def refuse_expert_choice(model: nn.Module) -> None:
-    """Raise UserError if a gate lets experts choose their tokens: the choice depends on later tokens."""
-    if any(isinstance(module, ExpertChoiceRouter) for module in model.modules()):
-        raise UserError(
-            "moe.gate=expert_choice chooses among all tokens of a sequence, later ones included: token-by-token "
-            "generation is not supported"
-        )
+    """Raise UserError if a gate lets experts choose their tokens: the choice depends on later tokens. Collective."""
+    with Ranks().together():  # pipeline stages have different layers
+        if any(isinstance(module, ExpertChoiceRouter) for module in model.modules()):
+            raise UserError(
+                "moe.gate=expert_choice chooses among all tokens of a sequence, later ones included: token-by-token "
+                "generation is not supported"
+            )

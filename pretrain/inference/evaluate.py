@@ -4,20 +4,27 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from fmoe.errors import UserError, require
+from pretrain.config import ParallelConfig
 from pretrain.inference import report
 from pretrain.inference.evaluation import evaluate
-from pretrain.inference.load import Trained, load_model, open_run, single_process
+from pretrain.inference.load import Trained, load_model, open_run, process_groups, start_ranks
+from pretrain.start.process import Processes
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print how well models predict text. ``arguments`` are those of `pretrain.inference.cli.evaluate`."""
-    runs = [open_run(path, arguments.step, arguments.tokenizer, arguments.imports) for path in arguments.runs]
+def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[str]) -> int:
+    """Print how well models predict text, on rank 0.
+
+    Args:
+        arguments: those of `pretrain.inference.cli.evaluate`, parsed from ``argv``.
+        parallel: the split of the models.
+    """
+    runs = [open_run(path, arguments.step, arguments.tokenizer, arguments.imports, parallel) for path in arguments.runs]
     seen: set[Path] = set()
     for trained in runs:
         path = trained.checkpoint.path.resolve()
@@ -29,12 +36,20 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--memory-length {arguments.memory_length} needs a model with memory; {trained.name} has "
                 "position.memory_length=0"
             )
+        if parallel.data > 1 and trained.recipe.model.position.memory_length:
+            raise UserError(
+                f"--parallel.data {parallel.data} is not supported with position.memory_length="
+                f"{trained.recipe.model.position.memory_length} of {trained.name}: its streams of text are not divided"
+            )
     options = (arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format)
     data_of_runs = [report.open_data(trained, *options) for trained in runs]
+    code = start_ranks(["evaluate", *argv], parallel)
+    if code is not None:
+        return code
     results = []
-    with single_process() as processes:
+    with process_groups(parallel) as processes:
         for trained, data in zip(runs, data_of_runs, strict=True):
-            with _progress(trained.name, data.count) as on_progress:
+            with _progress(trained.name, data.count, processes) as on_progress:
                 evaluation = evaluate(
                     load_model(trained, processes, drops=True),
                     trained.recipe,
@@ -46,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
                     on_progress=on_progress,
                 )
             results.append(report.RunEvaluation(trained, data, evaluation))
+    if not processes.is_main:
+        return 0
     if arguments.json:
         print(json.dumps(report.values(results), indent=1, allow_nan=False))
     else:
@@ -62,9 +79,9 @@ def _byte_lengths(trained: Trained) -> np.ndarray | None:
 
 
 @contextlib.contextmanager
-def _progress(name: str, total: int | None) -> Iterator:
+def _progress(name: str, total: int | None, processes: Processes) -> Iterator:
     """Show a progress bar if stderr is a terminal; yield a function that sets the number of sequences done."""
-    if not sys.stderr.isatty():
+    if not (processes.is_main and sys.stderr.isatty()):
         yield lambda sequences: None
         return
     console = require("rich.console", "pretrain", "the progress bar")

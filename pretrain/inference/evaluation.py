@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe.metrics import LayerReport, counting, metrics
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS
+from fmoe.metrics import LayerReport, counting
+from megatron_patch import MegatronMoE
 from megatron_patch.transformer_xl import StreamMemory
 from pretrain.config import Recipe
+from pretrain.config.layer import loss_weights
+from pretrain.engine.routing import RoutingReports
+from pretrain.inference.stages import run_stages
 from pretrain.inference.windows import Sample
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, to_device
@@ -71,42 +78,87 @@ def evaluate(
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda sequences: None,
 ) -> Evaluation:
-    """Evaluate the recipe's objective on samples.
+    """Evaluate the recipe's objective on samples. Collective.
+
+    Data parallel ranks divide the micro batches. The result is that of a single process, on every rank.
 
     Args:
-        model: the model, in evaluation mode.
-        samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
+        model: the model, or this rank's part of it, in evaluation mode.
+        samples: samples of the recipe's kind of model, the same on every rank; consecutive samples of equal length form
+            micro batches.
         streams: for a model with memory, number of streams of text; sample i continues stream ``i % streams``.
         memory_length: number of hidden states in the model's memory; None for ``position.memory_length``.
         byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
     """
     forward = kind_of(recipe).forward
-    result = Evaluation(bytes=None if byte_lengths is None else 0)
     length = recipe.model.position.memory_length if memory_length is None else memory_length
     size = recipe.train.micro_batch
     memory = StreamMemory(model, length, streams) if length else None
+    micro_batches = batches(samples, size if memory is None else min(size, streams), recipe.model.vocab_size)
+    data_group = parallel_state.get_data_parallel_group()
+    # Streams are not divided: all data parallel ranks read them, and the first counts.
+    num_parts = data_group.size() if memory is None else 1
+    layers = [module for module in model.modules() if isinstance(module, MegatronMoE)]
+    reports = _reports(layers, recipe, device)
+    sums = Evaluation(bytes=None if byte_lengths is None else 0)
+    done = 0
     with counting(model):
-        for batch in batches(samples, size if memory is None else min(size, streams), recipe.model.vocab_size):
+        for group in iter(lambda: list(islice(micro_batches, num_parts)), []):
+            # The exchange needs every rank in every forward pass: a rank without a micro batch repeats another's.
+            is_counted = data_group.rank() < len(group)
+            batch = group[data_group.rank() if is_counted else 0]
+            for layer in layers:
+                layer.aux.counts_evaluation = is_counted
             if memory is not None:
                 is_start = "starts" in batch and bool(batch.pop("starts").any())
-                memory.enter(result.sequences, is_start, len(batch["tokens"]))
+                memory.enter(done, is_start, len(batch["tokens"]))
+            done += sum(len(part["tokens"]) for part in group)
             labels = batch.pop("labels")
             mask = batch.pop("loss_mask", None)
-            logits_BSV = forward(model, to_device(batch, device))
-            masks = [None] * len(labels) if mask is None else mask
-            for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):
-                _add(result, logits_SV, labels_S, mask_S, byte_lengths)
-            result.sequences += len(labels)
-            on_progress(result.sequences)
+            moved = to_device(batch, device)
+            logits_BSV = run_stages(
+                model, lambda stage, moved=moved: forward(stage, moved), moved["tokens"], recipe.model.vocab_size
+            )
+            if is_counted and logits_BSV is not None:
+                masks = [None] * len(labels) if mask is None else mask
+                for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):
+                    _add(sums, logits_SV, labels_S, mask_S, byte_lengths)
+                sums.sequences += len(labels)
+            on_progress(done)
         if memory is not None:
             memory.leave()
-        for name, report in metrics(model).items():
-            number: Any = model.get_submodule(name).layer_number
-            if number not in recipe.model.mtp_numbers:
-                result.layers[number] = report
-        result.layers = dict(sorted(result.layers.items()))
-    return result
+        collected = reports.collect()
+    numbers = [number for number in collected if number not in recipe.model.mtp_numbers]
+    return replace(_summed(sums, device), layers={number: collected[number] for number in numbers})
+
+
+def _reports(layers: list[MegatronMoE], recipe: Recipe, device: torch.device | str) -> RoutingReports:
+    model = recipe.model
+    return RoutingReports(
+        layers,
+        num_layers=len(model.layer_numbers),
+        num_experts=model.routed_experts if model.layers_with_experts else 0,
+        loss_names=tuple(DEFAULT_LOSS_WEIGHTS | loss_weights(model)),
+        data_group=parallel_state.get_data_parallel_group(),
+        device=torch.device(device),
+    )
+
+
+def _summed(sums: Evaluation, device: torch.device | str) -> Evaluation:
+    """Return the sums over data parallel ranks and pipeline stages."""
+    counts = [sums.sequences, sums.tokens, sums.nats, sums.correct, sums.bytes or 0]
+    total = torch.tensor(counts, dtype=torch.float64, device=device)
+    for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        dist.all_reduce(total, group=group)
+    sequences, tokens, nats, correct, num_bytes = total.tolist()
+    return Evaluation(
+        sequences=int(sequences),
+        tokens=int(tokens),
+        nats=nats,
+        correct=int(correct),
+        bytes=None if sums.bytes is None else int(num_bytes),
+    )
 
 
 def batches(samples: Iterable[Sample | np.ndarray], size: int, vocab_size: int | None = None) -> Iterator[Batch]:

@@ -3,32 +3,44 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fmoe.cli import drop_output
 from fmoe.errors import UserError
+from fmoe.runtime import launcher
+from pretrain.config import ParallelConfig
 from pretrain.data.opening import bos_of
 from pretrain.data.sources import refuse_other_encoding
 from pretrain.inference import decoding
-from pretrain.inference.load import Trained, load_model, open_run, single_process
+from pretrain.inference.load import Trained, load_model, open_run, process_groups, start_ranks
 from pretrain.inference.sampling import Sampling
 from pretrain.inference.text import TextStream, encode_spans, fill, spans_of
 from pretrain.start.process import Processes
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and the model's continuation. ``arguments`` are those of `pretrain.inference.cli.generate`."""
+def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[str]) -> int:
+    """Print the prompt and the model's continuation, on rank 0.
+
+    Args:
+        arguments: those of `pretrain.inference.cli.generate`, parsed from ``argv``.
+        parallel: the split of the model.
+    """
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except UserError as error:
         name, reason = str(error).split("=", 1)
         raise UserError(f"--{name.replace('_', '-')} {reason}") from None
     prompt = _prompt(arguments.prompt)
-    trained = open_run(arguments.run, arguments.step, arguments.tokenizer, arguments.imports)
+    trained = open_run(arguments.run, arguments.step, arguments.tokenizer, arguments.imports, parallel)
     ids = _prompt_ids(prompt, trained)
     is_t5 = trained.recipe.model.kind == "t5"
-    with single_process(arguments.seed) as processes:
+    code = start_ranks(["generate", *argv, f"--prompt={prompt}"], parallel)
+    if code is not None:
+        return code
+    with process_groups(parallel, arguments.seed) as processes:
         decoder, begin, max_tokens = _decoder(arguments, trained, ids, processes)
         steps = decoding.generate(
             decoder,
@@ -40,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             num_samples=arguments.num_samples,
             device=processes.device,
         )
-        streams = not (arguments.json or is_t5)
+        streams = processes.is_main and not (arguments.json or is_t5)
         printer = _Printer(prompt, trained, ids, arguments.num_samples) if streams else None
         samples: list[list[int]] = [[] for _ in range(arguments.num_samples)]
         for drawn in steps:
@@ -48,7 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
                 if token is not None:
                     sample.append(token)
             if printer is not None:
-                printer.add(drawn)
+                try:
+                    printer.add(drawn)
+                except BrokenPipeError:
+                    if processes.world_size == 1:
+                        raise
+                    drop_output()  # this rank goes on, because the others need it
+    if not processes.is_main:
+        return 0
     if printer is not None:
         printer.close()
     elif arguments.json:
@@ -81,6 +100,8 @@ def _decoder(
 
 def _prompt(text: str | None) -> str:
     if text is None:
+        if launcher.world_size() > 1:
+            raise UserError("no prompt: pass --prompt TEXT, because the ranks share standard input")
         if sys.stdin is None or sys.stdin.isatty():
             raise UserError("no prompt: pass --prompt TEXT or text on standard input")
         try:

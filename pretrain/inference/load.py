@@ -1,6 +1,7 @@
-"""Loading the whole model of a run or checkpoint into this process."""
+"""Loading the model of a run or checkpoint, whole or split over ranks."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +13,17 @@ from fmoe.errors import UserError
 from fmoe.runtime import launcher
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
-from pretrain.config import ParallelConfig, Recipe, build_recipe
+from pretrain.config import OptimizerConfig, ParallelConfig, Recipe, TrainConfig, build_recipe
 from pretrain.config.imports import import_plugins, import_stored
 from pretrain.data.opening import open_trained_tokenizer
 from pretrain.data.tokenizers import Tokenizer
-from pretrain.start import process
+from pretrain.start import process, ranks
+from pretrain.start.job import Job
+from pretrain.start.launch import rendezvous
 from pretrain.start.process import Processes
 from pretrain.tracking.folder import CHECKPOINTS, CONFIG, RUN_INFO, read_run_info
+
+ONE_PROCESS = ParallelConfig()
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Trained:
 
     Attributes:
         name: the path as the user spelled it.
-        recipe: the checkpoint's recipe, with all parallel sizes set to 1.
+        recipe: the checkpoint's recipe, with the split `open_run` was given.
         tokenizer: the run's tokenizer, verified by its SHA-256 if that is recorded.
         run_data: the record ``data`` in the run's ``run.json``; empty if the file is missing.
     """
@@ -40,7 +45,11 @@ class Trained:
 
 
 def open_run(
-    path: Path, step: int | None = None, tokenizer: Path | None = None, imports: Sequence[str] | None = None
+    path: Path,
+    step: int | None = None,
+    tokenizer: Path | None = None,
+    imports: Sequence[str] | None = None,
+    parallel: ParallelConfig = ONE_PROCESS,
 ) -> Trained:
     """Open a run's newest complete checkpoint, or the checkpoint of a given step.
 
@@ -49,10 +58,11 @@ def open_run(
         step: step of the checkpoint; None for the newest complete one, or for ``path`` if it is a checkpoint.
         tokenizer: new location of ``data.tokenizer``; None if it has not moved.
         imports: files or modules to import instead of ``run.imports``; None if they have not moved.
+        parallel: the split of the model over ranks, which may differ from the run's.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged; the tokenizer is missing or is not the run's; a plugin
-            of the run cannot be imported.
+            of the run cannot be imported; the model does not allow the split.
     """
     checkpoint = _open(path, step)
     try:
@@ -68,7 +78,16 @@ def open_run(
     except UserError as error:
         hint = "" if tokenizer else "; if the file has moved, pass --tokenizer FILE"
         raise UserError(f"{path}: {error}{hint}") from error
-    return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
+    recipe = replace(recipe, parallel=parallel)
+    if parallel.world_size > 1:
+        # Rules of the optimizer and of global batches do not apply.
+        train = TrainConfig(global_batch=parallel.dense_data, micro_batch=1, precision=recipe.train.precision)
+        data = replace(recipe.data, validation=())
+        try:
+            replace(recipe, optimizer=OptimizerConfig(), train=train, data=data).check()
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+    return Trained(str(path), checkpoint, recipe, opened, run_data)
 
 
 def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> Recipe:
@@ -116,26 +135,47 @@ def _run_data(checkpoint: Path) -> dict[str, Any]:
     return data
 
 
+def start_ranks(command: Sequence[str], parallel: ParallelConfig) -> int | None:
+    """Start the ranks of a split on this machine, and return the command's exit code when they have ended.
+
+    Args:
+        command: name and arguments of a function of `pretrain.inference.cli`, which each rank calls.
+
+    Returns:
+        None if there is nothing to start: for a single process, and in the ranks themselves.
+
+    Raises:
+        UserError: a launcher started another number of ranks.
+    """
+    if launcher.is_launched() or parallel.world_size == 1:
+        Recipe(parallel=parallel).check_world_size(launcher.world_size())
+        return None
+    program = f"fmoe {command[0]}"
+    size = parallel.world_size
+    job = Job(program, Recipe(parallel=parallel), tuple(command), processes_per_node=size, program=program)
+    with rendezvous(job) as environment:
+        return ranks.run(job, environment, command=(sys.executable, "-m", "pretrain.inference"))
+
+
 @contextlib.contextmanager
-def single_process(seed: int = 0) -> Iterator[Processes]:
-    """Set up Megatron-core's process groups for this process alone, on its GPU if it has one.
+def process_groups(parallel: ParallelConfig = ONE_PROCESS, seed: int = 0) -> Iterator[Processes]:
+    """Set up Megatron-core's process groups for a split, on GPUs if this machine has any.
 
     Args:
         seed: seed of all random number generators.
 
     Raises:
-        UserError: a launcher started several processes.
+        UserError: a launcher started another number of ranks than the split needs.
     """
     from megatron_patch import cpu
     from pretrain.engine import init_parallel, stop_parallel
 
-    if launcher.world_size() > 1:
-        raise UserError(f"WORLD_SIZE={launcher.world_size()} is not supported: start a single process")
+    recipe = Recipe(parallel=parallel, train=TrainConfig(seed=seed))
+    recipe.check_world_size(launcher.world_size())
     cpu.install()
     processes = process.start()
     try:
-        recipe = Recipe()
-        init_parallel(replace(recipe, train=replace(recipe.train, seed=seed)))
+        init_parallel(recipe)
         yield processes
     finally:
         stop_parallel()
@@ -143,9 +183,10 @@ def single_process(seed: int = 0) -> Iterator[Processes]:
 
 
 def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Module:
-    """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
+    """Load a checkpoint's model, or this rank's part of it, in the run's precision and in evaluation mode. Collective.
 
     Args:
+        processes: rank and device, from `process_groups` with the split of ``trained.recipe``.
         drops: apply the recipe's ``moe.eval_capacity_factor``. False lifts the capacity limit, so that a GPT's output
             for a token depends on no later token and no other sequence, unless experts choose their tokens.
 
@@ -155,12 +196,14 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     from megatron_patch import bf16_linear
     from pretrain.engine import state
     from pretrain.engine.model import build_model
+    from pretrain.engine.pipeline import stages
     from pretrain.models.config import DTYPES
 
     recipe = trained.recipe
     if not drops:
         recipe = replace(recipe, model=recipe.model.with_values({"moe.eval_capacity_factor": None}))
-    model = build_model(recipe).to(DTYPES[recipe.train.precision])
+    (stage,) = stages(recipe.parallel)
+    model = build_model(recipe, **stage).to(DTYPES[recipe.train.precision])
     if bf16_linear.is_needed():
         bf16_linear.mark_weights(model)
     state.load_model([model], trained.checkpoint, processes.device)

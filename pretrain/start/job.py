@@ -49,6 +49,7 @@ class Job:
         rendezvous: HOST:PORT where several nodes meet.
         max_restarts: maximum number of restarts after a failure.
         refusal: reason for which rank 0 must refuse to start; empty to start. Several nodes thus end together.
+        program: the command, for messages.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Job:
     rendezvous: str = ""
     max_restarts: int = 0
     refusal: str = ""
+    program: str = "fmoe train"
 
     @property
     def folder(self) -> Path:

@@ -16,7 +16,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fmoe.cli import run
 from fmoe.errors import EXIT_USAGE, UserError, one_line
@@ -65,21 +65,8 @@ _EXPLAINED = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  
 
 def start_ranks(job: Job) -> int:
     """Start this node's ranks, wait for their end, and return the run's exit code."""
-    host, _, port = job.rendezvous.rpartition(":")
-    if job.node_rank == 0:
-        from torch.distributed import DistNetworkError, TCPStore
-
-        try:
-            store = TCPStore("127.0.0.1", int(port or 0), is_master=True, wait_for_workers=False)  # the ranks meet here
-        except DistNetworkError as error:
-            raise UserError(f"--rendezvous={job.rendezvous}: the port is not free here: {one_line(error)}") from error
-        port = str(store.port)
-    environment = safe_environment() | {"MASTER_ADDR": host or "127.0.0.1", "MASTER_PORT": port}
-    # All ranks together use as many threads as the machine has cores.
-    threads = max(1, len(os.sched_getaffinity(0)) // job.processes_per_node)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-
     with contextlib.ExitStack() as stack:
+        environment = stack.enter_context(rendezvous(job))
         if job.node_rank == 0:
             try:
                 stack.enter_context(lock.hold(job.folder, lock.LAUNCH))
@@ -97,6 +84,31 @@ def start_ranks(job: Job) -> int:
         if code not in _EXPLAINED:
             _print_how_to_resume(job)
         return code
+
+
+@contextlib.contextmanager
+def rendezvous(job: Job) -> Iterator[dict[str, str]]:
+    """Open the store where the ranks meet, on node 0; yield the environment variables of this node's ranks.
+
+    Raises:
+        UserError: the port of ``job.rendezvous`` is not free.
+    """
+    host, _, port = job.rendezvous.rpartition(":")
+    store = None
+    if job.node_rank == 0:
+        from torch.distributed import DistNetworkError, TCPStore
+
+        try:
+            store = TCPStore("127.0.0.1", int(port or 0), is_master=True, wait_for_workers=False)
+        except DistNetworkError as error:
+            raise UserError(f"--rendezvous={job.rendezvous}: the port is not free here: {one_line(error)}") from error
+        port = str(store.port)
+    environment = safe_environment() | {"MASTER_ADDR": host or "127.0.0.1", "MASTER_PORT": port}
+    # All ranks together use as many threads as the machine has cores.
+    threads = max(1, len(os.sched_getaffinity(0)) // job.processes_per_node)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    yield environment
+    del store  # it ends with its object
 
 
 def _is_finished(job: Job) -> bool:

@@ -1,7 +1,8 @@
-"""The ranks of a run: device, rendezvous, process group."""
+"""The ranks of a run: device, rendezvous, process group, errors."""
 
 import os
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,14 +11,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fmoe.errors import UserError
+from fmoe.cli import refusal
+from fmoe.errors import EXIT_USAGE, UserError
 from fmoe.runtime import launcher
-from pretrain.start import lock
+from pretrain.start import lock, ranks
 
 _DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
 _TIMEOUT = timedelta(minutes=10)
 _TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
 _SECONDS_TO_HEAR = 10
+_SECONDS_FOR_THE_FIRST = 30  # time for another rank to print the error and end
 
 
 class Diverged(RuntimeError):
@@ -157,3 +160,30 @@ def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def run_rank(work: Callable[[], int]) -> int:
+    """Call ``work`` on a rank, leave the process group, and return the rank's exit code.
+
+    The launcher prints the traceback of the rank that failed first. A process without launcher raises its error.
+
+    Raises:
+        UserError: as ``work`` did, on the rank that prints it. The other ranks return `EXIT_USAGE`.
+    """
+    try:
+        return work()
+    except Exception as error:
+        message = refusal(error) if isinstance(error, OSError) else None
+        if message is None and not isinstance(error, UserError | ModuleNotFoundError):
+            if not ranks.keep_error(traceback.format_exc()):
+                raise
+            return 1
+        # Before the ranks have met, all ranks of a machine find the same error. Later, several may: one prints it.
+        prints = ranks.is_first_to_refuse() if dist.is_initialized() else launcher.local_rank() == 0
+        if prints and not isinstance(error, RefusedElsewhere):
+            raise
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(_SECONDS_FOR_THE_FIRST)  # torchrun ends all ranks when the first one ends
+        return EXIT_USAGE
+    finally:
+        stop()

@@ -72,6 +72,19 @@ def keep_error(text: str) -> bool:
     return True
 
 
+def is_first_to_refuse() -> bool:
+    """Return True for the first rank of the launcher that calls it, or without a launcher."""
+    if _FOLDER not in os.environ:
+        return True
+    try:
+        (Path(os.environ[_FOLDER]) / "refused").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the launcher is gone
+        return True
+    return True
+
+
 def run(job: Job, environment: Mapping[str, str], log: Path | None = None, command: Sequence[str] = COMMAND) -> int:
     """Run this node's ranks until they end, and return the run's exit code.
 
@@ -125,11 +138,13 @@ def run(job: Job, environment: Mapping[str, str], log: Path | None = None, comma
                 return code
         if has_failed and received:
             cause = signal.Signals(received[0]).name
-            sys.stderr.write(f"fmoe train: {cause} ended the run, which saved nothing since its newest checkpoint\n")
-            return 128 + signal.SIGINT if received[0] == signal.SIGINT else EXIT_REQUEUE
+            is_training = job.program == "fmoe train"
+            lost = ", which saved nothing since its newest checkpoint" if is_training else ""
+            sys.stderr.write(f"{job.program}: {cause} ended the run{lost}\n")
+            return EXIT_REQUEUE if is_training and received[0] != signal.SIGINT else 128 + received[0]
         if not has_failed and not (folder / "began").exists():
             raise UserError(
-                "nothing was trained: the started processes ran another module called pretrain; check PYTHONPATH="
+                "nothing was done: the started processes ran another module called pretrain; check PYTHONPATH="
                 f"{environment.get('PYTHONPATH', '')!r}"
             )
     return int(has_failed)
@@ -230,7 +245,7 @@ def _explain(job: Job, folder: Path, log: Path | None, ranks: Sequence[subproces
             ending = f"rank {rank} (process {process.pid}) {_ending_of(code)}"
             failures.append((local_rank in ended and code < 0, code > 0, failed_at, rank, ending, traceback))
     (*_, ending, traceback), *others = sorted(failures)
-    lines = [f"fmoe train: error: {ending}"]
+    lines = [f"{job.program}: error: {ending}"]
     if traceback:
         lines.insert(0, traceback.rstrip())
     if others:

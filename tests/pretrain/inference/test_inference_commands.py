@@ -25,11 +25,12 @@ PROMPT = "def decode(self"
 
 @pytest.fixture
 def command(forks):
-    """``command("generate", RUN, ...)`` -> how it ended."""
+    """``command("generate", RUN, ...)`` -> how it ended; with ``size=2`` on rank 0, because rank 1 prints nothing."""
 
     def run(name, *argv, **options):
-        (end,) = forks.command("inference_command", name, *argv, **options)
-        return end
+        first, *others = forks.command("pretrain.inference", name, *argv, **options)
+        assert not any(end.code or end.out or end.err for end in others), others
+        return first
 
     return run
 
@@ -84,11 +85,18 @@ def runs(forks, write_tiny_recipe, tmp_path_factory):
 @pytest.mark.parametrize("split", list(SPLITS)[1:])
 def test_a_checkpoint_of_any_split_is_the_model_of_one_process(runs, values, split):
     argv = ["--prompt", PROMPT, "--max-tokens", "30", "--num-samples", "2", "--top-p", "0.5"]
-    found, expected = (values("generate", runs(name), *argv) for name in (split, "one"))
-    assert found["samples"] == expected["samples"] and len(found["samples"][0]["tokens"]) > 5
-    found = values("evaluate", runs(split))["runs"][0]
-    assert found["loss"] == pytest.approx(steps(runs(split))[4]["val/loss"], rel=1e-6)
-    assert 0.05 < found["layers"][0]["drop_rate"] < 1, "the trainer's capacity is not that of the evaluation"
+    drawn, expected = (values("generate", runs(name), *argv)["samples"] for name in (split, "one"))
+    assert drawn == expected and len(drawn[0]["tokens"]) > 5
+    one_process = values("evaluate", runs(split))["runs"][0]
+    assert one_process["loss"] == pytest.approx(steps(runs(split))[4]["val/loss"], rel=1e-6)
+    assert 0.05 < one_process["layers"][0]["drop_rate"] < 1, "the trainer's capacity is not that of the evaluation"
+    # And at that split again.
+    option, size = SPLITS[split][1][:2]
+    on_ranks = values("evaluate", runs(split), option, size, size=2)["runs"][0]
+    for key in ("loss", "sequences", "tokens", "bytes", "accuracy"):
+        assert on_ranks[key] == pytest.approx(one_process[key], rel=1e-6)
+    if option != "--parallel.data":
+        assert values("generate", runs(split), *argv, option, size, size=2)["samples"] == drawn
 
 
 def test_the_loss_is_the_one_that_the_trainer_logged(runs, values):
@@ -223,6 +231,16 @@ WRONG = {
     ),
     "own stride": (["evaluate", "RUN", "--stride", "4"], "--stride 4 needs --data"),
     "unknown suffix": (["evaluate", "RUN", "--data", "OTHER"], "--data: OTHER has the suffix '.model'"),
+    "heads": (
+        ["evaluate", "RUN", "--parallel.tensor", "3"],
+        "RUN: parallel.tensor=3 does not divide attention.num_heads",
+    ),
+    "experts": (
+        ["generate", "RUN", "--prompt", "x", "--parallel.expert", "3"],
+        "RUN: parallel.expert=3 does not divide moe.num_experts",
+    ),
+    "layers": (["evaluate", "RUN", "--parallel.pipeline", "3"], "parallel.pipeline=3 does not divide model.num_layers"),
+    "no ranks": (["evaluate", "RUN", "--parallel.data", "0"], "parallel.data=0 must be at least 1"),
     "no text": (["evaluate", "RUN", "--data", "OTHER", "--format", "text"], "is not UTF-8"),
 }
 
@@ -279,9 +297,17 @@ def test_a_run_that_has_changed_or_has_nothing(runs, forks, command, values, rec
         cli.evaluate([str(bare)])
 
 
-def test_one_process_alone(runs, forks):
-    ends = forks.command("inference_command", "evaluate", runs("one"), size=2)
-    assert all(end.code == 2 and "WORLD_SIZE=2" in end.err and not end.out for end in ends)
+def test_a_launcher_with_another_number_of_ranks(runs, forks):
+    first, second = forks.command("pretrain.inference", "evaluate", runs("one"), size=2)
+    assert (first.code, second.code) == (2, 2) and not (first.out or second.out or second.err)
+    assert "world size 2" in first.err and first.err.count("\n") == 1
+
+
+def test_the_command_starts_its_ranks(runs, values):
+    """They get the prompt, which only the command reads."""
+    argv = [runs("one"), "--max-tokens", "5"]
+    found = values("generate", *argv, "--parallel.expert", "2", before=Input(PROMPT.encode()))
+    assert found == values("generate", *argv, "--prompt", PROMPT)
 
 
 class Input:

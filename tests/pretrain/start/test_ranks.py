@@ -84,6 +84,11 @@ def test_variables_are_those_of_torchrun(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"2": "2 0 4 2 0", "3": "3 1 4 2 0"}
 
 
+def test_messages_name_the_command(capfd):
+    assert run("kill(signal.SIGKILL) if rank else time.sleep(60)", program="fmoe evaluate") == 1
+    assert capfd.readouterr().err.startswith("fmoe evaluate: error: rank 1 ")
+
+
 # When a signal comes, and what the first rank makes of it.
 BEGINS = {
     "no handler": "",
@@ -141,7 +146,7 @@ def run_with_signals(body, numbers, tmp_path, monkeypatch, capfd):
 
 
 def test_other_programs_than_ours_are_an_error():
-    with pytest.raises(UserError, match="nothing was trained"):
+    with pytest.raises(UserError, match="nothing was done"):
         ranks.run(Job("quickstart", Recipe()), os.environ, None, [sys.executable, "-S", "-c", "pass"])
 
 
