@@ -26,7 +26,7 @@ OF_NO_EFFECT = (
 
 # Keys that define the predicted tokens and their context, by the model's objective.
 _MEANING = {
-    "gpt": ("data.document_mask", "data.bos"),
+    "gpt": ("data.document_mask", "data.chat", "data.bos"),
     "bert": ("data.noise_density",),
     "t5": ("data.noise_density", "data.mean_span"),
 }

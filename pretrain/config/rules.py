@@ -91,9 +91,9 @@ moe.num_shared_experts needs moe.num_experts>0
 moe.shared_ffn_hidden_size, moe.shared_expert_gate needs moe.num_shared_experts>0
 
 # Data and batches
-data.document_mask, data.bos excludes model.kind=t5, model.kind=bert: use model.kind=gpt
-data.document_mask excludes model.mtp_layers: they would predict tokens of the next document
-data.document_mask, data.weights, train.ramp_batch excludes position.memory_length: leave it out
+data.document_mask, data.chat, data.bos excludes model.kind=t5, model.kind=bert: use model.kind=gpt
+data.document_mask, data.chat excludes model.mtp_layers: they would predict tokens of the next document
+data.document_mask, data.chat, data.weights, train.ramp_batch excludes position.memory_length: leave it out
 train.ramp_batch needs train.ramp_increment
 train.ramp_increment needs train.ramp_samples
 train.ramp_samples needs train.ramp_batch

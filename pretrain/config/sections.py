@@ -48,6 +48,10 @@ class DataConfig(Section):
     """Begin each document with the tokenizer's BOS token: in corpora (``fmoe data prepare --bos``), in prompts and in
     evaluated text. ``fmoe import`` sets it if the tokenizer adds BOS to texts. Needs model.kind=gpt or a registered
     kind."""
+    chat: bool = False
+    """Train on conversations (``fmoe data prepare --chat``): samples are whole conversations, packed, and only tokens
+    of answers are predicted. As with document_mask, tokens attend only to their own conversation. Needs model.kind=gpt
+    or a registered kind."""
     noise_density: Annotated[float, Interval(gt=0, le=0.99)] = 0.15
     """Share of the tokens that a t5 or a bert must predict."""
     mean_span: Annotated[float, Ge(1)] = 3.0

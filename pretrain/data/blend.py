@@ -4,11 +4,12 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.samples import TokenBlocks
+from pretrain.data.samples import Samples
 
 _LONGEST_PERIOD = 1_000_000
 
@@ -45,19 +46,20 @@ class Blend:
     first.
 
     Args:
-        members: the samples of each corpus, one member per weight.
+        members: the samples or blocks of each corpus, one member per weight.
         weights: positive, in any unit.
 
     Attributes:
+        members: the members.
         samples_per_epoch: total over the members.
 
     Raises:
         UserError: see `whole_weights`.
     """
 
-    def __init__(self, members: Sequence[TokenBlocks], weights: Sequence[float]):
+    def __init__(self, members: Sequence[Samples], weights: Sequence[float]):
         self.samples_per_epoch = sum(member.samples_per_epoch for member in members)
-        self._members = members
+        self.members = members
         self._weights = whole_weights(weights)
         self._order = _order(self._weights)
         self._rank = np.empty_like(self._order)  # index among the samples of the same member in the period
@@ -70,7 +72,14 @@ class Blend:
         member = int(self._order[slot])
         return member, period * self._weights[member] + int(self._rank[slot])
 
-    def __getitem__(self, n: int) -> np.ndarray:
+    @property
+    def epochs_per_sample(self) -> tuple[float, ...]:
+        """The average share of each member's epoch that one sample of the blend uses."""
+        total = sum(self._weights)
+        pairs = zip(self._weights, self.members, strict=True)
+        return tuple(weight / total / member.samples_per_epoch for weight, member in pairs)
+
+    def __getitem__(self, n: int) -> Any:
         """Return sample ``n``.
 
         Raises:
@@ -79,7 +88,7 @@ class Blend:
         if n < 0:
             raise IndexError(f"sample {n} is negative")
         member, place = self.place(int(n))
-        return self._members[member][place]
+        return self.members[member][place]
 
 
 def _order(weights: Sequence[int]) -> np.ndarray:

@@ -131,9 +131,10 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "prepare",
         _prepare,
-        "tokenize text into PREFIX.bin, PREFIX.idx and PREFIX.json",
+        "tokenize text or conversations into PREFIX.bin, PREFIX.idx and PREFIX.json",
         f"Write Megatron's indexed format, and a description next to it.\n\n{INPUTS}\n\n{_DATASETS}",
         "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train\n"
+        "  fmoe data prepare chats.jsonl --chat --tokenizer runs/mixtral/tokenizer/tokenizer.json --out out/chats\n"
         "  fmoe data prepare --dataset owner/name:config --split train --columns text --tokenizer t.json --out out/a",
     )
     _add_inputs(prepared)
@@ -146,6 +147,18 @@ def _parser() -> argparse.ArgumentParser:
         "--bos",
         action="store_true",
         help="begin each document with the tokenizer's BOS token, for recipes with data.bos=true",
+    )
+    prepared.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations, with messages, or with prompt and completion (or answer), for recipes with "
+        "data.chat=true; the tokenizer's chat template is applied to messages",
+    )
+    prepared.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="with --chat: a conversation whose first answer begins after N tokens is unreadable (default: no limit)",
     )
     prepared.add_argument(
         "--workers",
@@ -352,6 +365,13 @@ def _prepare(arguments: argparse.Namespace) -> None:
     inputs = _inputs(arguments)
     if not inputs:
         raise UserError("no input: pass at least one file or folder as INPUT, or --dataset")
+    if arguments.chat:
+        for name, default in (("text_key", "text"), ("columns", None), ("separator", None)):
+            value = getattr(arguments, name)
+            if value != default:
+                raise UserError(f"{_option(name)} {value} applies to text: omit it with --chat")
+    elif arguments.sequence_length is not None:
+        raise UserError(f"--sequence-length {arguments.sequence_length} needs --chat")
     refuse_existing(corpus_paths(arguments.out), arguments.overwrite, [*arguments.inputs, arguments.tokenizer])
     done = prepare(
         inputs,
@@ -363,10 +383,13 @@ def _prepare(arguments: argparse.Namespace) -> None:
         format=arguments.format,
         skip_errors=arguments.on_error == "skip",
         bos=arguments.bos,
+        chat=arguments.chat,
+        sequence_length=arguments.sequence_length,
     )
+    answers = "" if done.answer_tokens is None else f" ({done.answer_tokens:,} of answers)"
     empty = f", {done.empty_documents:,} empty documents skipped" if done.empty_documents else ""
     print(
-        f"{done.documents:,} documents, {done.tokens:,} tokens, {size_text(done.text_bytes)} of text "
+        f"{done.documents:,} documents, {done.tokens:,} tokens{answers}, {size_text(done.text_bytes)} of text "
         f"({done.text_bytes / done.tokens:.2f} bytes per token){empty}"
     )
     if done.skipped:
@@ -391,6 +414,8 @@ def _show(arguments: argparse.Namespace) -> None:
         print(f"token ids: {np.count_nonzero(counts.unigrams):,} distinct, the largest is {counts.largest:,}")
     for dataset in corpus.description.get("mixture", {}).get("datasets", ()):
         print(f"dataset: {dataset}")
+    if "chat" in corpus.description:
+        print(f"conversations: {corpus.description['chat']['answer_tokens']:,} tokens are of answers")
     for key in ("tokenizer", "text_bytes", "empty_documents", "skipped_documents", "fmoe"):
         if key in corpus.description:
             print(f"{key}: {corpus.description[key]}")

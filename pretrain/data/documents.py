@@ -5,6 +5,8 @@ document's last.
 
 Pieces of text end at line ends, except inside a line that is longer than a piece. Tokenizers trained by this package
 keep newlines as separate tokens, so cutting at line ends does not change the tokens of a document.
+
+With ``text_key=None``, documents are conversations: a piece is a whole row, as the JSON of `conversation_text`.
 """
 
 import logging
@@ -17,10 +19,12 @@ from typing import NamedTuple
 from fmoe.errors import UserError, printable
 from pretrain.data import sources
 from pretrain.data.sources import (
+    CONVERSATION_KEYS,
     FORMATS,
     Format,
     OnError,
     Source,
+    conversation_text,
     decode,
     json_rows,
     read_blocks,
@@ -52,30 +56,34 @@ logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, and whether it is the last part."""
+    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, and whether it is the last part.
+
+    A conversation also has its location, such as ``a.jsonl, line 3``.
+    """
 
     text: str | bytes
     num_bytes: int
     ends_document: bool
+    place: str = ""
 
 
 def open_sources(
-    inputs: Iterable[str | Path] | Mixture, text_key: str = "text", *, format: str = "auto"
+    inputs: Iterable[str | Path] | Mixture, text_key: str | None = "text", *, format: str = "auto"
 ) -> Sequence[Source | Stream]:
     """Open ``inputs``: files and folders with `find_sources`, a `Mixture` with `open_mixture`."""
     if isinstance(inputs, Mixture):
-        return [open_mixture(inputs)]
+        return [open_mixture(inputs, conversations=text_key is None)]
     return find_sources(inputs, text_key, format=format)
 
 
-def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
+def find_sources(paths: Iterable[str | Path], text_key: str | None = "text", *, format: str = "auto") -> list[Source]:
     """Find the files behind ``paths``, in the given order. The files of a folder are sorted by their path in it.
 
     In a folder, hidden files and folders, links to folders, and files of other formats are skipped with a warning.
 
     Args:
         paths: files and folders.
-        text_key: key or column with the text.
+        text_key: key or column with the text; None for conversations.
         format: format of all files, one of `FORMATS`. "auto" chooses it by the suffix, ignoring case. It then skips a
             ``.json`` file of a folder if the first row does not have ``text_key``.
 
@@ -88,6 +96,7 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
             * a file with an unknown suffix,
             * a compressed Parquet file,
             * a folder without documents,
+            * conversations in a text file,
             * a folder written by ``DatasetDict.save_to_disk``.
     """
     if format not in FORMATS:
@@ -118,6 +127,9 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
             raise UserError(f"cannot read {printable(str(error.filename or path))}: {error.strerror}") from error
     if not sources:
         raise UserError("no input: pass at least one file or folder")
+    for source in sources:
+        if text_key is None and source.format in (Format.TEXT, Format.BYTES):
+            raise UserError(f"{source.shown} is text, but conversations are rows: use JSON, Parquet or a dataset")
     return sources
 
 
@@ -129,14 +141,14 @@ def iter_documents(
         yield from read_source(source, text_key, on_error)
 
 
-def read_source(source: Source | Stream, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
+def read_source(source: Source | Stream, text_key: str | None = "text", on_error: OnError = stop) -> Iterator[Piece]:
     """Yield the pieces of one source. A text or bytes file is one document; otherwise each line, item or row is one.
 
     A UTF-8 byte order mark at the beginning of a file is skipped, except in bytes.
 
     Args:
         source: the file, folder or stream.
-        text_key: key or column with the text; not used for text, bytes and streams.
+        text_key: key or column with the text, None for conversations; not used for text, bytes and streams of text.
         on_error: function that is called with the error of an unreadable document. If it returns, the document is
             skipped; so is the rest of a file that is damaged from there on. Errors of a whole table or stream, such as
             a missing column, are always raised.
@@ -145,7 +157,7 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
         UserError: the content does not fit the format, or the source is unreadable or changed while it was read.
     """
     if isinstance(source, Stream):
-        yield from _read_stream(source, on_error)
+        yield from _read_stream(source, text_key, on_error)
         return
     try:
         before = _state(source.path)
@@ -163,10 +175,12 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
         raise UserError(f"cannot read {source.shown}: {error.strerror}") from error
 
 
-def _read_stream(stream: Stream, on_error: OnError) -> Iterator[Piece]:
+def _read_stream(stream: Stream, text_key: str | None, on_error: OnError) -> Iterator[Piece]:
     for place, text, error in stream.documents():
         if text is None:
             on_error(UserError(f"{place}: {error}"))
+        elif text_key is None:
+            yield Piece(text, len(text.encode()), True, place)
         else:
             yield from _pieces_of_value(text, "text", place, on_error)
 
@@ -176,7 +190,7 @@ def _state(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
+def _read_table(source: Source, text_key: str | None, on_error: OnError) -> Iterator[Piece]:
     from pretrain.data.tables import read_parquet, read_saved  # imports pyarrow and datasets
 
     rows = read_parquet if source.format is Format.PARQUET else read_saved
@@ -191,7 +205,11 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
             return
         if value is values:
             return
-        yield from _pieces_of_value(value, text_key, f"{source.shown}, row {number}", on_error)
+        place = f"{source.shown}, row {number}"
+        if text_key is None:
+            yield from _conversation(value, place, on_error)
+        else:
+            yield from _pieces_of_value(value, text_key, place, on_error)
 
 
 def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_error: OnError) -> bool:
@@ -225,7 +243,7 @@ def _known_format(path: Path) -> Format | None:
     return _FORMAT_OF.get(os.path.splitext(stem)[1] if suffix in _COMPRESSED else suffix)
 
 
-def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]:
+def _sources_in_folder(folder: Path, text_key: str | None, format: str) -> list[Source]:
     sources: list[tuple[str, Source]] = []
     top = printable(folder.resolve().name)
     hidden = others = 0
@@ -256,7 +274,8 @@ def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]
         of = f" (suffixes {', '.join(map(printable, sorted(suffixes)[:10]))})" if suffixes else ""
         left_out.append(f"{others} other files or links{of}")
     if not_documents:
-        left_out.append(f"{len(not_documents)} .json files without {text_key!r}: {shorten(sorted(not_documents))}")
+        key = "conversations" if text_key is None else repr(text_key)
+        left_out.append(f"{len(not_documents)} .json files without {key}: {shorten(sorted(not_documents))}")
     shown = printable(str(folder))
     if not sources:
         wanted = ", ".join("*" + suffix for suffix in _FORMAT_OF) if format == "auto" else "files"
@@ -267,14 +286,15 @@ def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]
     return [source for _, source in sorted(sources, key=lambda pair: pair[0])]
 
 
-def _holds_documents(source: Source, text_key: str) -> bool:
-    """Return whether the first row of a JSON file is an object with the key ``text_key``."""
+def _holds_documents(source: Source, text_key: str | None) -> bool:
+    """Return whether the first row of a JSON file is an object with the key ``text_key``, or of a conversation."""
     # Settings and vocabularies are .json files too.
     try:
         _, row = next(json_rows(source, stop), ("", None))
     except UserError:
         return False
-    return isinstance(row, dict) and text_key in row
+    keys = CONVERSATION_KEYS if text_key is None else (text_key,)
+    return isinstance(row, dict) and any(key in row for key in keys)
 
 
 def _read_text(source: Source) -> Iterator[Piece]:
@@ -306,14 +326,25 @@ def _last_character_start(data: bytes) -> int:
     return start
 
 
-def _read_rows(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
+def _read_rows(source: Source, text_key: str | None, on_error: OnError) -> Iterator[Piece]:
     for place, row in json_rows(source, on_error):
+        if text_key is None:
+            yield from _conversation(row, place, on_error)
+            continue
         try:
             value = _text_of_row(row, text_key, place)
         except UserError as error:
             on_error(error)
             continue
         yield from _pieces_of_value(value, text_key, place, on_error)
+
+
+def _conversation(row: object, place: str, on_error: OnError) -> Iterator[Piece]:
+    try:
+        text = conversation_text(row)
+        yield Piece(text, _num_bytes(text, "the row"), True, place)
+    except UserError as error:
+        on_error(UserError(f"{place}: {error}"))
 
 
 def _text_of_row(row: object, text_key: str, place: str) -> object:
@@ -330,10 +361,9 @@ def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError
         on_error(UserError(f"{place}: the value of {text_key!r} is a {type(value).__name__}, not a string"))
         return
     try:
-        num_bytes = len(value.encode())
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-        code = ord(value[error.start])
-        on_error(UserError(f"{place}: {text_key!r} has the lone surrogate U+{code:04X}, which is not valid in UTF-8"))
+        num_bytes = _num_bytes(value, repr(text_key))
+    except UserError as error:
+        on_error(UserError(f"{place}: {error}"))
         return
     start = 0
     while len(value) - start > sources.PIECE_SIZE:
@@ -344,3 +374,11 @@ def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError
         start = cut
         num_bytes -= size
     yield Piece(value[start:], num_bytes, True)
+
+
+def _num_bytes(text: str, name: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        code = ord(text[error.start])
+        raise UserError(f"{name} has the lone surrogate U+{code:04X}, which is not valid in UTF-8") from error

@@ -3,7 +3,7 @@
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
 [D + 1] counted in sequences. A document is a range of sequences: fmoe writes one sequence, or several for a document of
-more than 2^31 - 1 tokens.
+more than 2^31 - 1 tokens. The sequences of a conversation are in turn context and answer (`pretrain.data.chat`).
 
 ``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
 id, so that a run opens a corpus without reading its tokens.
@@ -79,7 +79,7 @@ class IndexedWriter:
         self._stack = ExitStack()
         self._lengths = array("i")  # of sequences
         self._boundaries = array("q", [0])
-        self._open_length = 0  # tokens of the current document
+        self._open_length = 0  # tokens of the current sequence
         self._description: dict[str, Any] = {}
         self._sum = hashlib.sha256()
         self._counter = TokenCounter()
@@ -118,14 +118,18 @@ class IndexedWriter:
         self._open_length += values.size
         self.num_tokens += values.size
 
-    def end_document(self) -> None:
-        """End the current document, which may be empty."""
+    def end_sequence(self) -> None:
+        """End the current sequence of the current document; both may be empty."""
         while self._open_length > _LONGEST_SEQUENCE:
             self._lengths.append(_LONGEST_SEQUENCE)
             self._open_length -= _LONGEST_SEQUENCE
         self._lengths.append(self._open_length)
-        self._boundaries.append(len(self._lengths))
         self._open_length = 0
+
+    def end_document(self) -> None:
+        """End the current document, which may be empty."""
+        self.end_sequence()
+        self._boundaries.append(len(self._lengths))
         self.num_documents += 1
 
     def describe(self, **description: Any) -> None:

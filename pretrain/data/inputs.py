@@ -1,5 +1,6 @@
 """Input files of a run, opened and checked against the recipe before training."""
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +12,18 @@ from fmoe import random
 from fmoe.errors import UserError, require
 from pretrain.config import Recipe
 from pretrain.data.blend import Blend
+from pretrain.data.conversations import Conversations
 from pretrain.data.counting import check_ids, count_missing, unigram_entropy
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.opening import bos_of, naming, open_corpus, open_tokenizer
-from pretrain.data.samples import GPTSamples, Samples, TokenBlocks
+from pretrain.data.samples import GPTSamples, Samples
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.models import kind_of
 from pretrain.tracking.trackio import check_installed
 
 # Fixed: every run validates on the same sequences, drawn at random so that a few represent all documents.
 VALIDATION_SEED = 0
+_MUCH_PADDING = 0.1  # of the tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Inputs:
         validation_fingerprints: the same for each validation corpus.
         tokenizer_fingerprint: SHA-256 of the tokenizer's file.
         end_of_document: id that ends documents.
-        epochs_per_sample: one value per training corpus of a blend; see `epochs_per_sample`.
+        epochs_per_sample: one value per training corpus of a blend (`Blend.epochs_per_sample`).
         warnings: probable mistakes in the data, one line each.
     """
 
@@ -71,7 +74,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
     tokenizer = open_tokenizer(recipe)
     with naming("data.train"):
         corpora = _open_corpora(recipe, recipe.data.train, tokenizer)
-        samples = build_samples(recipe, corpora, tokenizer, recipe.train.seed, recipe.data.weights)
+        samples, epochs_per_sample = _build_samples(recipe, corpora, tokenizer, recipe.train.seed, recipe.data.weights)
         check_ids(corpora, vocab_size)
         has_counts = all(corpus.counts for corpus in corpora)
         entropy = unigram_entropy(corpora, vocab_size) if has_counts else None
@@ -79,7 +82,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
     held_out: tuple[str | None, ...] = ()
     if recipe.data.validation:
         validation, held_out = open_validation(recipe, tokenizer)
-    fingerprints = _fingerprints(corpora)
+    fingerprints = _fingerprints(recipe, corpora)
     return Inputs(
         train=samples,
         validation=validation,
@@ -89,8 +92,12 @@ def open_inputs(recipe: Recipe) -> Inputs:
         validation_fingerprints=held_out,
         tokenizer_fingerprint=tokenizer.fingerprint,
         end_of_document=tokenizer.end_of_document,
-        epochs_per_sample=epochs_per_sample(recipe, corpora, recipe.data.weights),
-        warnings=tuple(_doubts(recipe, validation, fingerprints, held_out)),
+        epochs_per_sample=epochs_per_sample,
+        warnings=(
+            *_conversation_doubts("data.train", samples),
+            *_conversation_doubts("data.validation", validation),
+            *_doubts(recipe, validation, fingerprints, held_out),
+        ),
     )
 
 
@@ -102,9 +109,9 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
     """
     with naming("data.validation"):
         corpora = _open_corpora(recipe, recipe.data.validation, tokenizer)
-        samples = build_samples(recipe, corpora, tokenizer, VALIDATION_SEED)
+        samples, _ = _build_samples(recipe, corpora, tokenizer, VALIDATION_SEED)
         check_ids(corpora, recipe.model.vocab_size)
-    return samples, _fingerprints(corpora)
+    return samples, _fingerprints(recipe, corpora)
 
 
 def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
@@ -120,54 +127,70 @@ def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
         return replace(inputs, unigram_entropy=unigram_entropy(inputs.corpora, vocab_size))
 
 
-def build_samples(
+def _build_samples(
     recipe: Recipe,
     corpora: Sequence[IndexedCorpus],
     tokenizer: Tokenizer,
     seed: int,
     weights: Sequence[float] = (),
-) -> Samples:
+) -> tuple[Samples, tuple[float, ...]]:
     """Build the samples for a recipe's model, in an order that depends on ``seed``.
 
     Args:
         weights: weights of the corpora in a blend; empty to read them as one corpus.
+
+    Returns:
+        The samples and, for a blend, its `Blend.epochs_per_sample`.
 
     Raises:
         UserError: a corpus is too short, or the tokenizer lacks a special token.
     """
     kind = kind_of(recipe)
     length = kind.block_length(recipe)
-    blocks: TokenBlocks
+
+    def build(corpora: Sequence[IndexedCorpus], seed: int) -> GPTSamples | Conversations:
+        if recipe.data.chat:
+            return Conversations(corpora, length, seed, padding=tokenizer.end_of_document)
+        return GPTSamples(corpora, length, seed, streams=recipe.streams)
+
+    epochs_per_sample: tuple[float, ...] = ()
+    blocks: GPTSamples | Conversations | Blend
     if weights:
         # Each member has its own order, even if a corpus is named twice.
         seeds = [random.key("blend", seed, number) for number in range(len(corpora))]
-        members = [GPTSamples([corpus], length, key) for corpus, key in zip(corpora, seeds, strict=True)]
-        blocks = Blend(members, weights)
+        blocks = Blend([build([corpus], key) for corpus, key in zip(corpora, seeds, strict=True)], weights)
+        epochs_per_sample = blocks.epochs_per_sample
     else:
-        blocks = GPTSamples(corpora, length, seed, streams=recipe.streams)
-    return kind.samples(recipe, blocks, tokenizer, seed, length)
-
-
-def epochs_per_sample(
-    recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
-) -> tuple[float, ...]:
-    """Return the average share of each corpus's epoch that one sample of the blend uses; () without ``weights``."""
-    if not weights:
-        return ()
-    length = kind_of(recipe).block_length(recipe)
-    return tuple(
-        weight / sum(weights) / ((corpus.num_tokens - 1) // length)
-        for weight, corpus in zip(weights, corpora, strict=True)
-    )
+        blocks = build(corpora, seed)
+    return kind.samples(recipe, blocks, tokenizer, seed, length), epochs_per_sample
 
 
 def _open_corpora(recipe: Recipe, prefixes: Sequence[str], tokenizer: Tokenizer) -> list[IndexedCorpus]:
     bos = bos_of(recipe, tokenizer)
-    return [open_corpus(prefix, tokenizer, bos) for prefix in prefixes]
+    return [open_corpus(prefix, tokenizer, bos, chat=recipe.data.chat) for prefix in prefixes]
 
 
-def _fingerprints(corpora: Sequence[IndexedCorpus]) -> tuple[str | None, ...]:
-    return tuple(corpus.description.get("sha256", {}).get("bin") for corpus in corpora)
+def _fingerprints(recipe: Recipe, corpora: Sequence[IndexedCorpus]) -> tuple[str | None, ...]:
+    sums = [corpus.description.get("sha256", {}) for corpus in corpora]
+    if recipe.data.chat:  # the index says which tokens are answers
+        return tuple(hashlib.sha256(f"{each['bin']}{each['idx']}".encode()).hexdigest() for each in sums)
+    return tuple(each.get("bin") for each in sums)
+
+
+def _conversation_doubts(key: str, samples: Samples | None) -> Iterator[str]:
+    """Yield a line if conversations do not fit into a sequence, and one if much of the samples is padding."""
+    for member in samples.members if isinstance(samples, Blend) else [samples]:
+        if not isinstance(member, Conversations):
+            continue
+        length = member.sequence_length
+        if member.num_cut or member.num_left_out:
+            yield (
+                f"{key}: of {member.num_conversations:,} conversations, {member.num_cut:,} are cut to "
+                f"model.sequence_length={length}, and {member.num_left_out:,} are left out, because their first answer "
+                "begins later"
+            )
+        if member.padding_share > _MUCH_PADDING:
+            yield f"{key}: {member.padding_share:.0%} of the samples' tokens are padding"
 
 
 def _doubts(

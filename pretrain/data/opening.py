@@ -110,17 +110,26 @@ def _recorded_end(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
     return None
 
 
-def open_corpus(prefix: str | Path, tokenizer: Tokenizer, bos: int | None = None) -> IndexedCorpus:
+def open_corpus(
+    prefix: str | Path, tokenizer: Tokenizer, bos: int | None = None, *, chat: bool = False
+) -> IndexedCorpus:
     """Open a corpus by its prefix.
 
     Args:
         bos: id that begins each document; None if no document begins with BOS.
+        chat: the documents are conversations.
 
     Raises:
-        UserError: the corpus is missing or damaged; or it was prepared with another tokenizer, end of document or
-            ``bos``.
+        UserError: the corpus is missing or damaged; or it was prepared with another tokenizer, end of document,
+            ``bos`` or ``chat``.
     """
     corpus = IndexedCorpus(prefix)
+    if ("chat" in corpus.description) != chat:
+        needed, option = ("conversations", "with") if chat else ("text", "without")
+        raise UserError(
+            f"data.chat={str(chat).lower()} needs {needed}, but {prefix} was prepared otherwise: prepare the corpus "
+            f"again {option} --chat, or change data.chat"
+        )
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(
             f"{prefix} was prepared with another tokenizer than the model's, {tokenizer.path}: prepare "

@@ -1,5 +1,6 @@
-"""Conversion of text to an indexed corpus in the order of the text, with tokenization in worker processes."""
+"""Conversion of text or conversations to an indexed corpus, in their order, with tokenization in worker processes."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fmoe import __version__
 from fmoe.errors import UserError
+from pretrain.data.chat import ChatEncoder, kind_of
 from pretrain.data.documents import Piece, open_sources, read_source
 from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
 from pretrain.data.progress import show_progress
@@ -40,10 +43,11 @@ class Prepared:
         paths: the files of the corpus.
         documents: documents in the corpus.
         tokens: tokens in the corpus, including the end of each document.
-        text_bytes: UTF-8 bytes of the documents' text.
+        text_bytes: UTF-8 bytes of the documents' text; of conversations, of their JSON.
         empty_documents: number of documents skipped because they have no tokens.
         skipped: number of unreadable documents skipped.
         first_skipped: error messages of the first unreadable documents.
+        answer_tokens: tokens of the answers of conversations; None for text.
     """
 
     paths: tuple[Path, ...]
@@ -53,12 +57,14 @@ class Prepared:
     empty_documents: int
     skipped: int = 0
     first_skipped: tuple[str, ...] = ()
+    answer_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class _Batch:
     source: int  # index of the source of all pieces
     pieces: list[Piece]
+    errors: list[UserError]  # of documents skipped between them
 
     @property
     def texts(self) -> list[str | bytes]:
@@ -68,10 +74,18 @@ class _Batch:
 @dataclass(frozen=True)
 class _Encoded:
     tokens: np.ndarray  # of all texts, concatenated
-    counts: list[int]  # tokens of each text
+    counts: list[list[int] | str]  # tokens of each part of each text, or the error of a conversation
 
 
 _Encode = Callable[[list[str | bytes]], _Encoded]
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """Arguments of `ChatEncoder` beside the tokenizer."""
+
+    bos: bool
+    sequence_length: int | None
 
 
 def prepare(
@@ -85,11 +99,15 @@ def prepare(
     format: str = "auto",
     skip_errors: bool = False,
     bos: bool = False,
+    chat: bool = False,
+    sequence_length: int | None = None,
 ) -> Prepared:
     """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, provenance).
 
-    Each document's tokens end with the end-of-document token. The files are the same for any ``num_workers``. Existing
-    files are replaced once the new ones are complete. Memory grows only by 12 bytes per document.
+    Each document's tokens end with the end-of-document token. If the documents are conversations, their sequences are
+    in turn context and answer, and their tokens end as the chat template does. The files are the same for any
+    ``num_workers``. Existing files are replaced once the new ones are complete. Memory grows only by 12 bytes per
+    document, or by 8 bytes per conversation and 4 per sequence.
 
     Args:
         inputs: files and folders, as for `pretrain.data.documents.find_sources`, or a `pretrain.data.streams.Mixture`.
@@ -103,20 +121,28 @@ def prepare(
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip and count unreadable documents.
         bos: begin each document with the tokenizer's BOS token, as a recipe with ``data.bos=true`` needs.
+        chat: documents are conversations (`pretrain.data.chat`), as a recipe with ``data.chat=true`` needs. Then
+            ``text_key`` has no effect.
+        sequence_length: refuse a conversation whose first answer begins after this many tokens; None for no limit.
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
             `pretrain.data.streams.open_mixture`); ``format`` is "bytes" and the tokenizer does not have one token per
-            byte; the tokenizer has no BOS token; an output is an input or not writable; no document has text;
-            ``num_workers`` is less than 1; or a worker process died.
+            byte; the tokenizer has no BOS token; a conversation is invalid, or of another kind than the first one; an
+            output is an input or not writable; no document has text; ``num_workers`` or ``sequence_length`` is less
+            than 1; or a worker process died.
     """
+    if sequence_length is not None and sequence_length < 1:
+        raise UserError(f"sequence_length={sequence_length} must be at least 1")
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
-    begin = [tokenizer.role("bos")] if bos else []
+    bos_ids = [tokenizer.role("bos")] if bos else []
+    begin, end = ([], []) if chat else (bos_ids, [tokenizer.end_of_document])
     if format == "bytes":
         _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
-    sources = open_sources(inputs, text_key, format=format)
+    key = None if chat else text_key
+    sources = open_sources(inputs, key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()
     sizes = [source.num_bytes for source in sources]
@@ -129,22 +155,33 @@ def prepare(
     streams = [source for source in sources if isinstance(source, Stream)]
     with (
         IndexedWriter(output_prefix, dtype) as writer,
-        _encoder(tokenizer, dtype, num_workers) as encode_all,
+        _encoder(tokenizer, dtype, num_workers, _Chat(bos, sequence_length) if chat else None) as encode_all,
         show_progress("tokenizing", total_bytes, progress) as report,
     ):
         length = 0  # tokens of the current document
-        for batch, encoded in encode_all(_batches(sources, text_key, skips if skip_errors else stop)):
+        answer_tokens = 0
+        for batch, encoded in encode_all(_batches(sources, key, skip_errors)):
+            on_error = _naming(sources[batch.source], skips) if skip_errors else stop
+            for error in batch.errors:
+                on_error(error)
             start = 0
-            for piece, count in zip(batch.pieces, encoded.counts, strict=True):
-                if count and not length:
+            for piece, parts in zip(batch.pieces, encoded.counts, strict=True):
+                if isinstance(parts, str):
+                    on_error(UserError(f"{piece.place}: {parts}"))
+                    continue
+                if any(parts) and not length:
                     writer.append(begin)
-                writer.append(encoded.tokens[start : start + count])
-                start += count
-                length += count
+                for number, count in enumerate(parts):
+                    if number:
+                        writer.end_sequence()
+                    writer.append(encoded.tokens[start : start + count])
+                    start += count
+                    length += count
+                answer_tokens += sum(parts[1::2])
                 if not piece.ends_document:
                     continue
                 if length:
-                    writer.append([tokenizer.end_of_document])
+                    writer.append(end)
                     writer.end_document()
                 else:
                     counts.empty_documents += 1
@@ -162,10 +199,11 @@ def prepare(
                 "sha256": tokenizer.fingerprint,
                 "vocab_size": tokenizer.vocab_size,
                 "end_of_document": tokenizer.end_of_document,
-                **({"bos": begin[0]} if begin else {}),
+                **({"bos": bos_ids[0]} if bos_ids else {}),
             },
             sources=[source.name for source in sources],
             **({"mixture": streams[0].provenance} if streams else {}),
+            **({"chat": {"answer_tokens": answer_tokens}} if chat else {}),
             text_bytes=counts.text_bytes,
             empty_documents=counts.empty_documents,
             skipped_documents=skips.count,
@@ -179,6 +217,7 @@ def prepare(
         empty_documents=counts.empty_documents,
         skipped=skips.count,
         first_skipped=tuple(skips.first),
+        answer_tokens=answer_tokens if chat else None,
     )
 
 
@@ -208,20 +247,32 @@ class _Counts:
         return self._bytes_before + (self._bytes_inside if size is None else min(self._bytes_inside, size))
 
 
-def _batches(sources: Sequence[Source | Stream], text_key: str, on_error: OnError) -> Iterator[_Batch]:
+def _batches(sources: Sequence[Source | Stream], text_key: str | None, skip_errors: bool) -> Iterator[_Batch]:
+    first: tuple[str, str] | None = None  # kind and location of the first conversation
     for number, source in enumerate(sources):
-        of_source = on_error if on_error is stop else _naming(source, on_error)
         pieces: list[Piece] = []
+        errors: list[UserError] = []
         num_bytes = 0
-        for piece in read_source(source, text_key, of_source):
+        on_error = errors.append if skip_errors else stop
+        for piece in read_source(source, text_key, on_error):
+            if text_key is None:
+                try:
+                    kind = kind_of(json.loads(piece.text))
+                    first = first or (kind, piece.place)
+                    if kind != first[0]:
+                        raise UserError(f"the row has {kind}, but {first[1]} has {first[0]}: prepare each kind alone")
+                except UserError as error:
+                    on_error(UserError(f"{piece.place}: {error}"))
+                    continue
             pieces.append(piece)
             num_bytes += piece.num_bytes
             if num_bytes >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
-                yield _Batch(number, pieces)
+                yield _Batch(number, pieces, list(errors))
                 pieces = []
+                errors.clear()
                 num_bytes = 0
-        if pieces:
-            yield _Batch(number, pieces)
+        if pieces or errors:
+            yield _Batch(number, pieces, errors)
 
 
 def _naming(source: Source | Stream, on_error: OnError) -> OnError:
@@ -230,26 +281,48 @@ def _naming(source: Source | Stream, on_error: OnError) -> OnError:
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
-def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str | bytes]) -> _Encoded:
-    ids = [tokenizer.encode_piece(text) for text in texts]
-    parts = [np.array(part, dtype=dtype) for part in ids]
-    return _Encoded(np.concatenate(parts), [len(part) for part in parts])
+def _encode_with(tokenizer: Tokenizer, dtype: np.dtype, chat: _Chat | None) -> _Encode:
+    """Return a function that encodes texts, or conversations with the arguments ``chat``."""
+    if chat is None:
+        return partial(_encode, lambda text: [tokenizer.encode_piece(text)], dtype)
+    encoder = ChatEncoder(tokenizer, chat.bos, chat.sequence_length)
+
+    def encode(text: str) -> list[np.ndarray] | str:
+        try:
+            return encoder.encode(json.loads(text))
+        except UserError as error:
+            return str(error)
+
+    return partial(_encode, encode, dtype)
+
+
+def _encode(encode: Callable[[Any], Sequence[Any] | str], dtype: np.dtype, texts: list[str | bytes]) -> _Encoded:
+    tokens = [np.empty(0, dtype)]
+    counts: list[list[int] | str] = []
+    for text in texts:
+        parts = encode(text)
+        if isinstance(parts, str):
+            counts.append(parts)
+            continue
+        tokens += [np.array(part, dtype=dtype) for part in parts]
+        counts.append([len(part) for part in parts])
+    return _Encoded(np.concatenate(tokens), counts)
 
 
 @contextmanager
 def _encoder(
-    tokenizer: Tokenizer, dtype: np.dtype, num_workers: int
+    tokenizer: Tokenizer, dtype: np.dtype, num_workers: int, chat: _Chat | None
 ) -> Iterator[Callable[[Iterable[_Batch]], Iterator[tuple[_Batch, _Encoded]]]]:
     """Yield a function that encodes batches in order. With ``num_workers`` above 1, it uses as many processes."""
     if num_workers == 1:
-        encode = partial(_encode, tokenizer, dtype)
+        encode = _encode_with(tokenizer, dtype, chat)
         yield lambda batches: ((batch, encode(batch.texts)) for batch in batches)
         return
     executor = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe with the threads of torch or a caller
         initializer=_start_worker,
-        initargs=(str(tokenizer.path), dtype.name),
+        initargs=(str(tokenizer.path), dtype.name, chat),
     )
     try:
         # Only this process handles interrupts: children inherit the mask. The resource tracker is started before,
@@ -288,10 +361,10 @@ def _map_in_order(
 _worker_encode: _Encode | None = None  # set once per worker process
 
 
-def _start_worker(tokenizer_path: str, dtype: str) -> None:
+def _start_worker(tokenizer_path: str, dtype: str, chat: _Chat | None) -> None:
     global _worker_encode
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encode = partial(_encode, load_tokenizer(tokenizer_path), np.dtype(dtype))
+    _worker_encode = _encode_with(load_tokenizer(tokenizer_path), np.dtype(dtype), chat)
 
 
 def _end_with_parent() -> None:

@@ -140,7 +140,7 @@ class GPTSamples:
         if self.streams:
             blocks = np.arange(self.samples_per_epoch).reshape(self.streams, -1).T.ravel()
         else:
-            blocks = _permutation(self.samples_per_epoch, self.seed, number, _BLOCKS)
+            blocks = epoch_order(self.samples_per_epoch, self.seed, number)
         return _Epoch(number, order, np.cumsum(self._lengths[order]), blocks)
 
 
@@ -175,6 +175,11 @@ class Segments(MadeOfBlocks):
         block = self.blocks[n]
         is_start = n % self.samples_per_epoch < self.blocks.streams
         return {"tokens": block[:-1], "labels": block[1:], "starts": np.array([is_start], dtype=np.int64)}
+
+
+def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the random order of an epoch's samples, int64 [size]."""
+    return _permutation(size, seed, epoch, _BLOCKS)
 
 
 def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

@@ -12,11 +12,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fmoe.errors import UserError, printable
+from fmoe.errors import UserError, one_line, printable
 
 PIECE_SIZE = 1 << 20  # characters, or bytes of undecoded content
 MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole and must fit in memory
 _SHOWN_SKIPS = 5
+CONVERSATION_KEYS = ("messages", "prompt", "completion", "answer")
 # Longest first: UTF-32's mark begins with UTF-16's.
 _OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -100,6 +101,23 @@ def shorten(names: Iterable[str], limit: int = 10) -> str:
     names = list(names)
     quoted = ", ".join(repr(printable(name[:40])) for name in names[:limit]) or "none"
     return f"{quoted} and {len(names) - limit} more" if len(names) > limit else quoted
+
+
+def conversation_text(row: object) -> str:
+    """Return the values of `CONVERSATION_KEYS` that a row has, as a JSON object; other keys are left out.
+
+    Raises:
+        UserError: the row is not an object, has none of the keys, or has a value that JSON does not have.
+    """
+    if not isinstance(row, dict):
+        raise UserError(f"the row is a JSON {type(row).__name__}, not an object")
+    values = {key: row[key] for key in CONVERSATION_KEYS if row.get(key) is not None}
+    if not values:
+        raise UserError(f"the row has neither 'messages' nor 'prompt'; its keys are {shorten(row)}")
+    try:
+        return json.dumps(values, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the row is not a conversation: {one_line(error, 200)}") from error
 
 
 def refuse_other_encoding(head: bytes, name: str) -> None:

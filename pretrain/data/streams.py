@@ -11,7 +11,7 @@ from typing import Any
 
 from fmoe.errors import UserError, one_line, printable, require
 from pretrain.config.keys import check_path
-from pretrain.data.sources import shorten
+from pretrain.data.sources import CONVERSATION_KEYS, conversation_text, shorten
 
 STOPPING_STRATEGIES = ("first_exhausted", "all_exhausted")
 _HUB_TIMEOUT = 10.0  # seconds for the first answer of the Hub
@@ -118,8 +118,11 @@ def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
     return name, config or None, revision or None
 
 
-def open_mixture(mixture: Mixture) -> Stream:
+def open_mixture(mixture: Mixture, *, conversations: bool = False) -> Stream:
     """Open the datasets of a mixture and read their first rows.
+
+    Args:
+        conversations: the text of a row is its `conversation_text`; ``columns`` and ``separator`` have no effect.
 
     Raises:
         UserError: a value out of range; a dataset, revision, config, split, column or file that does not exist; a
@@ -130,7 +133,7 @@ def open_mixture(mixture: Mixture) -> Stream:
     datasets = require("datasets", "pretrain", "reading a dataset")
     opened = [_open(datasets, dataset) for dataset in mixture.datasets]
     parts = [
-        _documents(datasets, number, dataset, each, mixture.separator)
+        _documents(datasets, number, dataset, each, None if conversations else mixture.separator)
         for number, (dataset, each) in enumerate(zip(mixture.datasets, opened, strict=True))
     ]
     if mixture.weights:
@@ -270,8 +273,12 @@ def _open(datasets, dataset: Dataset) -> _Opened:
     )
 
 
-def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separator: str):
-    """Check the columns, and return rows with the keys text, error, dataset and row."""
+def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separator: str | None):
+    """Check the columns, and return rows with the keys text, error, dataset and row.
+
+    Args:
+        separator: text between columns; None for conversations.
+    """
     rows = opened.rows
     columns = list(dataset.columns)
     with _one_line_errors(_quoted(dataset)):
@@ -280,7 +287,14 @@ def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separat
         raise UserError(f"{_quoted(dataset)} has no rows in split={dataset.split!r}")
     types = {name: getattr(type_, "dtype", "a structure") for name, type_ in (rows.features or {}).items()}
     names = list(types or first)
-    for column in columns:
+    if separator is None:
+        columns = [name for name in CONVERSATION_KEYS if name in names]
+        opened.provenance["columns"] = columns
+        if not columns:
+            raise UserError(
+                f"{_quoted(dataset)} has neither a column 'messages' nor 'prompt'; its columns are {shorten(names)}"
+            )
+    for column in columns if separator is not None else ():
         if column not in names:
             raise UserError(f"columns: {column!r} is not in {_quoted(dataset)}: its columns are {shorten(names)}")
         value = first[column]  # decides if the types are unknown, as for JSON in datasets 4
@@ -298,8 +312,15 @@ def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separat
     )
 
 
-def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[str], separator: str) -> dict[str, Any]:
+def _document(
+    row: dict[str, Any], index: int, number: int, columns: Sequence[str], separator: str | None
+) -> dict[str, Any]:
     result = {"text": None, "error": "", "dataset": number, "row": index}
+    if separator is None:
+        try:
+            return result | {"text": conversation_text(row)}
+        except UserError as error:
+            return result | {"error": str(error)}
     for column in columns:
         if not isinstance(row[column], str):
             return result | {"error": f"the value of {column!r} is a {type(row[column]).__name__}, not a string"}

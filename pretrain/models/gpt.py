@@ -126,6 +126,8 @@ def block_length(recipe: Recipe) -> int:
 
 def samples(recipe: Recipe, blocks: TokenBlocks, tokenizer: Tokenizer, seed: int, length: int) -> Samples:
     """Return the samples of a GPT; see `pretrain.models`."""
+    if recipe.data.chat:
+        return blocks  # samples of conversations already
     if isinstance(blocks, GPTSamples) and blocks.streams:
         return Segments(blocks)
     return DocumentMask(blocks, tokenizer.end_of_document) if recipe.data.document_mask else blocks
