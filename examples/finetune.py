@@ -7,6 +7,7 @@ conversations are by default questions about Python and the first sentences of i
 """
 
 import builtins
+import contextlib
 import inspect
 import json
 import sys
@@ -72,8 +73,9 @@ def make_model(folder: Path, rows: list[dict]) -> None:
 
 
 def fmoe(*words: object) -> None:
-    """Run a command, as ``fmoe WORDS`` in a shell."""
-    code = main([str(word) for word in words])
+    """Run a command, as ``fmoe WORDS`` in a shell; its output goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        code = main([str(word) for word in words])
     if code:
         sys.exit(code)
 

@@ -126,6 +126,7 @@ INVALID = [
     ("model.mtp_layers=8 model.sequence_length=8", "model.mtp_layers=8, model.sequence_length=8"),
     ("model.mtp_layers=1 moe.layers=5", "moe.layers, 5, model.num_layers=4"),
     ("model.mtp_layers=1 data.document_mask=true", "data.document_mask=true, model.mtp_layers=1"),
+    ("model.mtp_layers=1 data.chat=true", "data.chat=true, model.mtp_layers=1"),
     ("model.mtp_layers=1 parallel.context=2", "parallel.context=2, model.mtp_layers=1"),
     (
         "model.mtp_layers=1 parallel.pipeline=2 position.encoding=learned_absolute",
@@ -300,6 +301,7 @@ INVALID = [
         "parallel.recompute=full, parallel.pipeline=2, position.memory_length=24, selective",
     ),
     (XL + "data.document_mask=true", "data.document_mask=true, position.memory_length=24"),
+    (XL + "data.chat=true", "data.chat=true, position.memory_length=24"),
     (XL + "data.train=a,b data.weights=1.0,2.0", "data.weights=[1.0, 2.0], position.memory_length=24"),
     (XL + RAMP, "train.ramp_batch=4, position.memory_length=24"),
     (XL + "train.validation_sequences=24", "train.global_batch=16, train.validation_sequences=24"),
@@ -308,6 +310,7 @@ INVALID = [
     ("data.weights=0", "data.weights=[0.0], positive"),
     ("model.num_decoder_layers=2", "model.num_decoder_layers=2, model.kind=t5, not gpt"),
     ("model.kind=bert data.document_mask=true", "data.document_mask=true, model.kind=bert"),
+    ("model.kind=t5 data.chat=true", "data.chat=true, model.kind=t5"),
     ("model.kind=t5 data.bos=true", "data.bos=true, model.kind=t5"),
     ("model.kind=t5 model.sequence_length=2", "model.sequence_length=2, data.noise_density"),
     ("model.kind=bert model.sequence_length=2", "model.sequence_length, 2"),

@@ -21,11 +21,12 @@ from pretrain.data.prepare import prepare
 from pretrain.tracking.events import read_events
 
 COUNT = 60
-# Without noise, drops and losses that depend on what else is in a batch: a conversation's loss is its own.
+# Without noise, drops and losses of the router, which depend on what else is in a batch: a conversation's loss is its own.
+ALONE = {"moe.jitter": 0.0, "moe.capacity_factor": None, "moe.balance_loss": 0.0, "moe.z_loss": 0.0}
 CHAT = replace(
     RECIPE,
     data=DataConfig(chat=True),
-    model=RECIPE.model.with_values({"moe.jitter": 0.0, "moe.capacity_factor": None, "moe.balance_loss": 0.0}),
+    model=RECIPE.model.with_values(ALONE),
 )
 
 
@@ -50,10 +51,7 @@ def samples_of(prefix, recipe):
 
 
 def gradients_and_reference(prefix):
-    """Loss and gradients of a step on an epoch of packs, and of a loop over answer tokens, one conversation at a time.
-
-    In float64 but for the sum of the losses.
-    """
+    """Loss and gradients of a step on an epoch of packs, and of a loop over answer tokens, one conversation at a time."""
     samples = samples_of(prefix, CHAT)
     count = samples.samples_per_epoch
     engine = engine_of(replace(CHAT, train=replace(CHAT.train, global_batch=count, micro_batch=1)))
