@@ -21,7 +21,7 @@ from pretrain.data.prepare import prepare
 from pretrain.tracking.events import read_events
 
 COUNT = 60
-# Without noise, drops and losses of the router, which depend on what else is in a batch: a conversation's loss is its own.
+# A conversation's loss is its own: no noise, drops and losses of the router, which depend on the rest of the batch.
 ALONE = {"moe.jitter": 0.0, "moe.capacity_factor": None, "moe.balance_loss": 0.0, "moe.z_loss": 0.0}
 CHAT = replace(
     RECIPE,
@@ -51,7 +51,7 @@ def samples_of(prefix, recipe):
 
 
 def gradients_and_reference(prefix):
-    """Loss and gradients of a step on an epoch of packs, and of a loop over answer tokens, one conversation at a time."""
+    """Loss and gradients of a step on an epoch of packs, and of a loop over the answer tokens of each conversation."""
     samples = samples_of(prefix, CHAT)
     count = samples.samples_per_epoch
     engine = engine_of(replace(CHAT, train=replace(CHAT.train, global_batch=count, micro_batch=1)))
