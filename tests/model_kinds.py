@@ -63,7 +63,7 @@ KINDS = {  # options of [model] and [data]
 }
 
 
-def recipe_of(kind, micro_batch=2, distributed=False, **parallel):
+def recipe_of(kind, micro_batch=2, **parallel):
     model, data = KINDS[kind]
     return replace(
         RECIPE,
@@ -71,7 +71,6 @@ def recipe_of(kind, micro_batch=2, distributed=False, **parallel):
         data=DataConfig(**data),
         parallel=ParallelConfig(**parallel),
         train=replace(RECIPE.train, micro_batch=micro_batch),
-        optimizer=replace(RECIPE.optimizer, distributed=distributed),
     )
 
 
