@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 
@@ -15,7 +16,7 @@ def run_stages(model: nn.Module, forward: Callable[[Any], Tensor], tokens_NS: Te
     """Run a batch through all pipeline stages, in the schedule of training.
 
     Args:
-        model: the stage of this rank.
+        model: the stage of this rank, which may be wrapped for training.
         forward: function that runs the stage, given ``model``; on the last stage it returns logits.
 
     Returns:
@@ -44,9 +45,10 @@ def next_logits(model: Any, tokens_NS: Tensor, forward: Callable[[Any], Tensor])
     Args:
         model, forward: as for `run_stages`.
     """
-    logits_NSV = run_stages(model, forward, tokens_NS, model.vocab_size)
+    vocab_size = get_attr_wrapped_model(model, "vocab_size")
+    logits_NSV = run_stages(model, forward, tokens_NS, vocab_size)
     if logits_NSV is None:
-        logits_NV = torch.empty(len(tokens_NS), model.vocab_size, dtype=torch.float32, device=tokens_NS.device)
+        logits_NV = torch.empty(len(tokens_NS), vocab_size, dtype=torch.float32, device=tokens_NS.device)
     else:
         logits_NV = logits_NSV[:, -1].float().contiguous()
     size = dist.get_world_size()
