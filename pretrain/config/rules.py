@@ -155,8 +155,7 @@ guard.spike_history at most guard.spike_window if guard.spike_window>0
 # Tasks of lm-evaluation-harness
 evaluation.every, evaluation.limit, evaluation.num_fewshot, evaluation.task_path needs evaluation.tasks
 evaluation.tasks excludes model.kind=t5, model.kind=bert: the harness's requests are those of a GPT
-evaluation.tasks excludes parallel.pipeline>1: use parallel.pipeline=1, or evaluate exports
-evaluation.tasks excludes parallel.context>1: use parallel.context=1, or evaluate exports
+evaluation.tasks excludes parallel.virtual_pipeline>1, parallel.context>1: leave it out, or evaluate exports
 evaluation.tasks excludes parallel.is_sequence_parallel: its texts have any length; use parallel.sequence=false
 """
 

@@ -24,7 +24,6 @@ from lm_eval.api import task as task_module
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,6 +36,7 @@ from pretrain.data.tokenizers.base import read_declared
 from pretrain.engine import Engine
 from pretrain.inference.decoding import GPTDecoder, generate
 from pretrain.inference.sampling import Sampling
+from pretrain.inference.stages import run_stages
 from pretrain.models.batch import to_device
 
 logger = logging.getLogger(__name__)
@@ -156,11 +156,11 @@ def _seeded() -> Iterator[None]:
 class HarnessModel(TemplateLM):
     """The model of an engine, as the harness calls it.
 
-    Every rank runs all requests, in the same order, and gets the results of rank 0. All ranks thus take part in the
+    Every rank runs all requests, in the same order, and gets the results of one rank. All ranks thus take part in the
     exchanges of experts, and make the same decisions.
 
     Args:
-        engine: an engine without pipeline, context or sequence parallelism.
+        engine: an engine without context or sequence parallelism or virtual pipeline stages.
         tokenizer: the tokenizer of the training data.
     """
 
@@ -219,12 +219,15 @@ class HarnessModel(TemplateLM):
             tokens_BS = torch.tensor([rows[number] for number in numbers], dtype=torch.int64, device="cpu")
             labels_BS = tokens_BS[:, 1:].to(found.device)
             logits_BSV = self._logits(tokens_BS[:, :-1].contiguous())
+            if logits_BSV is None:
+                continue
             nats_BS = F.cross_entropy(logits_BSV.transpose(1, 2), labels_BS, reduction="none")
             is_greedy_BS = logits_BSV.argmax(-1) == labels_BS
             for number, nats_S, is_greedy_S in zip(numbers, nats_BS, is_greedy_BS, strict=True):
                 found[number, 0] = -nats_S[starts[number] :].double().sum()
                 found[number, 1] = is_greedy_S[starts[number] :].all()
-        dist.broadcast(found, 0)
+        size = dist.get_world_size()
+        dist.broadcast(found, size - size // self.engine.recipe.parallel.pipeline)  # from the last stage's first rank
         return [(value, bool(is_greedy)) for value, is_greedy in found.tolist()]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
@@ -238,13 +241,11 @@ class HarnessModel(TemplateLM):
         count = settings["max_gen_toks"]
         stops = [*settings["until"], end]
         prompt = self.tok_encode(context)[-(self._length - count) :] or [self._prefix]
-        decoder = GPTDecoder(self.engine.model[0], self._length)
+        decoder = GPTDecoder(self.engine.chunks[0], self._length)
 
         def decode(tokens_NS: Tensor) -> Tensor:
             self.engine.on_progress()
-            logits_NV = decoder(tokens_NS)
-            dist.broadcast(logits_NV, 0)  # ranks that rounded differently would draw different tokens
-            return logits_NV
+            return decoder(tokens_NS)
 
         drawn: list[int] = []
         text = ""
@@ -263,14 +264,16 @@ class HarnessModel(TemplateLM):
                 break
         return str(postprocess_generated_text(text, stops, None))
 
-    def _logits(self, tokens_BS: Tensor) -> Tensor:
-        """Return the logits of all tokens, float32 [B, S, V]."""
+    def _logits(self, tokens_BS: Tensor) -> Tensor | None:
+        """Return the logits of all tokens, float32 [B, S, V], on the last pipeline stage; None on the others."""
         engine = self.engine
         engine.on_progress()
-        logits_BSV = engine.kind.forward(engine.model[0], to_device({"tokens": tokens_BS}, engine.processes.device))
-        if engine.recipe.parallel.tensor > 1:  # the output layer leaves a slice of the vocabulary on each rank
-            logits_BSV = gather_from_tensor_model_parallel_region(logits_BSV)
-        return logits_BSV.float()
+        batch = to_device({"tokens": tokens_BS}, engine.processes.device)
+        vocab_size = engine.recipe.model.vocab_size
+        logits_BSV = run_stages(
+            engine.model[0], lambda stage: engine.kind.forward(stage, batch), batch["tokens"], vocab_size
+        )
+        return None if logits_BSV is None else logits_BSV.float()
 
 
 def _of_equal_length(rows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

@@ -2,8 +2,8 @@
 
 A family is a format of config.json and tensors, such as Mixtral's. `family` and `tensors` have the classes that
 describe one. Each module of `families` defines one or more families, and `families` lists them all.
-`outgoing` exports, `incoming` imports, `configs` converts config.json, `card` writes model cards, and `llama_cpp`
-writes GGUF files.
+`outgoing` exports, `incoming` imports, `configs` converts config.json, `card` writes model cards, `hub` uploads them
+with the model, and `llama_cpp` writes GGUF files.
 
 `transfer` is ``fmoe checkpoint export`` and ``fmoe checkpoint import``, which keep fmoe's tensor names. `dcp` reads and
 writes folders of torch.distributed.checkpoint, and `pickled` reads the pickles in them. `megatron` renames the tensors

@@ -8,6 +8,7 @@ from fmoe.cli import Parser
 from fmoe.errors import UserError, printable
 from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.families.own import update_code
+from pretrain.interchange.hub import check_upload, upload
 from pretrain.interchange.incoming import import_folder
 from pretrain.interchange.outgoing import SHARD_BYTES, export_checkpoint
 
@@ -18,7 +19,8 @@ def export_main(argv: Sequence[str]) -> int:
     """Write a checkpoint as a folder that transformers loads, or update the code of such a folder.
 
     Raises:
-        UserError: ``--shard-gib`` is invalid; otherwise, see `export_checkpoint` and `update_code`.
+        UserError: ``--shard-gib`` or ``--push`` is invalid, or the upload fails; otherwise, see `export_checkpoint` and
+            `update_code`.
     """
     parser = Parser(
         prog="fmoe export", description="Write a checkpoint as a model folder that Hugging Face transformers loads."
@@ -64,6 +66,10 @@ def export_main(argv: Sequence[str]) -> int:
         metavar="ID",
         help="license of the model for README.md, an identifier of the Hugging Face Hub such as apache-2.0",
     )
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="then upload OUT to this repository of the Hugging Face Hub"
+    )
+    parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
     arguments = parser.parse_args(argv)
     if arguments.update_code is not None:
         if arguments != parser.parse_args(["--update-code", str(arguments.update_code)]):
@@ -77,6 +83,10 @@ def export_main(argv: Sequence[str]) -> int:
         raise UserError(f"--shard-gib {arguments.shard_gib} must be positive")
     if arguments.shard_gib > MAX_SHARD_GIB:
         raise UserError(f"--shard-gib {arguments.shard_gib} exceeds {MAX_SHARD_GIB}")
+    if arguments.push is not None:
+        check_upload(arguments.push)
+    elif arguments.private:
+        raise UserError("--private needs --push")
     done = export_checkpoint(
         arguments.source,
         arguments.out,
@@ -86,6 +96,7 @@ def export_main(argv: Sequence[str]) -> int:
         llama_cpp=arguments.llama_cpp,
         no_drops=arguments.no_drops,
         license=arguments.license,
+        repo=arguments.push,
     )
     out = printable(str(arguments.out))
     print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")
@@ -95,6 +106,8 @@ def export_main(argv: Sequence[str]) -> int:
         print("  without a tokenizer: pass --tokenizer PATH to add one")
     if arguments.license is None:
         print("  README.md states no license: pass --license ID to state one")
+    if arguments.push is not None:
+        print(f"  uploaded to {printable(upload(arguments.out, arguments.push, private=arguments.private))}")
     return 0
 
 

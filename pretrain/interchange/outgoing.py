@@ -60,6 +60,7 @@ def export_checkpoint(
     llama_cpp: Path | None = None,
     no_drops: bool = False,
     license: str | None = None,
+    repo: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder.
 
@@ -75,6 +76,7 @@ def export_checkpoint(
         llama_cpp: folder of llama.cpp, whose converter adds a GGUF file; None for no such file.
         no_drops: leave out the model's ``eval_capacity_factor``. ``fmoe generate`` also ignores it.
         license: license of the model, an identifier of the Hugging Face Hub, for the model card; None to state none.
+        repo: name of the model in the model card's example, OWNER/NAME of the Hub; None for the name of ``out``.
 
     Raises:
         UserError: the checkpoint is damaged or has non-finite weights; the family or llama.cpp does not support the
@@ -99,7 +101,7 @@ def export_checkpoint(
     layouts = {name: (shape, place.dtype or dtype) for place in places for name, shape in place.theirs.items()}
     nbytes = nbytes_of(layouts.values())
     files[CARD] = model_card(
-        checkpoint, recipe, config, out.resolve().name, license=license, has_tokenizer=loaded is not None
+        checkpoint, recipe, config, repo or out.resolve().name, license=license, has_tokenizer=loaded is not None
     ).encode()
     pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
