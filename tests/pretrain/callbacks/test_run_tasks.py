@@ -120,6 +120,21 @@ def test_the_figures_are_those_of_the_export_and_training_does_not_notice(forks,
 
 
 @needs_harness
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"tensor": 2, "sequence": False}], ids=["PP2", "TP2"])
+def test_a_model_in_parts_has_the_figures_of_a_whole_one(forks, write_tiny_recipe, tasks, tmp_path, parallel):
+    model = {"moe.gate": "naive", "moe.top_k": 2, "moe.jitter": 0.0}
+    found = []
+    for name, split in (("whole", {}), ("parts", parallel)):
+        run = {"folder": str(tmp_path / name)}
+        path = tmp_path / f"{name}.toml"
+        recipe = write_tiny_recipe(path, model=model, parallel=split, run=run, evaluation=tasks)
+        train(forks, recipe, size=2 if split else 1)
+        found.append({key: value for key, value in steps(tmp_path / name)[4].items() if key.startswith("eval/")})
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]
+
+
+@needs_harness
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
