@@ -4,6 +4,9 @@ For a tiny random model of each family in float64, a table with the largest rela
 compared with the eager experts of transformers. The loss includes the model's own auxiliary loss, if it has one. The
 converted model is saved, and loaded by transformers. If it differs, or an error is above 1e-10, the exit code is 1.
 
+With ``--ep``, models whose experts are spread over ranks are compared in the same way, with columns of their own: the
+largest relative error of output and gradients.
+
 With ``--rounds``, training steps of a small Qwen3-MoE are timed too: converted, and with the eager and the grouped_mm
 experts of transformers. Saved is the memory that autograd keeps for the backward pass, without parameters.
 """
@@ -16,12 +19,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fmoe
-from bench import frame, options, report
+from bench import frame, options, ranks, report
 from bench.studies.recompute import Kept
+from fmoe import parallel
 from fmoe.convert import RoutedMoE
+from fmoe.runtime.versions import installed
 
 LIMIT = 1e-10
 SIZES = {
@@ -79,10 +85,16 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["full_attention", "full_attention"], "shared_expert_intermediate_size": 20},
 }
 
+# First version of transformers that runs these models, in float64 and with their auxiliary losses.
+SINCE = {"DeepseekV2": (5, 13), "GraniteMoe": (5, 13), "HunYuanMoEV1": (5, 1), "Phimoe": (5, 1), "Qwen3Next": (5, 8)}
+SINCE |= {"FlexOlmo": (5, 2), "SwitchTransformers": (5, 18)}
+
 
 def main(argv: Sequence[str]) -> int:
     parser = options.bare_parser("experts", __doc__)
-    parser.add_argument("--families", nargs="+", choices=MODELS, default=[*MODELS], help="prefixes of classes")
+    known = [family for family in MODELS if installed("transformers") >= SINCE.get(family, (0, 0))]
+    parser.add_argument("--families", nargs="+", choices=known, default=known, help="prefixes of classes")
+    parser.add_argument("--ep", nargs="+", type=int, default=[], help="numbers of ranks that divide the experts")
     parser.add_argument("--rounds", type=int, default=0, help="timed steps of every contender; 0 for none")
     parser.add_argument("--width", type=int, default=256, help="width of the timed model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the timed model")
@@ -92,14 +104,23 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     options.at_least(arguments, rounds=0, width=16, layers=1, experts=4, length=1)
     rows = [compared(family) for family in arguments.families]
-    lines = ["| model of transformers | weights | output | gradients | saved and loaded |", "|---|---|---|---|---|"]
+    for ep in arguments.ep:
+        with tempfile.TemporaryDirectory() as folder:
+            spread_rows = ranks.run(ep, spread_all, arguments.families, folder)
+        for row, found in zip(rows, spread_rows, strict=True):
+            row[f"ep {ep}"] = max(found["output"], found["gradients"])
+            row["is_same_when_loaded"] &= found["is_same_when_loaded"]
+    names = ("model of transformers", "weights", "output", "gradients", *(f"EP {ep}" for ep in arguments.ep))
+    lines = [f"| {' | '.join(names)} | saved and loaded |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
+        errors = [f"{row[key]:.0e}" for key in ("output", "gradients", *(f"ep {ep}" for ep in arguments.ep))]
         saved = "bit-equal" if row["is_same_when_loaded"] else "differs"
-        lines.append(f"| {row['family']} | {row['weights']} | {row['output']:.0e} | {row['gradients']:.0e} | {saved} |")
+        lines.append(f"| {row['family']} | {row['weights']} | {' | '.join(errors)} | {saved} |")
     report.write_rows(rows, "\n".join(lines) + "\n", arguments.out, "experts")
     if arguments.rounds:
         report.write([timed(arguments)], arguments.out, "experts speed")
-    is_met = all(max(row["output"], row["gradients"]) <= LIMIT and row["is_same_when_loaded"] for row in rows)
+    errors = [value for row in rows for value in row.values() if isinstance(value, float)]
+    is_met = max(errors) <= LIMIT and all(row["is_same_when_loaded"] for row in rows)
     return 0 if is_met else 1
 
 
@@ -160,6 +181,10 @@ def _saved_and_loaded(model: Any) -> dict[str, Tensor]:
         return type(model).from_pretrained(folder, dtype=torch.float64).state_dict()
 
 
+def _is_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
 def compared(family: str) -> dict[str, Any]:
     """Convert a model, and return its row of the table."""
     theirs = tiny(family).train()
@@ -181,8 +206,56 @@ def compared(family: str) -> dict[str, Any]:
         "weights": "shared" if is_shared else "converted",
         "output": max(map(relative_error, outputs[1], outputs[0])),
         "gradients": max(relative_error(gradients[name], value) for name, value in expected.items()),
-        "is_same_when_loaded": loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state),
+        "is_same_when_loaded": _is_same(loaded, state),
     }
+
+
+def spread_all(families: Sequence[str], folder: str) -> list[dict[str, Any]]:
+    """Return the rows of `spread`."""
+    return [spread(family, f"{folder}/{family}") for family in families]
+
+
+def spread(family: str, folder: str) -> dict[str, Any]:
+    """Train a model whose experts all ranks divide, and return the largest errors of the ranks. Collective.
+
+    Each rank has a sequence. The reference is transformers in one process, one sequence after the other. The spread
+    model is saved to ``folder``.
+    """
+    groups = parallel.init(ep=dist.get_world_size())
+    theirs = tiny(family).train()
+    model = fmoe.fmoefy(copy.deepcopy(theirs), moe_group=groups.moe_group)
+    inputs = inputs_of(theirs, groups.ep)
+    outputs = []
+    for rank in range(groups.ep):
+        mine = {name: value[rank : rank + 1] if torch.is_tensor(value) else value for name, value in inputs.items()}
+        output = theirs(**mine)
+        (output.loss / groups.ep).backward()
+        if rank == dist.get_rank():
+            actual = model(**mine)
+            actual.loss.backward()
+            outputs = [relative_error(actual.logits, output.logits), relative_error(actual.loss, output.loss)]
+    parallel.average_gradients(model, groups=groups)
+    expected = gradients_of(theirs)
+    layers = {f"{name}.": layer for name, layer in model.named_modules() if isinstance(layer, RoutedMoE)}
+    gradients = []
+    for name, gradient in gradients_of(model).items():
+        whole = expected.get(name, torch.zeros_like(gradient))  # None: an expert without tokens
+        layer = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), None)
+        if layer is not None and not layer.form.is_listed:
+            whole = whole[layer.local_experts.start : layer.local_experts.stop]
+        if gradient.dtype == torch.float64:  # not the routers of Switch, which compute in float32
+            gradients.append(relative_error(gradient, whole))
+        elif relative_error(gradient, whole) > 1e-6:
+            gradients.append(torch.inf)
+    parallel.save_hf(model, folder, groups)
+    is_same = True
+    if dist.get_rank() == 0:
+        loaded = type(theirs).from_pretrained(folder, dtype=torch.float64)
+        is_same = _is_same(loaded.state_dict(), _saved_and_loaded(theirs))
+    errors = torch.tensor([max(outputs), max(gradients), not is_same], dtype=torch.float64)
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    output, gradient, differs = errors.tolist()
+    return {"output": output, "gradients": gradient, "is_same_when_loaded": not differs}
 
 
 def timed(arguments: Any) -> frame.Measurement:

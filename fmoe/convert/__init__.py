@@ -30,7 +30,7 @@ from fmoe.errors import UserError
 from fmoe.moe import MoE
 from fmoe.packaging import entries
 from fmoe.random import key
-from fmoe.runtime.versions import warn_untested
+from fmoe.runtime.versions import installed, warn_untested
 
 Convert = Callable[..., nn.Module]
 Converter = Callable[[nn.Module], Convert | None]  # an entry point
@@ -126,6 +126,11 @@ _DEFAULTS = {
 # Options that keep a model's own experts as they are.
 _TAKEN = ("moe_group", "exchange", "exchange_options", "backend", "check")
 
+# First version of transformers whose experts can be converted, by `model_type`. Granite had other experts before;
+# Phi-MoE and HunYuan used combine weights of the wrong experts.
+_SINCE = dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), (5, 13))
+_SINCE |= dict.fromkeys(("phimoe", "hunyuan_v1_moe"), (5, 1))
+
 
 def own_experts(model: nn.Module, layers: str | int | Collection[int] = "all", **options: Any) -> list[Found]:
     """Return the experts of a model that `fmoefy` without ``num_experts`` converts; an empty list if it has none.
@@ -133,6 +138,9 @@ def own_experts(model: nn.Module, layers: str | int | Collection[int] = "all", *
     Raises:
         UserError: they cannot be converted, or an option is not for them.
     """
+    needed = _SINCE.get(getattr(getattr(model, "config", None), "model_type", ""), (0, 0))
+    if installed("transformers") < needed:
+        raise UserError(f"the experts of {type(model).__name__} need transformers>={needed[0]}.{needed[1]}: update it")
     found, refused = search(model, ExpertBlock)
     known = {f.name for f in found}
     for name, module in model.named_modules():

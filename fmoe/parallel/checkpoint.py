@@ -5,17 +5,19 @@ DTensors over all experts. Experts that are separate modules have global ids in 
 keys of its own experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fmoe.errors import UserError
 from fmoe.moe import ONE_RANK, MoE
 from fmoe.parallel.groups import ParallelGroups, moe_layers
+from fmoe.runtime import collectives
 from fmoe.runtime.adapters import adapted
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
@@ -45,6 +47,36 @@ def state_dict(model: nn.Module, groups: ParallelGroups) -> dict[str, Any]:
             layer = _layer_of(name, layers)
             state[_key(name, layer)] = _whole(name, value, layer)
     return state
+
+
+def whole_tensors(
+    model: nn.Module, groups: ParallelGroups, leave_out: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `state_dict` by name, each gathered when it is due, with the experts of all ranks.
+
+    Collective: iterate to the end on all ranks.
+
+    Args:
+        leave_out: names of tensors that are not yielded.
+    """
+    layers = _layers(model, groups)
+    for name, value in state_dict(model, groups).items():
+        if not isinstance(value, Tensor) or name in leave_out:
+            continue
+        whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+        whole = whole.detach()
+        layer = _layer_of(name, layers)
+        if layer is None or not _is_listed(name, layers):
+            yield name, whole
+            continue
+        # The ranks hold tensors of different experts, equally many and in the same order.
+        path, _, inside = name.removeprefix(layer.prefix).partition(".")
+        kind = path.rstrip("0123456789")
+        row = int(path.removeprefix(kind)) - layer.first
+        for first in range(0, layer.total, layer.count):
+            tensor = whole.contiguous() if first == layer.first else whole.new_empty(whole.shape)
+            collectives.run(dist.broadcast, tensor, group=groups.moe_group, group_src=first // layer.count)
+            yield f"{layer.prefix}{kind}{first + row}.{inside}", tensor
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], groups: ParallelGroups, *, strict: bool = True) -> None:

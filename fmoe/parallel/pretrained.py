@@ -17,14 +17,14 @@ from fmoe.convert.routed import RoutedMoE
 from fmoe.errors import UserError, one_line, require
 from fmoe.exchange.checks import shared_text
 from fmoe.files import sync, write_atomically
-from fmoe.parallel.checkpoint import state_dict
+from fmoe.parallel.checkpoint import whole_tensors
 from fmoe.parallel.groups import ParallelGroups
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 
-_EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # in the name of a published tensor of one expert
+_EXPERT = re.compile(r"\bexperts\.(?:expert_)?(\d+)\.")  # in the name of a published tensor of one expert
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -114,7 +114,8 @@ def _states(model: nn.Module, files: Mapping[str, Path]) -> Iterator[dict[str, T
                     tensors[pattern].append(read(name, None))
                 elif not of_one:
                     tensors[pattern].append(read(name, local))
-            state |= convert.converted(target, tensors)
+            if tensors:  # else of another rank's expert
+                state |= convert.converted(target, tensors)
         yield state
 
 
@@ -188,12 +189,9 @@ def save_hf(model: nn.Module, folder: str | Path, groups: ParallelGroups, *, sha
     inner: Any = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     writer = _Writer(Path(folder), shard_bytes) if dist.get_rank(groups.data_group) == 0 else None
     tied = set(getattr(inner, "all_tied_weights_keys", ()))
-    for name, value in state_dict(model, groups).items():
-        if not isinstance(value, Tensor) or name in tied:
-            continue
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    for name, value in whole_tensors(model, groups, leave_out=tied):
         if writer is not None:
-            writer.add(name, whole.detach().contiguous().cpu())
+            writer.add(name, value.contiguous().cpu())
     error = shared_text(groups.data_group, writer.finish(inner) if writer else "", 0, groups.mesh.device_type)
     if error:
         raise UserError(error)

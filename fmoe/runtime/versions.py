@@ -9,15 +9,19 @@ from importlib.metadata import PackageNotFoundError, version
 TESTED = {"transformers": (5, 24)}
 
 
+def installed(package: str) -> tuple[int, ...]:
+    """Return major and minor number of the installed version; zeros if the package is not installed."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", version(package))[:2]))
+    except PackageNotFoundError:
+        return (0, 0)
+
+
 @functools.cache
 def warn_untested(package: str) -> None:
     """Log a warning, once per process, if the installed version of a package is newer than the one in `TESTED`."""
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        return
     tested = TESTED[package]
-    if tuple(map(int, re.findall(r"\d+", installed)[:2])) > tested:
+    if installed(package) > tested:
         newest = ".".join(map(str, tested))
         text = "%s %s is installed, but fmoe was tested up to %s: compare outputs before you rely on them"
-        logging.getLogger("fmoe").warning(text, package, installed, newest)
+        logging.getLogger("fmoe").warning(text, package, version(package), newest)

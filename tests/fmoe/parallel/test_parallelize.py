@@ -228,6 +228,7 @@ def test_incomplete_folders(tmp_path):
     parts[1].unlink()
     with pytest.raises(fmoe.UserError, match=f"has no {parts[1].name}"):
         fmoe.parallelize(model, weights=tmp_path)
+    assert not dist.is_initialized()
     other = tiny("Qwen2Moe", torch.float32, num_hidden_layers=3)
     parts[1].write_bytes(content)
     with pytest.raises(fmoe.UserError, match=r"lacks .* model\.layers\.2"):
