@@ -21,6 +21,7 @@ LIBRARIES = {
     "hf_bert": ("transformers",),
     "hf_trainer": ("transformers", "accelerate"),
     "lightning_module": ("lightning",),
+    "lightning_parallel": ("lightning", "transformers"),
     "parallel_trainer": ("transformers", "accelerate"),
 }
 

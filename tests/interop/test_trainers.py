@@ -146,13 +146,12 @@ PARALLEL = {"train_sampling_strategy": "sequential", "max_steps": 4, "logging_st
 PARALLEL |= {"save_strategy": "steps", "save_steps": 2}
 
 
-def plain_parallel_loop(parallel_trainer):
-    """Losses, norms and parameters of the example without Trainer, in one process."""
-    model = parallel_trainer.make_model().train()
+def plain_parallel_loop(model, rows, batch):
+    """Losses, norms and parameters of a model of an example, in a plain loop in one process."""
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    rows = torch.stack([row["input_ids"] for row in parallel_trainer.make_data()])
     logs = []
-    for step in rows.split(parallel_trainer.BATCH)[: PARALLEL["max_steps"]]:
+    for step in rows.split(batch)[: PARALLEL["max_steps"]]:
         loss = model(input_ids=step, labels=step).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -160,6 +159,14 @@ def plain_parallel_loop(parallel_trainer):
         optimizer.zero_grad()
         logs.append((loss.item(), norm.item()))
     return logs, model.state_dict()
+
+
+def assert_saved(folder, state):
+    """The folder has, for plain transformers, these parameters after four steps of Adam."""
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for key, value in state.items():
+        assert_close(saved[key], value, 2e-2, key)  # Adam turns rounding of tiny gradients into whole steps
 
 
 def parallel_trainer_on_a_rank(folder, checkpoint=None):
@@ -170,8 +177,9 @@ def parallel_trainer_on_a_rank(folder, checkpoint=None):
 
 @pytest.mark.slow
 def test_trainer_of_a_split_model_equals_a_plain_loop(forks, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    expected, state = plain_parallel_loop(example("parallel_trainer", "transformers", "accelerate"))
+    parallel_trainer = example("parallel_trainer", "transformers", "accelerate")
+    rows = torch.stack([row["input_ids"] for row in parallel_trainer.make_data()])
+    expected, state = plain_parallel_loop(parallel_trainer.make_model(), rows, parallel_trainer.BATCH)
     runs = [
         (2, "two", None),
         (1, "one", None),
@@ -182,11 +190,23 @@ def test_trainer_of_a_split_model_equals_a_plain_loop(forks, tmp_path):
         start = None if checkpoint is None else str(tmp_path / checkpoint)
         for logs in values(forks.run(size, parallel_trainer_on_a_rank, str(tmp_path / name), start)):
             assert_close(torch.tensor(logs), torch.tensor(expected), 1e-5, "losses and norms")
-        saved = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / name / "checkpoint-4", dtype=torch.float32
-        ).state_dict()
-        for key, value in state.items():
-            assert_close(saved[key], value, 2e-2, key)  # Adam turns rounding of tiny gradients into whole steps
+        assert_saved(tmp_path / name / "checkpoint-4", state)
+
+
+def lightning_parallel_on_a_rank(folder):
+    set_environment()
+    return load("lightning_parallel").main(folder, accelerator="cpu", max_steps=PARALLEL["max_steps"]).logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_lightning_of_a_split_model_equals_a_plain_loop(forks, size, tmp_path):
+    lightning_parallel = example("lightning_parallel", "transformers", "lightning")
+    rows = lightning_parallel.make_data()
+    expected, state = plain_parallel_loop(lightning_parallel.make_model(), rows, lightning_parallel.BATCH)
+    for logs in values(forks.run(size, lightning_parallel_on_a_rank, str(tmp_path / "saved"))):
+        assert_close(torch.tensor(logs), torch.tensor(expected), 1e-5, "losses and norms")
+    assert_saved(tmp_path / "saved", state)
 
 
 def plain_accelerate_loop(accelerate_loop):
