@@ -124,11 +124,11 @@ def open_corpus(
             ``bos`` or ``chat``.
     """
     corpus = IndexedCorpus(prefix)
-    if ("chat" in corpus.description) != chat:
-        needed, option = ("conversations", "with") if chat else ("text", "without")
+    if chat and "chat" not in corpus.description:
+        raise UserError(f"{prefix} holds text, but data.chat=true needs conversations: prepare them with --chat")
+    if not chat and "chat" in corpus.description:
         raise UserError(
-            f"data.chat={str(chat).lower()} needs {needed}, but {prefix} was prepared otherwise: prepare the corpus "
-            f"again {option} --chat, or change data.chat"
+            f"{prefix} holds conversations, which only data.train and data.validation with data.chat=true can use"
         )
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(

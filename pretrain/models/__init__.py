@@ -37,7 +37,8 @@ class Kind:
         block_length: ``block_length(recipe)`` returns the tokens of text of one sample. Blocks of text have one more,
             which is also the first token of the next block.
         samples: ``samples(recipe, blocks, tokenizer, seed, length)`` makes `pretrain.data.samples.Samples` of blocks
-            with at least ``length`` tokens. Raises UserError if the tokenizer lacks a special token.
+            with at least ``length`` tokens. With ``data.chat``, ``blocks`` are samples of conversations already. Raises
+            UserError if the tokenizer lacks a special token.
         memories: ``memories(recipe, chunks)`` returns what the model carries from one micro batch of a stream to the
             next, a `pretrain.models.memory.Memory` per chunk; [] if it carries nothing.
     """

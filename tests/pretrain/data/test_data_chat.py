@@ -10,6 +10,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.chat import ChatEncoder, chat_template
+from pretrain.data.cli import main
 from pretrain.data.conversations import Conversations, pack
 from pretrain.data.indexed import IndexedCorpus, IndexedWriter
 from pretrain.data.prepare import prepare
@@ -252,6 +253,21 @@ def test_invalid_rows_are_skipped_and_counted(tokenizer: Tokenizer, tmp_path: Pa
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=r"a\.txt is text, but conversations are rows"):
         prepare([tmp_path / "a.txt"], tokenizer.path, tmp_path / "other", num_workers=1, chat=True)
+
+
+def test_the_command_tells_the_tokens_of_answers(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = write_rows(tmp_path / "a.jsonl", [{"prompt": "import", "completion": " json"}])
+    prepare_it = ["prepare", str(rows), "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "a")]
+    main([*prepare_it, "--chat", "--workers", "1"])
+    answer = len(tokenizer.encode(" json")) + 1
+    assert f"tokens ({answer} of answers)" in capsys.readouterr().out
+    main(["show", str(tmp_path / "a")])
+    assert f"conversations: {answer} tokens are of answers" in capsys.readouterr().out
+    for options in (["--chat", "--text-key", "b"], ["--sequence-length", "9"], ["--chat", "--sequence-length", "0"]):
+        with pytest.raises(UserError, match=options[-2].strip("-").replace("-", ".")):
+            main([*prepare_it, "--overwrite", *options])
 
 
 LENGTH = 16
