@@ -23,6 +23,7 @@ LIBRARIES = {
     "lightning_module": ("lightning",),
     "lightning_parallel": ("lightning", "transformers"),
     "parallel_trainer": ("transformers", "accelerate"),
+    "sft_trainer": ("transformers", "trl"),
 }
 
 

@@ -209,6 +209,30 @@ def test_lightning_of_a_split_model_equals_a_plain_loop(forks, size, tmp_path):
     assert_saved(tmp_path / "saved", state)
 
 
+def sft_on_a_rank(folder):
+    """Losses and norms of TRL's own trainer without a folder, else of the example, which saves the model there."""
+    set_environment()
+    sft_trainer = load("sft_trainer")
+    options = {"max_steps": 4, "logging_steps": 1}
+    if folder is None:
+        trainer = sft_trainer.train(sft_trainer.SFTTrainer, sft_trainer.make_model(), **options)
+    else:
+        trainer = sft_trainer.main(**options)
+        trainer.save_model(folder)
+    logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]]
+    return logs, None if folder else trainer.model.state_dict()
+
+
+@pytest.mark.slow
+def test_sft_of_a_split_model_equals_trl_in_one_process(forks, tmp_path):
+    for library in ("transformers", "trl"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    ((expected, state),) = values(forks.run(1, sft_on_a_rank, None))
+    for logs, _ in values(forks.run(2, sft_on_a_rank, str(tmp_path / "saved"))):
+        assert_close(torch.tensor(logs), torch.tensor(expected), 1e-5, "losses and norms")
+    assert_saved(tmp_path / "saved", state)
+
+
 def plain_accelerate_loop(accelerate_loop):
     """Losses of the example without Accelerate, experts in one process."""
     model = accelerate_loop.make_model(aux_loss="manual")
