@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, Matrices, Muon, Sha
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
 from megatron_patch import patches, versions
+from megatron_patch.fsdp import FullyShardedDataParallel, ShardedOptimizer, shards_by_kind
 from megatron_patch.muon import check_slices, megatron_matrices
 
 # Names to replace while Megatron-core builds its optimizer.
@@ -43,7 +44,8 @@ class Shard:
         parameter: parameter of the model.
         main: tensor that the optimizer updates: the parameter, a float32 copy of it, or a flat slice of either.
         start, stop: range of ``main`` in the flattened parameter.
-        is_sharded: True in the distributed optimizer, whose ranks update different ranges.
+        is_sharded: True if data parallel ranks update different ranges.
+        has_master: True if ``main`` is an fp32 copy of 16-bit values.
     """
 
     optimizer: Optimizer
@@ -51,12 +53,8 @@ class Shard:
     main: Tensor
     start: int
     stop: int
-    is_sharded: bool
-
-    @property
-    def has_master(self) -> bool:
-        """True if ``main`` is an fp32 copy of 16-bit values."""
-        return self.parameter.dtype != torch.float32
+    is_sharded: bool = False
+    has_master: bool = False
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -73,22 +71,27 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
 
 def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
     """Yield this rank's shards of one inner optimizer (`optimizers`)."""
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(part, ShardedOptimizer):
+        for local in part.shards:
+            stop = local.start + local.main.numel()
+            yield Shard(part.optimizer, local.parameter, local.main, local.start, stop, True, part.config.bf16)
+    elif isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():
             where = part._get_model_param_range_map(parameter)["param"]
             main = part.optimizer.param_groups[group]["params"][index]
-            yield Shard(part.optimizer, parameter, main, where.start, where.end, True)
+            has_master = parameter.dtype != torch.float32
+            yield Shard(part.optimizer, parameter, main, where.start, where.end, True, has_master)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         for mains, parameters in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
             for main, parameter in zip(mains, parameters, strict=True):
-                yield Shard(part.optimizer, parameter, main, 0, parameter.numel(), False)
+                yield Shard(part.optimizer, parameter, main, 0, parameter.numel(), has_master=True)
         for parameters in part.fp32_from_fp32_groups:
             for parameter in parameters:
-                yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
+                yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel())
     else:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
+                yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel())
 
 
 def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
@@ -119,13 +122,20 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
 def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
     """Return the model's parameters that an inner optimizer (from `optimizers`) updates.
 
-    For the distributed optimizer, these are the parameters that any data parallel rank updates, in the same order on
+    With sharded optimizer state, these are the parameters that any data parallel rank updates, in the same order on
     every rank.
     """
     if isinstance(part, DistributedOptimizer):
         # All parameters in the order of the buffers, which is equal on all data parallel ranks.
         return [parameter for buffer in part.buffers for parameter in buffer.params]
-    return [shard.parameter for shard in shards_of(part)]
+    return list(dict.fromkeys(shard.parameter for shard in shards_of(part)))
+
+
+def sharding_group(part: MegatronOptimizer) -> dist.ProcessGroup | None:
+    """Return the data parallel group over which an inner optimizer's state is sharded; None if it is whole."""
+    if isinstance(part, DistributedOptimizer | ShardedOptimizer):
+        return part.data_parallel_group
+    return None
 
 
 def build_optimizer(
@@ -138,7 +148,8 @@ def build_optimizer(
 
     Args:
         config: Megatron-core's optimizer config. ``make`` need not use its settings for Adam.
-        model_chunks: model chunks, each wrapped in Megatron's DDP.
+        model_chunks: model chunks, each wrapped in Megatron's DDP, or in the ``FullyShardedDataParallel`` of
+            ``megatron_patch.fsdp``, which needs ``make``.
         make: maps parameter groups to an optimizer; called once for dense parameters and once for experts. None for
             Adam, from Transformer Engine or apex if they are installed.
         options: arguments of ``get_megatron_optimizer``.
@@ -148,9 +159,12 @@ def build_optimizer(
             that needs whole tensors would get slices of them; Muon does not support a weight.
     """
     patches.install()
-    decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
-    with contextlib.nullcontext() if make is None else _standing_in(make):
-        optimizer = get_megatron_optimizer(config, list(model_chunks), config_overrides=decays, **options)
+    if make is not None and all(isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks):
+        optimizer = _of_local_shards(config, model_chunks, make)
+    else:
+        decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
+        with contextlib.nullcontext() if make is None else _standing_in(make):
+            optimizer = get_megatron_optimizer(config, list(model_chunks), config_overrides=decays, **options)
     is_muon = any(isinstance(part.optimizer, Muon) for part in optimizers(optimizer))
     matrices = megatron_matrices(model_chunks) if is_muon else {}
     for part in optimizers(optimizer):
@@ -164,6 +178,19 @@ def build_optimizer(
         if isinstance(part.optimizer, Muon):
             part.optimizer.set_shards(matrices, _muon_shards(part, matrices))
     return optimizer
+
+
+def _of_local_shards(config: OptimizerConfig, chunks: Sequence[Any], make: Make) -> ChainedOptimizer:
+    parts = []
+    for for_experts, shards in shards_by_kind(chunks).items():
+        groups = []
+        for decay in (1.0, 0.0):
+            mains = [shard.main for shard in shards if is_matrix(shard.parameter) == bool(decay)]
+            kind = {"wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": for_experts, "is_decoupled_lr": False}
+            if mains:
+                groups.append({"params": mains, **kind})
+        parts.append(ShardedOptimizer(make(groups), config, shards, for_experts))
+    return ChainedOptimizer(parts)
 
 
 @torch.no_grad()
@@ -198,7 +225,8 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
 
 def _layout(part: MegatronOptimizer) -> Layout:
     parameters = parameters_of(part)
-    over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
+    group = sharding_group(part)
+    over = () if group is None else (group,)
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     return Layout(
         [Blocks.of(parameter, (*over, *_tensor_groups(parameter))) for parameter in parameters],
@@ -213,8 +241,8 @@ def _muon_shards(part: MegatronOptimizer, matrices: Mapping[Tensor, Matrices]) -
             ranks = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
             check_slices(matrices[shard.parameter], shard.parameter, ranks)
     parts = {shard.main: (shard.parameter, shard.start) for shard in shards_of(part)}
-    is_sharded = isinstance(part, DistributedOptimizer) and part.data_parallel_group.size() > 1
-    return Shards(parts, parameters_of(part), part.data_parallel_group if is_sharded else None)
+    group = sharding_group(part)
+    return Shards(parts, parameters_of(part), group if group is not None and group.size() > 1 else None)
 
 
 def _tensor_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

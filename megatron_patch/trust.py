@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
-from megatron_patch.optimizer import optimizers, parameters_of
+from megatron_patch.optimizer import optimizers, parameters_of, sharding_group
 
 
 def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
@@ -46,9 +45,10 @@ def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
         if not isinstance(part.optimizer, TrustOptimizer):
             continue
         found = part.optimizer.trust_ratios()
-        if isinstance(part, DistributedOptimizer):  # only ranks that step a slice of a block know its ratio
+        group = sharding_group(part)
+        if group is not None:  # only ranks that step a slice of a block know its ratio
             together = torch.cat(found).nan_to_num(nan=-1.0)
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=part.data_parallel_group)
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
             together[together < 0] = torch.nan
             found = list(together.split([len(ratios) for ratios in found]))
         for parameter, ratios in zip(parameters_of(part), found, strict=True):

@@ -316,31 +316,36 @@ class Muon(Optimizer):
                 for of_rank in ranges
                 for matrices, bounds in zip(described, of_rank, strict=True)
                 if matrices is not None
-                for bound in bounds
+                for bound in itertools.chain.from_iterable(bounds)
             ),
             functools.reduce(torch.promote_types, map(stepped_dtype, parameters), torch.float32),
         )
 
-    def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[int]]]:
-        """Gather the range [begin, end) that a rank steps of a parameter, as lists [ranks][parameters][2].
+    def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[list[int]]]]:
+        """Gather the ranges [begin, end) that a rank steps of a parameter, as lists [ranks][parameters][ranges][2].
 
         The ranks are those of the shards' group. Without such a group, the list is empty.
         """
         if self._shards is None or self._shards.group is None or not numbers:
             return []
-        held = [[0, 0] for _ in numbers]
+        held: list[list[list[int]]] = [[] for _ in numbers]
         for tensor, (parameter, start) in self._shards.parts.items():
-            held[numbers[parameter]] = [start, start + tensor.numel()]
-        of_this_rank = torch.tensor(held, dtype=torch.int64, device=self._shards.parameters[0].device)
+            held[numbers[parameter]].append([start, start + tensor.numel()])
+        held = [ranges or [[0, 0]] for ranges in held]  # from here on, equally many on every rank
+        flat = list(itertools.chain.from_iterable(held))
+        of_this_rank = torch.tensor(flat, dtype=torch.int64, device=self._shards.parameters[0].device)
         everyone = [torch.empty_like(of_this_rank) for _ in range(self._shards.group.size())]
         collectives.run(dist.all_gather, everyone, of_this_rank, group=self._shards.group)
-        return [of_rank.tolist() for of_rank in everyone]
+        return [[ranges.tolist() for ranges in of_rank.split([*map(len, held)])] for of_rank in everyone]
 
 
 def _pieces(
-    tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[int]]
+    tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[list[int]]]
 ) -> Iterator[_Piece]:
-    """Yield the pieces of a tensor that starts at element ``start`` of a parameter, given the range each rank steps."""
+    """Yield the pieces of a tensor that starts at element ``start`` of a parameter, given the ranges each rank steps.
+
+    No two ranges of a rank overlap the same block.
+    """
     size = matrices.block_size
     for part in parts_of(tensor, Blocks(matrices.blocks * size, matrices.blocks), 0, start, max_numel=1):
         first = part.block * size
@@ -348,10 +353,11 @@ def _pieces(
         end = begin + part.of(tensor).numel()
         start = first + end
         others = {}
-        for rank, (low, high) in enumerate(ranges):
-            of_rank = (max(low - first, 0), min(high - first, size))
-            if of_rank[0] < of_rank[1] and of_rank != (begin, end):
-                others[rank] = of_rank
+        for rank, of_parameter in enumerate(ranges):
+            for low, high in of_parameter:
+                of_rank = (max(low - first, 0), min(high - first, size))
+                if of_rank[0] < of_rank[1] and of_rank != (begin, end):
+                    others[rank] = of_rank
         yield _Piece(tensor, group, matrices, part, (number, part.block), begin, end, others)
 
 

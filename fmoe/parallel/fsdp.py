@@ -62,7 +62,7 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
         if type(layer.experts) is nn.ModuleList:  # subclass of FastMoE's FMoE; FSDP gathers in module calls
             layer.experts = ModuleExperts(layer.experts)
         ranks = groups.expert_shard_mesh.size(-1)
-        placement = {"shard_placement_fn": _placement(ranks)} if ranks > 1 else {}
+        placement = {"shard_placement_fn": expert_placement(ranks)} if ranks > 1 else {}
         shard(layer.experts, mesh=groups.expert_shard_mesh, **placement | options)
         if groups.ep > 1:
             # Gradients of experts sum over the tokens of ep ranks, but FSDP divides by the size of their mesh only.
@@ -100,8 +100,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _placement(ranks: int):
-    """Return a ``shard_placement_fn`` of torch's `fully_shard` for ``ranks`` ranks."""
+def expert_placement(ranks: int):
+    """Return a ``shard_placement_fn`` of torch's `fully_shard` that spreads few experts evenly over ``ranks`` ranks."""
     # Dimension 1 is sharded if only its size is a multiple of `ranks`; otherwise, dimension 0.
     from torch.distributed.tensor import Shard
 

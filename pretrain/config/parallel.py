@@ -39,8 +39,9 @@ class ParallelConfig(Section):
     data: Positive = 1
     """Replicas of the smallest group of ranks that holds the whole model. If experts span more ranks than the dense
     layers, the dense layers are also replicated within the group, each replica with its own sequences."""
-    shard: Literal["none", "optimizer"] = "none"
-    """Sharding over data parallel ranks: none, or the optimizer's state and master weights (optimizer, ZeRO-1)."""
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    """What data parallel ranks divide among themselves: nothing (none), the optimizer's state and master weights
+    (optimizer, ZeRO-1), gradients too (gradients, ZeRO-2), or parameters too (parameters, ZeRO-3)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """In the backward pass, recompute nothing (none), feed-forward blocks including gate, exchange and experts
     (selective), or whole layers (full)."""
@@ -74,6 +75,11 @@ class ParallelConfig(Section):
     def is_sequence_parallel(self) -> bool:
         """True if activations are cut along the sequence outside of attention and feed-forward blocks."""
         return self.tensor > 1 and self.sequence is not False
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """True if gradients, or gradients and parameters, are sharded over data parallel ranks."""
+        return self.shard in ("gradients", "parameters")
 
     @property
     def model_chunks(self) -> int:

@@ -131,6 +131,10 @@ parallel.expert_tensor equals parallel.tensor if parallel.expert_tensor: or 1
 parallel.expert_tensor divides model.ffn_hidden_size / moe.granularity
 parallel.max_rows, parallel.shadow excludes parallel.expert_tensor: use parallel.expert_tensor=1
 parallel.overlap_shared_experts needs moe.num_shared_experts>0
+parallel.shard=gradients, parallel.shard=parameters excludes parallel.pipeline>1, train.precision=fp16: use
+    parallel.shard=optimizer
+parallel.overlap_gradients excludes parallel.shard=gradients, parallel.shard=parameters: which always overlap reductions
+parallel.shadow excludes parallel.shard=gradients, parallel.shard=parameters: use parallel.shadow=0
 parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
 
 # The optimizer and guards

@@ -48,7 +48,8 @@ class Holding:
         layers: numbers of the layers, from 1.
         experts: number of the rank's experts in each layer with experts; 0 without such layers.
         parameters: number of parameters in the rank's modules, replicated ones included.
-        weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights.
+        weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights. If
+            ``parallel.shard`` is gradients or parameters, weights include those that a step gathers at a time.
         memories: bytes of the hidden states remembered from earlier segments (``position.memory_length``).
         distinct: number of distinct parameters on all ranks of this pipeline stage. The last stage's copy of the
             embedding is not counted.
@@ -97,7 +98,15 @@ def build(recipe: Recipe, processes: Processes) -> Engine:
 def hold(engine: Engine) -> Holding:
     """Return the memory that the engine's rank holds."""
     parameters = list(engine.gpt.parameters())
-    buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    if engine.recipe.parallel.is_fully_sharded:
+        held = list(shards(engine.optimizer))
+        weights = sum(chunk.max_gathered for chunk in engine.model) * engine.config.params_dtype.itemsize
+        weights += sum(_bytes(shard.main) for shard in held if not shard.has_master)
+        gradients = sum(_bytes(shard.main) for shard in held)
+    else:
+        buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        weights = sum(map(_bytes, parameters))
+        gradients = sum(_bytes(buffer.grad_data) for buffer in buffers)
     distinct = [(p, _parts(p)) for p in parameters if not getattr(p, "shared", False)]
     memory = sum(memory.length * len(memory.layers) for memory in engine.memories)  # hidden states of one stream
     memory *= engine.recipe.model.hidden_size * engine.config.params_dtype.itemsize * engine.recipe.streams
@@ -106,8 +115,8 @@ def hold(engine: Engine) -> Holding:
         layers=tuple(layers),
         experts=max((layer.num_local_experts for layer in engine.moe_layers), default=0),
         parameters=sum(p.numel() for p in parameters),
-        weights=sum(map(_bytes, parameters)),
-        gradients=sum(_bytes(buffer.grad_data) for buffer in buffers),
+        weights=weights,
+        gradients=gradients,
         masters=sum(_bytes(shard.main) for shard in shards(engine.optimizer) if shard.has_master),
         moments=sum(map(_state_bytes, optimizers(engine.optimizer))),
         memories=memory // engine.data_group.size(),
@@ -144,7 +153,7 @@ def _state_bytes(part: Any) -> int:
             share = bucket.grad_data.numel() // ranks
             for parameter in bucket.params_list:
                 begin, end, _ = buffer.param_index_map[parameter]
-                whole = Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
+                whole = Shard(part.optimizer, parameter, parameter, 0, parameter.numel())
                 for rank in range((begin - bucket.offset) // share, ranks):
                     first = bucket.offset + rank * share
                     count = max(0, min(end, first + share) - max(begin, first))
@@ -165,11 +174,12 @@ def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
     """Return the bytes of a parameter, its master and its moments in a checkpoint."""
-    master = 0 if parameter.dtype == torch.float32 else 4 * parameter.numel()
+    dtype = engine.config.params_dtype
+    master = 0 if dtype == torch.float32 else 4 * parameter.numel()
     optimizer = optimizers(engine.optimizer)[0].optimizer
-    whole = Shard(optimizer, parameter, parameter, 0, parameter.numel(), False)
+    whole = Shard(optimizer, parameter, parameter, 0, parameter.numel())
     return (
-        _bytes(parameter)
+        dtype.itemsize * parameter.numel()
         + master
         # 8-bit moments are saved dequantized.
         + sum(4 * math.prod(entry.along(parameter.shape, 1)) for entry in state_tensors(whole))

@@ -1,6 +1,5 @@
 """The optimizer step and the validation, on Megatron-core's schedule, DDP and optimizer."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ class Engine:
         self.gpt = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.config = self.chunks[0].config
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronMoE)]
-        self.model = [wrap(recipe, chunk, index) for index, chunk in enumerate(self.chunks)]
+        self.model: list[Any] = [wrap(recipe, chunk, index) for index, chunk in enumerate(self.chunks)]
         self.memories: list[Memory] = self.kind.memories(recipe, self.chunks)
 
         self.optimizer = optimizer_of(recipe, self.model)
@@ -215,12 +214,8 @@ class Engine:
         lowest = options.dynamic_scale["min_loss_scale"]
         return f" at loss scale {float(self.grad_scaler.scale):g}, the lowest (optimizer.min_loss_scale={lowest:g})"
 
-    def backward(self, step: int, samples: Samples | list[Batch], *, reduce: bool = True) -> Tensor:
-        """Compute the gradients of a training step, which replace earlier ones; return this rank's loss.
-
-        Args:
-            reduce: reduce the gradients over ranks.
-        """
+    def backward(self, step: int, samples: Samples | list[Batch]) -> Tensor:
+        """Compute the gradients of a training step, which replace earlier ones; return this rank's loss."""
         batches = self.recipe.batches
         count = batches.sequences(step)
         for chunk in self.model:
@@ -228,8 +223,7 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         mtp.take_losses()  # of a step that was interrupted
-        with contextlib.nullcontext() if reduce else self._unreduced():
-            self.last_loss = self.accumulate(samples, batches.first(step), count, step)
+        self.last_loss = self.accumulate(samples, batches.first(step), count, step)
         mtp_losses = mtp.take_losses()
         if mtp_losses is None:
             self.mtp_losses.zero_()
@@ -237,36 +231,22 @@ class Engine:
             self.mtp_losses = mtp_losses / self._num_micro_batches(count)
         return self.last_loss
 
-    @contextlib.contextmanager
-    def _unreduced(self) -> Iterator[None]:
-        """Disable the reduction of gradients over ranks in the ``with`` block."""
-        config = self.config
-        finalize = config.finalize_model_grads_func
-        no_sync = config.no_sync_func
-        config.finalize_model_grads_func = None
-        config.no_sync_func = None
-        try:
-            with contextlib.ExitStack() as stack:
-                for chunk in self.model:
-                    stack.enter_context(chunk.no_sync())
-                yield
-        finally:
-            config.finalize_model_grads_func = finalize
-            config.no_sync_func = no_sync
-
     def evaluate(self, samples: Samples, count: int) -> float:
         """Return the mean loss of the first ``count`` samples, in nats per token. Collective."""
         for chunk in self.model:
             chunk.eval()
         loss = self.accumulate(samples, 0, count)
+        if self.recipe.parallel.is_fully_sharded:
+            for chunk in self.model:
+                chunk.reshard()
         dist.all_reduce(loss)
         return float(loss) / self._num_losses
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
         """Run the pipeline schedule over samples ``first ... first + count - 1``.
 
-        With a ``step``, also run backward passes, which add their gradients to the present ones. The gradients are
-        reduced over ranks, unless `backward` was called with ``reduce=False``.
+        With a ``step``, also run backward passes, which add their gradients to the present ones, and reduce the
+        gradients over ranks.
 
         Returns:
             This rank's loss; see `last_loss`.

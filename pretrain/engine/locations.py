@@ -3,6 +3,7 @@
 Megatron's ``sharded_state_dict`` serves as the index: it has each parameter's global name, shape and offset.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,17 @@ class ShardLocations:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._by_id: dict[int, list[ShardLocation]] = {}
         for chunk in chunks:
-            for sharded in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": group})):
+            with _whole_parameters(chunk) as dtensors:
+                state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
+            for sharded in nested_values(state):
                 if isinstance(sharded, ShardedTensorFactory):
                     pieces = [piece for piece in nested_values(sharded.build()) if isinstance(piece, ShardedTensor)]
                 elif isinstance(sharded, ShardedTensor) and sharded.data is not None:
                     pieces = [sharded]
                 else:
                     continue
-                self._by_id[id(sharded.data)] = [_location_of(piece, sharded.data) for piece in pieces]
+                tensor = dtensors.get(sharded.data, sharded.data)
+                self._by_id[id(tensor)] = [_location_of(piece, sharded.data) for piece in pieces]
         self.names = {location.name for locations in self._by_id.values() for location in locations}
 
     def of(self, tensor: Tensor) -> list[ShardLocation]:
@@ -72,6 +77,30 @@ class ShardLocations:
         if id(tensor) not in self._by_id:
             raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} is not in the model's sharded_state_dict")
         return self._by_id[id(tensor)]
+
+
+@contextlib.contextmanager
+def _whole_parameters(chunk: nn.Module) -> Iterator[dict[Tensor, Any]]:
+    """Replace parameters that are DTensors by whole ones on the meta device; yield the DTensors by their replacements.
+
+    Megatron-core's ``sharded_state_dict`` splits parameters, which a DTensor cannot do without communication.
+    """
+    owners: list[tuple[nn.Module, str, nn.Parameter]] = []
+    dtensors: dict[Tensor, Any] = {}
+    for module in chunk.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                whole = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+                vars(whole).update(vars(parameter))
+                dtensors[whole] = parameter
+                owners.append((module, name, whole))
+    for module, name, whole in owners:
+        module._parameters[name] = whole
+    try:
+        yield dtensors
+    finally:
+        for module, name, whole in owners:
+            module._parameters[name] = dtensors[whole]
 
 
 def _location_of(piece: ShardedTensor, parameter: Tensor) -> ShardLocation:

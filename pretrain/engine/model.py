@@ -20,6 +20,7 @@ from fmoe.experts import FFNExperts
 from fmoe.gates import GATES, HashRouter, build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
+from megatron_patch.fsdp import FullyShardedDataParallel
 from pretrain.config import ModelConfig, Recipe
 from pretrain.config.layer import exchange_options, expert_shapes, gate_options, loss_weights, moe_options
 from pretrain.engine.optimizer import check_optimizer
@@ -86,7 +87,7 @@ def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *optio
     return scale_and_add
 
 
-def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel:
+def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel | FullyShardedDataParallel:
     """Wrap this rank's chunk number ``index`` of a model for its precision and for data parallelism."""
     for module in chunk.modules():
         if isinstance(module, FFNExperts):  # only the experts' operation adds to their gradients, unless shadowed
@@ -100,6 +101,8 @@ def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel:
     )
     if recipe.train.precision != "fp32":
         chunk = Float16Module(config, chunk)
+    if recipe.parallel.is_fully_sharded:
+        return FullyShardedDataParallel(config, chunk, reshard_after_forward=recipe.parallel.shard == "parameters")
     # The pipeline hides the reductions of later chunks, as in Megatron-LM.
     return DistributedDataParallel(config, options, chunk, disable_bucketing=index > 0)
 

@@ -1,8 +1,15 @@
 """Report of a step whose loss or gradient is not finite: the ranks, and the first non-finite tensor on each."""
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from megatron_patch.fsdp import gathered_in_turn
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.data.samples import Samples
 from pretrain.engine.engine import Engine
@@ -13,27 +20,54 @@ _NAME_BYTES = 256
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     """Name the ranks with a non-finite loss or gradient in a step, and the first non-finite tensor of each. Collective.
 
-    If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again without
-    reduction, because a reduced gradient does not show which ranks made it non-finite. The report then names the ranks
-    on which the step is non-finite again. Each rank searches its gradients from the last layer to the first. If the
-    step is finite this time, the report suspects the machine.
+    If the loss of any rank is not finite, the report names these ranks. Otherwise, the step is computed again, and each
+    rank observes its gradients before they are reduced, because a reduced gradient does not show which ranks made it
+    non-finite. The report then names the ranks on which the step is non-finite again. Each rank searches its gradients
+    from the last layer to the first. If the step is finite this time, the report suspects the machine.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     report = _gather(None if is_finite else "loss")
     if report:
         return report
-    reduced = _gather(_first_bad(engine.gpt))
-    loss = engine.backward(step, samples, reduce=False)
-    report = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
+    names = [name for name, _ in reversed(list(engine.gpt.named_parameters()))]
+    reduced = _gather(_first(names, _nonfinite_reduced(engine.gpt)))
+    with _observed(engine.gpt) as nonfinite:
+        loss = engine.backward(step, samples)
+    report = _gather(_first(names, nonfinite) if loss.isfinite().item() else "loss")
     return report or f"{reduced or 'the norm of the gradient'} (finite when computed again: suspect the machine)"
 
 
-def _first_bad(gpt: torch.nn.Module) -> str | None:
-    for name, parameter in reversed(list(gpt.named_parameters())):
-        gradient = getattr(parameter, "main_grad", None)
-        if gradient is not None and not gradient.isfinite().all():
-            return f"gradient of {name}"
-    return None
+def _first(names: list[str], nonfinite: set[str]) -> str | None:
+    return next((f"gradient of {name}" for name in names if name in nonfinite), None)
+
+
+def _nonfinite_reduced(gpt: nn.Module) -> set[str]:
+    gradients = {name: getattr(parameter, "main_grad", None) for name, parameter in gpt.named_parameters()}
+    return {name for name, gradient in gradients.items() if gradient is not None and not gradient.isfinite().all()}
+
+
+@contextlib.contextmanager
+def _observed(gpt: nn.Module) -> Iterator[set[str]]:
+    """Yield a set to which backward passes in the ``with`` block add the names of parameters with non-finite gradients.
+
+    These are gradients of one micro batch on this rank.
+    """
+    nonfinite: set[str] = set()
+    handles = {}
+
+    def observe(name: str, gradient: Tensor) -> None:
+        if not gradient.isfinite().all():
+            nonfinite.add(name)
+
+    for _ in gathered_in_turn(gpt):  # a sharded parameter has no gradient of this rank alone
+        for name, parameter in gpt.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                handles[name] = parameter.register_hook(partial(observe, name))
+    try:
+        yield nonfinite
+    finally:
+        for handle in handles.values():
+            handle.remove()
 
 
 def _gather(name: str | None) -> str:

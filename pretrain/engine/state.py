@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fmoe.errors import UserError
+from megatron_patch.fsdp import local_slices
 from megatron_patch.optimizer import Shard, optimizers, renew, shards
 from pretrain.checkpoint import Checkpoint, TensorPiece
 from pretrain.engine import rng
@@ -36,6 +38,11 @@ def pieces(engine: Engine) -> Iterator[TensorPiece]:
     engine.sync_parameters()
     locations = ShardLocations(engine.chunks)
     for _, tensor in named_tensors(engine.chunks):
+        if isinstance(tensor, DTensor):
+            for values, start in local_slices(tensor):
+                writers = [place for place in locations.of(tensor) if place.is_main_shard]
+                yield from _slice_pieces(_MODEL, values.to(engine.config.params_dtype), start, writers)
+            continue
         for location in locations.of(tensor):
             if location.is_main:
                 data = tensor.detach().reshape(-1)[location.begin : location.end].view(location.block)
@@ -67,14 +74,19 @@ def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[
                 if location.is_main:
                     yield _piece(prefix, location, view)
             continue
-        flat = value.reshape(-1)
-        for location in locations:
-            is_writer = location.is_main_shard if shard.is_sharded else location.is_main
-            start = max(shard.start, location.begin)
-            stop = min(shard.stop, location.end)
-            if is_writer and start < stop:
-                data = flat[start - shard.start : stop - shard.start]
-                yield _piece(prefix, location, data, start - location.begin, stop - location.begin)
+        writers = [place for place in locations if (place.is_main_shard if shard.is_sharded else place.is_main)]
+        yield from _slice_pieces(prefix, value, shard.start, writers)
+
+
+def _slice_pieces(prefix: str, values: Tensor, begin: int, locations: list[ShardLocation]) -> Iterator[TensorPiece]:
+    """Yield the pieces of ``values``, a parameter's elements from offset ``begin`` on, at each of ``locations``."""
+    flat = values.reshape(-1)
+    for location in locations:
+        start = max(begin, location.begin)
+        stop = min(begin + flat.numel(), location.end)
+        if start < stop:
+            data = flat[start - begin : stop - begin]
+            yield _piece(prefix, location, data, start - location.begin, stop - location.begin)
 
 
 def _factor_views(
@@ -167,7 +179,7 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
     load_model(engine.chunks, checkpoint, engine.processes.device)
     with torch.no_grad():
         for shard in shards(engine.optimizer):
-            if shard.has_master:
+            if shard.has_master and not isinstance(shard.parameter, DTensor):
                 shard.main.copy_(shard.parameter.view(-1)[shard.start : shard.stop].view(shard.main.shape))
             renew(shard)
 
@@ -196,8 +208,9 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
 @torch.no_grad()
 def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: ShardLocations) -> None:
     for _, tensor in named_tensors(chunks):
-        values = _read(checkpoint, _MODEL, locations.of(tensor), 0, tensor.numel())
-        tensor.copy_(values.view(tensor.shape))
+        for part, start in local_slices(tensor):
+            values = _read(checkpoint, _MODEL, locations.of(tensor), start, start + part.numel())
+            part.copy_(values.view(part.shape))
 
 
 def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocation], entry: StateTensor) -> Tensor:

@@ -68,7 +68,7 @@ AXES = {
     "VPP": "virtual",
     "ETP": "expert_tensor",
 }
-SHARDS = ("none", "optimizer")  # by stage of ZeRO
+SHARDS = ("none", "optimizer", "gradients", "parameters")  # by stage of ZeRO
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,14 @@ def trainer_of(engine=None, step=0):
     return SimpleNamespace(engine=engine, step=step, processes=processes, inputs=SimpleNamespace(train=Samples()))
 
 
+def local(tensor):
+    """What this rank holds of a tensor."""
+    return tensor.detach().to_local() if hasattr(tensor, "placements") else tensor.detach()
+
+
 def values_of(engine):
     """Everything that a skipped step must leave as it is."""
-    found = {name: value.detach().clone() for name, value in engine.gpt.state_dict().items() if torch.is_tensor(value)}
+    found = {name: local(value).clone() for name, value in engine.gpt.state_dict().items() if torch.is_tensor(value)}
     for number, part in enumerate(engine.optimizer.chained_optimizers):
         for group in part.optimizer.param_groups:
             for place, main in enumerate(group["params"]):

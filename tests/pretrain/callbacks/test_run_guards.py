@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from engines import RECIPE, Samples, engine_of, trainer_of, values_of
+from engines import RECIPE, Samples, engine_of, local, trainer_of, values_of
 from forks import values
 from runs import steps, train
 
@@ -22,17 +22,20 @@ from pretrain.start.process import Diverged
 
 
 def poison(engine, what):
-    """Makes rank 1 alone meet a NaN in a step; returns what takes it away again, and the name it is found under."""
+    """Makes rank 1 alone meet a NaN in a step; returns its removal, and the name it is found under there."""
+    from megatron_patch.fsdp import gathered_in_turn
+
+    is_here = dist.get_rank() == 1
     parameters = dict(engine.gpt.named_parameters())
     names = {
         "dense gradient": "decoder.layers.0.self_attention.linear_proj.weight",
         "expert gradient": [name for name in parameters if ".experts." in name][-1],
     }
-    if what == "loss":
+    if what == "loss" and is_here:
         forward = engine.gpt.forward
         engine.gpt.forward = lambda *args, **options: forward(*args, **options) * float("nan")
         return lambda: engine.gpt.__dict__.pop("forward"), "loss"
-    if what == "after the reduction":
+    if what == "after the reduction" and is_here:
         prepare = engine.optimizer.prepare_grads
 
         def broken():
@@ -41,8 +44,12 @@ def poison(engine, what):
 
         engine.optimizer.prepare_grads = broken
         return lambda: engine.optimizer.__dict__.pop("prepare_grads"), names["dense gradient"]
-    handle = parameters[names[what]].register_hook(lambda gradient: gradient * float("nan"))
-    return handle.remove, names[what]
+    handles = []
+    for _ in gathered_in_turn(engine.gpt):  # a sharded parameter gets no gradient of one rank
+        parameter = dict(engine.gpt.named_parameters()).get(names.get(what))
+        if is_here and not hasattr(parameter, "placements"):
+            handles.append(parameter.register_hook(lambda gradient: gradient * float("nan")))
+    return lambda: [handle.remove() for handle in handles], names.get(what) if is_here else None
 
 
 def meet_nan(what, sections, mode):
@@ -59,7 +66,7 @@ def meet_nan(what, sections, mode):
             return f"stopped: {error}"
 
     said = [step(0), step(1)]
-    undo, name = poison(engine, what) if dist.get_rank() == 1 else (lambda: None, None)
+    undo, name = poison(engine, what)
     before = values_of(engine)
     said.append(step(2))
     after = values_of(engine)
@@ -69,7 +76,7 @@ def meet_nan(what, sections, mode):
     )
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     said.append(step(3))
-    return said, changed, sorted(before), name, {name: p.detach() for name, p in engine.gpt.named_parameters()}
+    return said, changed, sorted(before), name, {name: local(p) for name, p in engine.gpt.named_parameters()}
 
 
 EP2 = {"parallel": ParallelConfig(expert=2)}
@@ -89,6 +96,11 @@ NAN_CASES = {
     "loss, PP=2, skip": ("loss", {"parallel": ParallelConfig(pipeline=2)}, "skip"),
     "expert gradient, PP=2, stop": ("expert gradient", {"parallel": ParallelConfig(pipeline=2)}, "stop"),
     "dense gradient, TP=2, skip": ("dense gradient", {"parallel": ParallelConfig(tensor=2)}, "skip"),
+    "expert gradient, DP=2, ZeRO-3, skip": (
+        "expert gradient",
+        {"parallel": ParallelConfig(data=2, shard="parameters")},
+        "skip",
+    ),
     "dense gradient, DP=2, overlapped, skip": (
         "dense gradient",
         {"parallel": ParallelConfig(data=2, overlap_gradients=True)},
@@ -113,7 +125,8 @@ def test_nan_on_one_rank_ends_the_step_on_both_and_changes_nothing(forks, case):
     assert ("the loss is" if what == "loss" else "the gradient is") in bad
     assert bad.startswith("stopped: step 3: ") if mode == "stop" else not bad.startswith("stopped")
     assert ("finite when computed again" in bad) == (what == "after the reduction")
-    holds_parts = NAN_CASES[case][1]["parallel"].dense_data < 2
+    parallel = NAN_CASES[case][1]["parallel"]
+    holds_parts = parallel.dense_data < 2 or parallel.is_fully_sharded
     for key, value in weights.items():
         assert value.isfinite().all(), key
         assert holds_parts or ".experts." in key or torch.equal(value, weights_1[key]), key

@@ -205,6 +205,16 @@ INVALID = [
         "train.micro_batch x parallel.expert x parallel.data / (parallel.tensor=2, =32, train.global_batch=16",
     ),
     ("parallel.overlap_parameters=true", "parallel.overlap_parameters, parallel.shard=optimizer"),
+    ("parallel.shard=gradients parallel.pipeline=2", "parallel.shard=gradients, parallel.pipeline=2"),
+    ("parallel.shard=parameters train.precision=fp16", "parallel.shard=parameters, train.precision=fp16"),
+    ("parallel.shard=parameters parallel.shadow=1", "parallel.shadow=1, parallel.shard=parameters"),
+    (
+        "parallel.shard=gradients parallel.overlap_gradients=true",
+        "parallel.overlap_gradients, parallel.shard=gradients",
+    ),
+    ("parallel.shard=gradients optimizer.cpu_offload=0.5", "optimizer.cpu_offload=0.5, parallel.shard=optimizer"),
+    ("parallel.shard=parameters optimizer.name=adafactor", "optimizer.name=adafactor, parallel.shard=none"),
+    ("parallel.shard=all", "parallel.shard='all', none, optimizer, gradients, parameters"),
     ("parallel.tensor=0", "parallel.tensor=0"),
     # Optimizers
     ("optimizer.name=adafactor parallel.shard=optimizer", "optimizer.name=adafactor, parallel.shard=none"),

@@ -57,6 +57,8 @@ GRIDS = {
         "model": {"attention.num_heads": 4},
     },
     "expert tensor 2, expert 2": {"parallel": {"tensor": 2, "expert_tensor": 2, "expert": 2, "shard": "optimizer"}},
+    "expert 2, data 2, ZeRO-2": {"parallel": {"expert": 2, "data": 2, "shard": "gradients"}},
+    "expert 2, data 2, ZeRO-3": {"parallel": {"expert": 2, "data": 2, "shard": "parameters"}, "train": BF16},
     "pipeline 4": {"parallel": {"pipeline": 4}, "model": {"moe.layers": (2, 3)}, "train": BF16},
     "pipeline 2 of 2 chunks, expert 2": {
         "parallel": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2, "shard": "optimizer"},
