@@ -117,9 +117,11 @@ def evaluate(
             labels = batch.pop("labels")
             mask = batch.pop("loss_mask", None)
             moved = to_device(batch, device)
-            logits_BSV = run_stages(
-                model, lambda stage, moved=moved: forward(stage, moved), moved["tokens"], recipe.model.vocab_size
-            )
+
+            def run(stage: nn.Module, moved: Batch = moved) -> Tensor:
+                return forward(stage, moved)
+
+            logits_BSV = run_stages(model, run, moved["tokens"], recipe.model.vocab_size)
             if is_counted and logits_BSV is not None:
                 masks = [None] * len(labels) if mask is None else mask
                 for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):
