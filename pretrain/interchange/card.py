@@ -174,7 +174,7 @@ def _corpora(checkpoint: Checkpoint, recipe: Recipe, info: Mapping[str, Any]) ->
         "validation": (recipe.data.validation, (info.get("data") or {}).get("validation")),
     }
     for use, (prefixes, digests) in recorded.items():
-        if len(digests or ()) != len(prefixes):  # the run may have been resumed with other validation corpora
+        if digests is None or len(digests) != len(prefixes):  # the run may have been resumed with other ones
             digests = [None] * len(prefixes)
         for prefix, digest in zip(prefixes, digests, strict=True):
             described = read_object(with_ending(Path(prefix), ".json")) or {}
