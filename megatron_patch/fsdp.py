@@ -123,8 +123,8 @@ class FullyShardedDataParallel(nn.Module):
         # The embedding and the output layer, which may share a weight, run first and last.
         fully_shard(model, **dense | {"reshard_after_forward": False})
         model.set_reshard_after_backward(reshard_after_forward)
-        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        self.max_gathered = sum(p.numel() for p in model.parameters())
+        sizes = [_num_parameters(layer) for layer in layers]
+        self.max_gathered = _num_parameters(model)
         if reshard_after_forward:
             self.max_gathered += max(sizes, default=0) - sum(sizes)
         self._units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
@@ -167,6 +167,10 @@ class FullyShardedDataParallel(nn.Module):
         """Free all gathered parameters."""
         for unit in self._units:
             unit.reshard()
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:

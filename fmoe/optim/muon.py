@@ -336,7 +336,11 @@ class Muon(Optimizer):
         of_this_rank = torch.tensor(flat, dtype=torch.int64, device=self._shards.parameters[0].device)
         everyone = [torch.empty_like(of_this_rank) for _ in range(self._shards.group.size())]
         collectives.run(dist.all_gather, everyone, of_this_rank, group=self._shards.group)
-        return [[ranges.tolist() for ranges in of_rank.split([*map(len, held)])] for of_rank in everyone]
+        counts = [len(ranges) for ranges in held]
+        gathered = []
+        for of_rank in everyone:
+            gathered.append([ranges.tolist() for ranges in of_rank.split(counts)])
+        return gathered
 
 
 def _pieces(

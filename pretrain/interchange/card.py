@@ -202,8 +202,10 @@ def _data(corpora: Sequence[Row]) -> str:
         sources = ", ".join(corpus["sources"][:_MAX_SOURCES])
         more = len(corpus["sources"]) - _MAX_SOURCES
         counts = ["" if corpus[key] is None else f"{corpus[key]:,}" for key in ("documents", "tokens")]
-        rows.append([corpus["name"], corpus["use"], *counts, f"{sources} and {more:,} more" if more > 0 else sources])
-    return markdown([[_text(cell) for cell in row] for row in rows])
+        if more > 0:
+            sources += f" and {more:,} more"
+        rows.append([_text(cell) for cell in (corpus["name"], corpus["use"], *counts, sources)])
+    return markdown(rows)
 
 
 def _metrics(rows: Sequence[Row]) -> Row:
