@@ -85,12 +85,21 @@ def tensors_of(engine) -> dict[str, list[Tensor]]:
     """Return the tensors of an engine that persist from step to step, by `COLUMNS`; the state exists after a step."""
     from megatron_patch.optimizer import optimizers, shards
 
-    buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    held = list(shards(engine.optimizer))
+    if engine.recipe.parallel.is_fully_sharded:
+        weights = [shard.main for shard in held]  # float32 in every precision, so there are no masters
+        gradients = [shard.main.main_grad for shard in held]
+        masters = []
+    else:
+        buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        weights = list(engine.gpt.parameters())
+        gradients = [buffer.grad_data for buffer in buffers]
+        masters = [shard.main for shard in held if shard.has_master]
     states = [state for part in optimizers(engine.optimizer) for state in part.optimizer.state.values()]
     return {
-        "weights": list(engine.gpt.parameters()),
-        "gradients": [buffer.grad_data for buffer in buffers],
-        "masters": [shard.main for shard in shards(engine.optimizer) if shard.has_master],
+        "weights": weights,
+        "gradients": gradients,
+        "masters": masters,
         "state": [tensor for state in states for value in state.values() for tensor in _plain(value)],
     }
 
