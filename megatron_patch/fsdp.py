@@ -59,11 +59,12 @@ def local_slices(tensor: Tensor) -> list[tuple[Tensor, int]]:
     if not isinstance(tensor, DTensor):
         return [(tensor, 0)]
     local = tensor.to_local().detach()
-    (placement,) = tensor.placements
+    placement = tensor.placements[-1]
     assert isinstance(placement, Shard)
     axis = placement.dim
-    rank = tensor.device_mesh.get_local_rank()
-    first = rank * -(-tensor.shape[axis] // tensor.device_mesh.size())  # all shards but the last ones are equal
+    mesh = tensor.device_mesh
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    first = rank * -(-tensor.shape[axis] // mesh.size(mesh.ndim - 1))  # all shards but the last ones are equal
     if axis == 0:
         return [(local.view(-1), min(first, tensor.shape[0]) * math.prod(tensor.shape[1:]))]
     inner = math.prod(tensor.shape[2:])
@@ -73,7 +74,8 @@ def local_slices(tensor: Tensor) -> list[tuple[Tensor, int]]:
 class FullyShardedDataParallel(nn.Module):
     """A Megatron-core model whose parameters and gradients are sharded over data parallel ranks, by torch's FSDP2.
 
-    Experts are sharded over the ranks that hold the same experts. Gradients are averaged like those of Megatron's
+    Experts are sharded over the ranks that hold the same experts. With several of Megatron's optimizer instances, each
+    instance has a copy of all shards (HSDP). Gradients are averaged like those of Megatron's
     DistributedDataParallel, and reduced once per micro batch, so that no rank accumulates whole gradients.
 
     Args:
@@ -95,8 +97,10 @@ class FullyShardedDataParallel(nn.Module):
         self.ddp_config = DistributedDataParallelConfig()  # Megatron's reductions read it
         self.module = module
         model = getattr(module, "module", module)
-        data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        expert_group = parallel_state.get_expert_data_parallel_group()
+        data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        expert_size = parallel_state.get_expert_data_parallel_world_size()
+        data_group = _shard_group(for_experts=False)
+        expert_group = _shard_group(for_experts=True)
         ownership.refresh()
         marks = {}
         for name, parameter in model.named_parameters():
@@ -116,7 +120,7 @@ class FullyShardedDataParallel(nn.Module):
                 fully_shard(layer.experts, **experts)
                 # FSDP2 divides by the size of its mesh, but the gradient sums over the tokens of more ranks.
                 # set_gradient_divide_factor is not an alternative: see `fmoe.parallel.fully_shard`.
-                ratio = data_group.size() / expert_group.size()
+                ratio = data_size / expert_size
                 layer.experts.set_all_reduce_hook(lambda gradient, ratio=ratio: gradient.div_(ratio))
         for layer in layers:
             fully_shard(layer, **dense)
@@ -173,9 +177,34 @@ def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+def _shard_group(for_experts: bool) -> dist.ProcessGroup:
+    """Return the ranks over which a parameter is sharded."""
+    if for_experts:
+        return parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+
+
+def _copy_group() -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shards, of dense parameters and of experts; None if there are no others."""
+    return parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+
+
+def is_in_first_copy() -> bool:
+    """Return whether this rank is one of those that write shards to checkpoints."""
+    copies = _copy_group()
+    return copies is None or copies.rank() == 0
+
+
+def _mesh_of(shards: dist.ProcessGroup) -> DeviceMesh:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    copies = _copy_group()
     with torch.device("cpu"):  # not on the meta device, on which a dry run builds models
-        return DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
+        if copies is None:
+            return DeviceMesh.from_group(shards, device)
+        # The ranks of a copy are adjacent in a data parallel group, at equal distances in all copies.
+        offsets = torch.tensor(dist.get_process_group_ranks(copies)) - dist.get_rank()
+        ranks = offsets.unsqueeze(1) + torch.tensor(dist.get_process_group_ranks(shards))
+        return DeviceMesh.from_group([copies, shards], device, mesh=ranks, mesh_dim_names=("copy", "shard"))
 
 
 def gathered_in_turn(model: nn.Module) -> Iterator[None]:
@@ -200,13 +229,12 @@ class ShardedOptimizer(FP32Optimizer):
     def __init__(self, optimizer: Optimizer, config: OptimizerConfig, shards: list[LocalShard], for_experts: bool):
         super().__init__(optimizer, config, lambda *_: None)
         self.shards = shards
+        self.data_parallel_group = _shard_group(for_experts)
         if for_experts:
-            self.data_parallel_group = parallel_state.get_expert_data_parallel_group()
             self.tp_group = parallel_state.get_expert_tensor_parallel_group()
         else:
-            self.data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.grad_stats_parallel_group = dist.group.WORLD
+        self.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
 
 
 def shards_by_kind(chunks: Iterable[FullyShardedDataParallel]) -> dict[bool, list[LocalShard]]:

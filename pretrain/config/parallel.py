@@ -42,6 +42,9 @@ class ParallelConfig(Section):
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """What data parallel ranks divide among themselves: nothing (none), the optimizer's state and master weights
     (optimizer, ZeRO-1), gradients too (gradients, ZeRO-2), or parameters too (parameters, ZeRO-3)."""
+    shard_size: Positive | None = None
+    """With shard=gradients or parameters, number of adjacent data parallel ranks of the dense layers that divide these,
+    such as those of a node; each group of such ranks has a copy (HSDP). None for all ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
     """In the backward pass, recompute nothing (none), feed-forward blocks including gate, exchange and experts
     (selective), or whole layers (full)."""
@@ -80,6 +83,11 @@ class ParallelConfig(Section):
     def is_fully_sharded(self) -> bool:
         """True if gradients, or gradients and parameters, are sharded over data parallel ranks."""
         return self.shard in ("gradients", "parameters")
+
+    @property
+    def copies(self) -> int:
+        """Number of groups of ``shard_size`` data parallel ranks, each with a copy of the model's shards."""
+        return self.dense_data // self.shard_size if self.shard_size else 1
 
     @property
     def model_chunks(self) -> int:

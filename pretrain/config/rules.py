@@ -133,6 +133,7 @@ parallel.max_rows, parallel.shadow excludes parallel.expert_tensor: use parallel
 parallel.overlap_shared_experts needs moe.num_shared_experts>0
 parallel.shard=gradients, parallel.shard=parameters excludes parallel.pipeline>1, train.precision=fp16: use
     parallel.shard=optimizer
+parallel.shard_size excludes parallel.shard=none, parallel.shard=optimizer: use parallel.shard=parameters or gradients
 parallel.overlap_gradients excludes parallel.shard=gradients, parallel.shard=parameters: which always overlap reductions
 parallel.shadow excludes parallel.shard=gradients, parallel.shard=parameters: use parallel.shadow=0
 parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
@@ -354,6 +355,15 @@ def _split(recipe: Any) -> Iterator[str]:
             f"parallel.tensor x parallel.context={dense} and parallel.expert_tensor x parallel.expert={experts}: one "
             "must divide the other"
         )
+    if parallel.shard_size:
+        size = parallel.shard_size
+        yield from _must_divide("parallel.shard_size", size, parallel.dense_data_name, parallel.dense_data)
+        same = parallel.world_size // (parallel.pipeline * experts)
+        if same % parallel.copies:
+            yield (
+                f"parallel.shard_size={size} makes {parallel.copies} copies, which does not divide the "
+                f"{same} ranks that hold the same experts"
+            )
     # A T5 is built dense, then its experts are inserted.
     if len(model.layers_with_experts) < len(model.layer_numbers) or model.kind == "t5":
         name = "ffn_hidden_size" if model.dense_ffn_hidden_size is None else "dense_ffn_hidden_size"

@@ -22,6 +22,7 @@ def init_parallel(recipe: Recipe) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        num_distributed_optimizer_instances=parallel.copies,
         distributed_timeout_minutes=int(timeout(recipe.guard.hang_minutes).total_seconds() // 60),
         create_gloo_process_groups=dist.get_backend() == "gloo",
     )

@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_patch.fsdp import is_in_first_copy
+
 
 @dataclass(frozen=True)
 class ShardLocation:
@@ -28,8 +30,7 @@ class ShardLocation:
         offset, block: position and shape of the piece in the global tensor.
         begin: offset of the piece in the flattened parameter.
         is_main: True on the one rank that writes the piece.
-        is_main_shard: True on the ranks of the data parallel group that writes the piece's sharded optimizer state.
-            Each rank writes its shard.
+        is_main_shard: True on the data parallel ranks that write the piece's sharded optimizer state, each its shard.
     """
 
     name: str
@@ -113,7 +114,7 @@ def _location_of(piece: ShardedTensor, parameter: Tensor) -> ShardLocation:
         begin=piece.data.storage_offset() - parameter.storage_offset(),
         is_main=not any(replica),
         # The last number of Megatron's replica ids is the data parallel rank.
-        is_main_shard=not any(replica[:-1]),
+        is_main_shard=not any(replica[:-1]) and is_in_first_copy(),
     )
 
 

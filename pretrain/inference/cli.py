@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from fmoe.cli import Parser, drop_output
@@ -11,14 +11,13 @@ from pretrain.config import ParallelConfig, build_recipe
 from pretrain.data.cli import INPUTS, add_format, path_argument
 
 _RUN = "folder of a run or of one of its checkpoints"
-# Keys of [parallel] that are options of both commands, with their help.
+# Sizes of [parallel] that are options of both commands, with their help.
 _SPLIT = {
     "expert": "number of ranks among which the experts of a layer are divided",
     "tensor": "number of ranks among which attention heads, dense blocks and vocabulary are divided",
     "pipeline": "number of ranks among which the layers are divided",
     "expert_tensor": "slices of each expert: 1, or as many as --parallel.tensor",
 }
-_DATA = {"data": "copies of the model, among which the sequences are divided"}
 
 
 def generate(argv: list[str]) -> int:
@@ -30,6 +29,11 @@ def generate(argv: list[str]) -> int:
     arguments = _generate_parser().parse_args(argv)
     _require_positive(arguments, "max_tokens", "num_samples")
     parallel = _split_of(arguments)
+    if parallel.data > 1 and not parallel.is_fully_sharded:
+        raise UserError(
+            f"--parallel.data {parallel.data} needs --parallel.shard parameters: copies of the model would generate "
+            "the same texts"
+        )
     from pretrain.inference.generate import run  # imports torch and megatron-core: help and wrong options need neither
 
     return _on_rank(lambda: run(arguments, parallel, argv))
@@ -65,7 +69,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to draw (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="recompute the whole window for every token (GPT only)")
     _add_common(parser, "print one JSON object at the end instead of streaming text")
-    _add_split(parser, _SPLIT)
+    _add_split(parser, "ranks that each compute all texts, with parts of the parameters")
     return parser
 
 
@@ -113,7 +117,7 @@ def evaluate(argv: list[str]) -> int:
     )
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
-    _add_split(parser, _SPLIT | _DATA)
+    _add_split(parser, "copies of the model, among which the sequences are divided")
     arguments = parser.parse_args(argv)
     _require_positive(arguments, "max_sequences", "stride", "memory_length")
     if arguments.stride is not None and arguments.data is None:
@@ -121,7 +125,9 @@ def evaluate(argv: list[str]) -> int:
             f"--stride {arguments.stride} needs --data: a stride does not apply to the run's own validation data"
         )
     parallel = _split_of(arguments)
-    from pretrain.inference.evaluate import run  # imports torch and megatron-core
+    # Imports torch and megatron-core.
+    import megatron_patch  # noqa: F401 - first: it silences the warnings of megatron-core's imports
+    from pretrain.inference.evaluate import run
 
     return _on_rank(lambda: run(arguments, parallel, argv))
 
@@ -154,17 +160,23 @@ def _on_rank(command: Callable[[], int]) -> int:
     return run_rank(work)
 
 
-def _add_split(parser: argparse.ArgumentParser, sizes: Mapping[str, str]) -> None:
-    for key, text in sizes.items():
+def _add_split(parser: argparse.ArgumentParser, data_help: str) -> None:
+    for key, text in (_SPLIT | {"data": data_help}).items():
         option = f"--parallel.{key.replace('_', '-')}"
         parser.add_argument(option, dest=f"parallel.{key}", type=int, default=1, metavar="N", help=text)
+    parser.add_argument(
+        "--parallel.shard",
+        choices=("none", "parameters"),
+        default="none",
+        help="parameters: the ranks that hold the same parameters keep a part each, and gather one layer at a time",
+    )
 
 
 def _split_of(arguments: argparse.Namespace) -> ParallelConfig:
     values = {key: value for key, value in vars(arguments).items() if key.startswith("parallel.")}
-    sizes = {key.removeprefix("parallel."): value for key, value in values.items()}
+    keys = {key.removeprefix("parallel."): value for key, value in values.items()}
     # Activations are not kept, so that cutting them along the sequence, which must be divisible, saves little.
-    return build_recipe({"parallel": {**sizes, "sequence": False}}).parallel
+    return build_recipe({"parallel": {**keys, "sequence": False}}).parallel
 
 
 def _require_positive(arguments: argparse.Namespace, *names: str) -> None:

@@ -194,6 +194,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
         UserError: the checkpoint is damaged, or its tensors do not fit its recipe.
     """
     from megatron_patch import bf16_linear
+    from megatron_patch.fsdp import FullyShardedDataParallel
     from pretrain.engine import state
     from pretrain.engine.model import build_model
     from pretrain.engine.pipeline import stages
@@ -206,5 +207,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     model = build_model(recipe, **stage).to(DTYPES[recipe.train.precision])
     if bf16_linear.is_needed():
         bf16_linear.mark_weights(model)
+    if recipe.parallel.is_fully_sharded:
+        FullyShardedDataParallel(model.config, model, reshard_after_forward=True)  # shards the model in place
     state.load_model([model], trained.checkpoint, processes.device)
     return model.eval().requires_grad_(False)

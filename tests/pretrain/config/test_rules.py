@@ -206,6 +206,9 @@ INVALID = [
     ),
     ("parallel.overlap_parameters=true", "parallel.overlap_parameters, parallel.shard=optimizer"),
     ("parallel.shard=gradients parallel.pipeline=2", "parallel.shard=gradients, parallel.pipeline=2"),
+    ("parallel.shard=optimizer parallel.shard_size=1", "parallel.shard_size=1, parallel.shard=optimizer"),
+    ("parallel.shard=parameters parallel.data=2 parallel.shard_size=3", "parallel.shard_size=3, parallel.data=2"),
+    ("parallel.shard=parameters parallel.expert=4 parallel.shard_size=2", "parallel.shard_size=2, 2 copies"),
     ("parallel.shard=parameters train.precision=fp16", "parallel.shard=parameters, train.precision=fp16"),
     ("parallel.shard=parameters parallel.shadow=1", "parallel.shadow=1, parallel.shard=parameters"),
     (

@@ -15,7 +15,8 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 
 def with_shard(recipe, shard):
-    return replace(recipe, parallel=replace(recipe.parallel, shard=shard))
+    size = recipe.parallel.shard_size if shard in FULL else None
+    return replace(recipe, parallel=replace(recipe.parallel, shard=shard, shard_size=size))
 
 
 def trained(recipe, steps):
@@ -45,6 +46,8 @@ def trained(recipe, steps):
         pytest.param({"expert": 2, "data": 2}, "fp32", marks=pytest.mark.slow),
         pytest.param({"data": 4, "recompute": "full"}, "fp32", marks=pytest.mark.slow),
         pytest.param({"expert": 2, "data": 2, "recompute": "selective"}, "fp32", marks=pytest.mark.slow),
+        pytest.param({"expert": 2, "data": 2, "shard_size": 2}, "fp32", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "data": 2, "shard_size": 1}, "fp32", marks=pytest.mark.slow),
         pytest.param({"tensor": 2, "expert": 4}, "fp32", marks=pytest.mark.slow),
         pytest.param({"context": 2, "expert": 2, "data": 2}, "fp32", marks=pytest.mark.slow),
     ],
@@ -61,8 +64,9 @@ def test_all_stages_train_the_same_and_hold_their_shares(forks, parallel, precis
     for figures, _ in ranks:
         for shard in SHARDS:
             assert figures[shard] == pytest.approx(expected, rel=TOLERANCE[precision]), shard
-    expert_data = size // recipe.parallel.expert
-    dense_data = size // recipe.parallel.tensor
+    copies = recipe.parallel.copies
+    expert_data = size // recipe.parallel.expert // copies
+    dense_data = size // recipe.parallel.tensor // copies
     for shard in FULL:
         for name, (shape, _) in ranks[0][1][shard].items():
             over = expert_data if ".experts." in name else dense_data
@@ -121,6 +125,10 @@ def tensors_of(folder):
         ("muon", {"data": 2}, "fp32"),
         *(pytest.param(name, {"data": 2}, "fp32", marks=pytest.mark.slow) for name in ("adamw", "lamb", "lars", "sgd")),
         *(pytest.param(name, {"expert": 2}, "bf16", marks=pytest.mark.slow) for name in ("adamw", "lamb", "muon")),
+        *(
+            pytest.param(name, {"data": 4, "shard_size": 2}, "fp32", marks=pytest.mark.slow)
+            for name in ("adamw", "lamb", "muon")
+        ),
     ],
     ids=str,
 )
@@ -131,8 +139,8 @@ def test_checkpoints_of_every_stage_load_at_every_stage(forks, tmp_path, name, p
     train = replace(recipe.train, precision=precision)
     recipe = replace(recipe, model=model, train=train, parallel=ParallelConfig(**parallel))
     stages = ("parameters", "gradients", "optimizer", "none")
-    (followed, other) = values(forks.run(2, passed_on, tmp_path, recipe, stages))
-    assert followed == other
+    (followed, *others) = values(forks.run(recipe.parallel.world_size, passed_on, tmp_path, recipe, stages))
+    assert all(other == followed for other in others)
     for figures in followed:
         assert figures == pytest.approx(followed[0], rel=TOLERANCE[precision])
     saved = tensors_of(tmp_path / "parameters" / "step-00000002")

@@ -99,6 +99,17 @@ def test_a_checkpoint_of_any_split_is_the_model_of_one_process(runs, values, spl
         assert values("generate", runs(split), *argv, option, size, size=2)["samples"] == drawn
 
 
+@pytest.mark.parametrize("size", ["--parallel.expert", "--parallel.data"])
+def test_ranks_that_share_the_parameters_give_the_figures_of_one_process(runs, values, size):
+    split = [size, "2", "--parallel.shard", "parameters"]
+    expected, found = (values("evaluate", runs("one"), *options) for options in ([], split))
+    for key in ("loss", "sequences", "tokens", "bytes", "accuracy"):
+        assert found["runs"][0][key] == pytest.approx(expected["runs"][0][key], rel=1e-6)
+    argv = ["--prompt", PROMPT, "--max-tokens", "12", "--temperature", "0"]
+    expected, found = (values("generate", runs("one"), *argv, *options) for options in ([], split))
+    assert found["samples"] == expected["samples"]
+
+
 def test_the_loss_is_the_one_that_the_trainer_logged(runs, values):
     """At each of its steps, and from the folder of one checkpoint."""
     folder = runs("one")
@@ -241,6 +252,10 @@ WRONG = {
     ),
     "layers": (["evaluate", "RUN", "--parallel.pipeline", "3"], "parallel.pipeline=3 does not divide model.num_layers"),
     "no ranks": (["evaluate", "RUN", "--parallel.data", "0"], "parallel.data=0 must be at least 1"),
+    "copies": (
+        ["generate", "RUN", "--prompt", "x", "--parallel.data", "2"],
+        "--parallel.data 2 needs --parallel.shard parameters",
+    ),
     "no text": (["evaluate", "RUN", "--data", "OTHER", "--format", "text"], "is not UTF-8"),
 }
 
