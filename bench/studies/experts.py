@@ -128,6 +128,8 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, **values: Any) -> Any:
     """Return a model with random weights, and eager experts; ``values`` are further ones of its configuration."""
     import transformers
 
+    transformers.logging.set_verbosity_error()  # advice on sizes, and a bar for each file that is read
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**MODELS[family] | values)
     kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
