@@ -202,8 +202,9 @@ def _mesh_of(shards: dist.ProcessGroup) -> DeviceMesh:
         if copies is None:
             return DeviceMesh.from_group(shards, device)
         # The ranks of a copy are adjacent in a data parallel group, at equal distances in all copies.
-        offsets = torch.tensor(dist.get_process_group_ranks(copies)) - dist.get_rank()
-        ranks = offsets.unsqueeze(1) + torch.tensor(dist.get_process_group_ranks(shards))
+        first = dist.get_rank()
+        members = dist.get_process_group_ranks(shards)
+        ranks = [[rank + other - first for rank in members] for other in dist.get_process_group_ranks(copies)]
         return DeviceMesh.from_group([copies, shards], device, mesh=ranks, mesh_dim_names=("copy", "shard"))
 
 
