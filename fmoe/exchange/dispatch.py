@@ -1,9 +1,9 @@
 """The way of rows to the ranks of their experts and back, once the ranks know how many rows each of them sends.
 
 If any rank needs gradients, the combine weights are sent with the rows, as a tensor [M]. The rank of an expert then
-computes their gradients, in native and CUDA kernels from the hidden units, otherwise from the outputs
-(`fmoe.kernels.rows.weigh_gradient`), and the backward pass sends them back. So the token's rank need not save the
-outputs that it combines (`combine_unsaved`).
+computes their gradients (`ExpertCall.rows`): a native or CUDA operation from the hidden units, others from the outputs
+(`fmoe.kernels.rows.weigh_gradient`). The backward pass sends them back. So the token's rank need not save the outputs
+that it combines (`combine_unsaved`).
 
 Shape letters: see `fmoe.exchange.base`.
 """
