@@ -243,3 +243,12 @@ def test_invalid_inputs(make, says):
     with pytest.raises(fmoe.UserError) as error:
         make()
     assert all(part in str(error.value) for part in says) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_the_losses_share_on_a_rank_may_be_a_tensor(scale):
+    """As in Megatron, which multiplies it by the number of tokens."""
+    layer, _ = layer_and_input(1, loss_scale=lambda: scale)
+    arguments = (torch.device("cpu"), torch.float32)
+    of_tensor = layer.aux.gradients((0.5, 2.0), torch.tensor(3.0), *arguments)
+    assert of_tensor.tolist() == layer.aux.gradients((0.5, 2.0), 3.0, *arguments).tolist() == [1.5 * scale, 6 * scale]
