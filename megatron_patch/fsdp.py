@@ -75,8 +75,8 @@ class FullyShardedDataParallel(nn.Module):
     """A Megatron-core model whose parameters and gradients are sharded over data parallel ranks, by torch's FSDP2.
 
     Experts are sharded over the ranks that hold the same experts. With several of Megatron's optimizer instances, each
-    instance has a copy of all shards (HSDP). Gradients are averaged like those of Megatron's
-    DistributedDataParallel, and reduced once per micro batch, so that no rank accumulates whole gradients.
+    instance has a copy of all shards (HSDP). Gradients are averaged like those of Megatron's DistributedDataParallel,
+    and reduced once per micro batch, so that no rank accumulates whole gradients.
 
     Args:
         config: config of the model. The model computes in ``config.params_dtype``, and shards are float32.

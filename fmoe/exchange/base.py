@@ -217,7 +217,7 @@ class GroupExchange:
         self.post_failure(error)
 
     def exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return the vector ``head`` of every rank, on the host. For exchanges other than ``all_to_all``.
+        """Return the vector ``head`` of every rank, on the host. For exchanges that gather counts: all_gather, deepep.
 
         The vector begins with 1 on a rank that failed, else with 0. If any rank failed, every rank raises.
 
