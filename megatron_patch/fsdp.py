@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -140,6 +141,8 @@ class FullyShardedDataParallel(nn.Module):
             vars(parameter).update(marks[name])
             for main, start in local_slices(parameter):
                 tensor_parallel.copy_tensor_model_parallel_attributes(main, parameter)
+                # Norms skip weights of other pipeline stages.
+                main.shared = getattr(parameter, "shared", False)  # type: ignore[attr-defined]
                 self.shards.append(LocalShard(parameter, main, start))
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -225,6 +228,7 @@ class ShardedOptimizer(FP32Optimizer):
     Attributes:
         shards: the ranges of parameters that this rank updates.
         data_parallel_group: ranks over which each of the parameters is sharded.
+        grad_scaler: scaler of the loss for fp16; None for no scale.
     """
 
     def __init__(self, optimizer: Optimizer, config: OptimizerConfig, shards: list[LocalShard], for_experts: bool):
@@ -236,6 +240,34 @@ class ShardedOptimizer(FP32Optimizer):
         else:
             self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        self.grad_scaler: MegatronGradScaler | None = _grad_scaler(config) if config.fp16 else None
+
+    def get_loss_scale(self) -> Tensor:
+        return super().get_loss_scale() if self.grad_scaler is None else self.grad_scaler.scale
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Take and unscale the gradients; return whether one of this rank overflowed."""
+        super().prepare_grads()
+        if self.grad_scaler is None:
+            return False
+        overflow = torch.zeros_like(self.grad_scaler.scale)
+        gradients = [shard.main.grad for shard in self.shards]
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
+        return bool(overflow)
+
+
+def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler:
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
 
 
 def shards_by_kind(chunks: Iterable[FullyShardedDataParallel]) -> dict[bool, list[LocalShard]]:

@@ -72,9 +72,10 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
 def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
     """Yield this rank's shards of one inner optimizer (`optimizers`)."""
     if isinstance(part, ShardedOptimizer):
+        has_master = part.config.bf16 or part.config.fp16
         for local in part.shards:
             stop = local.start + local.main.numel()
-            yield Shard(part.optimizer, local.parameter, local.main, local.start, stop, True, part.config.bf16)
+            yield Shard(part.optimizer, local.parameter, local.main, local.start, stop, True, has_master)
     elif isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():
             where = part._get_model_param_range_map(parameter)["param"]
@@ -169,14 +170,16 @@ def build_optimizer(
     matrices = megatron_matrices(model_chunks) if is_muon else {}
     for part in optimizers(optimizer):
         for shard in shards_of(part):
-            if isinstance(part.optimizer, Adafactor | AdamW8bit):
-                _check_whole(part.optimizer, shard)
+            if isinstance(part.optimizer, Adafactor):
+                _check_whole(shard)
             if is_stacked(shard.parameter) and not shard.is_sharded:
                 shard.main.is_stacked = True  # type: ignore[attr-defined]  # fp32 copies lack the mark
         if isinstance(part.optimizer, TrustOptimizer):
             part.optimizer.set_layout(_layout(part))
         if isinstance(part.optimizer, Muon):
             part.optimizer.set_shards(matrices, _muon_shards(part, matrices))
+        if isinstance(part.optimizer, Adafactor | AdamW8bit) and sharding_group(part) is not None:
+            part.optimizer.set_shards(_shards(part))
     return optimizer
 
 
@@ -207,15 +210,10 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: float) -
         torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
 
 
-def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
-    """Raise UserError if an optimizer that needs whole tensors gets slices of them."""
-    if shard.is_sharded:
-        raise UserError(
-            f"{type(optimizer).__name__} steps whole tensors: use_distributed_optimizer=True, which splits them, is "
-            "not supported: use False"
-        )
+def _check_whole(shard: Shard) -> None:
+    """Raise UserError if tensor parallelism splits a parameter of Adafactor."""
     size = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
-    if isinstance(optimizer, Adafactor) and size > 1:
+    if size > 1:
         key = "expert_tensor_parallel_size" if is_expert(shard.parameter) else "tensor_model_parallel_size"
         raise UserError(
             f"Adafactor factors whole matrices: {key}={size}, which splits them, is not supported: use {key}=1, or "
@@ -240,6 +238,10 @@ def _muon_shards(part: MegatronOptimizer, matrices: Mapping[Tensor, Matrices]) -
         if shard.parameter in matrices:
             ranks = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
             check_slices(matrices[shard.parameter], shard.parameter, ranks)
+    return _shards(part)
+
+
+def _shards(part: MegatronOptimizer) -> Shards:
     parts = {shard.main: (shard.parameter, shard.start) for shard in shards_of(part)}
     group = sharding_group(part)
     return Shards(parts, parameters_of(part), group if group is not None and group.size() > 1 else None)

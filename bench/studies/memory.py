@@ -7,15 +7,16 @@ It counts the tensors that persist from step to step on rank 0: weights, gradien
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from bench import options, ranks, report
 from bench.samples import Tokens
+from fmoe.optim.eight_bit import CutMoment
 from pretrain.config import load_recipe
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "muon", "sgd", "adafactor", "adamw8bit")
-WHOLE = ("adafactor", "adamw8bit")  # not measured with `parallel.shard=optimizer`, which does not support them
 PRECISIONS = ("fp32", "bf16", "fp16")
 COLUMNS = ("weights", "gradients", "masters", "state")
 
@@ -55,8 +56,6 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
     for optimizer in optimizers:
         for precision in precisions:
             for shard in ("none", "optimizer"):
-                if shard != "none" and optimizer in WHOLE:
-                    continue
                 loss_scale = 1.0 if precision == "fp16" else None  # a step that overflows creates no state
                 own = replace(recipe.optimizer, name=optimizer, loss_scale=loss_scale)
                 of_row = replace(
@@ -104,9 +103,11 @@ def tensors_of(engine) -> dict[str, list[Tensor]]:
     }
 
 
-def _plain(value: Tensor) -> Iterator[Tensor]:
+def _plain(value: Any) -> Iterator[Tensor]:
     """Yield the plain tensors of which a tensor consists, such as codes, scales and map of an 8-bit tensor."""
-    if hasattr(value, "codes"):
+    if isinstance(value, CutMoment):
+        yield from (value.head, value.tail, *_plain(value.blocks))
+    elif hasattr(value, "codes"):
         yield from (value.codes, value.scale, value.qmap)
     else:
         yield value

@@ -4,9 +4,9 @@ from fmoe.optim.adafactor import Adafactor
 from fmoe.optim.eight_bit import AdamW8bit
 from fmoe.optim.lamb import Lamb
 from fmoe.optim.lars import Lars
-from fmoe.optim.layout import Blocks, Layout, is_matrix, is_stacked, param_groups
+from fmoe.optim.layout import Blocks, Layout, Shards, is_matrix, is_stacked, param_groups
 from fmoe.optim.matrices import Matrices, hidden_matrices, orthogonalize
-from fmoe.optim.muon import Muon, Shards
+from fmoe.optim.muon import Muon
 
 __all__ = [
     "Adafactor",

@@ -1,13 +1,15 @@
 """Layout of parameters: stacks of experts, matrices and vectors, and the parts of them that a rank updates."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe.errors import UserError
-from fmoe.runtime import ownership
+from fmoe.runtime import collectives, ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
@@ -94,6 +96,52 @@ class Layout:
     def of(cls, tensors: Sequence[Tensor]) -> "Layout":
         """Return the layout in which every tensor is a whole parameter."""
         return cls([Blocks.of(t) for t in tensors], {t: (number, 0) for number, t in enumerate(tensors)})
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The tensors in an optimizer's parameter groups, as ranges of parameters.
+
+    Attributes:
+        parts: (parameter, offset in the flattened parameter) of each of these tensors.
+        parameters: all parameters, even if this rank has no part of them; in the same order on all ranks.
+        group: data parallel group over whose ranks parameters are divided (ZeRO-1); None if every tensor is whole.
+    """
+
+    parts: Mapping[Tensor, tuple[Tensor, int]]
+    parameters: Sequence[Tensor]
+    group: dist.ProcessGroup | None = None
+
+    def ranges(self) -> list[list[list[list[int]]]]:
+        """Gather the ranges [begin, end) that a rank has of a parameter. Collective over `group`.
+
+        Returns:
+            Lists [ranks][parameters][ranges][2]. Without a group, an empty list.
+        """
+        if self.group is None or not self.parameters:
+            return []
+        numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
+        held: list[list[list[int]]] = [[] for _ in numbers]
+        for tensor, (parameter, start) in self.parts.items():
+            held[numbers[parameter]].append([start, start + tensor.numel()])
+        held = [ranges or [[0, 0]] for ranges in held]  # from here on, equally many on every rank
+        flat = list(itertools.chain.from_iterable(held))
+        of_this_rank = torch.tensor(flat, dtype=torch.int64, device=self.parameters[0].device)
+        everyone = [torch.empty_like(of_this_rank) for _ in range(self.group.size())]
+        collectives.run(dist.all_gather, everyone, of_this_rank, group=self.group)
+        counts = [len(ranges) for ranges in held]
+        gathered = []
+        for of_rank in everyone:
+            gathered.append([ranges.tolist() for ranges in of_rank.split(counts)])
+        return gathered
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Return the gradient of a tensor that other ranks step parts of; raise a RuntimeError if it has none."""
+    if tensor.grad is None:
+        shape = list(tensor.shape)
+        raise RuntimeError(f"a tensor of shape {shape} has no gradient, but other ranks step parts of its parameter")
+    return tensor.grad
 
 
 @dataclass(frozen=True)

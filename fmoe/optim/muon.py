@@ -6,7 +6,7 @@ Shape letters: B blocks (experts of a stack), M rows, N columns.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from fmoe.errors import UserError
 from fmoe.optim.checks import check
-from fmoe.optim.layout import Blocks, Part, is_stacked, parts_of
+from fmoe.optim.layout import Blocks, Part, Shards, gradient_of, is_stacked, parts_of
 from fmoe.optim.matrices import Matrices, orthogonalize
 from fmoe.optim.trust import floats, load_state_in_its_dtypes, stepped_dtype
 from fmoe.runtime import collectives
@@ -26,21 +26,6 @@ from fmoe.runtime import collectives
 _CHUNK = 1 << 24  # elements of whole matrices that are orthogonalized together: bounds the temporaries
 
 Scale = Literal["rms", "original"]
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The tensors in an optimizer's parameter groups, as ranges of parameters.
-
-    Attributes:
-        parts: (parameter, offset in the flattened parameter) of each of these tensors.
-        parameters: all parameters, even if this rank has no part of them; in the same order on all ranks.
-        group: data parallel group over whose ranks parameters are divided (ZeRO-1); None if every tensor is whole.
-    """
-
-    parts: Mapping[Tensor, tuple[Tensor, int]]
-    parameters: Sequence[Tensor]
-    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +172,7 @@ class Muon(Optimizer):
     def _accumulate(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         if tensors:
             buffers, steps = self._begin(tensors, "momentum_buffer")
-            torch._foreach_lerp_(buffers, floats([_gradient(t) for t in tensors]), 1 - group["momentum"])
+            torch._foreach_lerp_(buffers, floats([gradient_of(t) for t in tensors]), 1 - group["momentum"])
             torch._foreach_add_(steps, 1)
 
     def _adamw(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -198,7 +183,7 @@ class Muon(Optimizer):
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         adamw(
             weights,
-            floats([_gradient(tensor) for tensor in tensors]),
+            floats([gradient_of(tensor) for tensor in tensors]),
             averages,
             squares,
             [],
@@ -219,7 +204,7 @@ class Muon(Optimizer):
 
     def _direction(self, piece: _Piece) -> Tensor:
         """Return u of the formula in `Muon`, before orthogonalization, for the elements of ``piece``."""
-        gradient = piece.part.of(_gradient(piece.tensor))
+        gradient = piece.part.of(gradient_of(piece.tensor))
         buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
 
@@ -284,7 +269,7 @@ class Muon(Optimizer):
         parameters = tensors if self._shards is None else self._shards.parameters
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         described = [self.matrices_of(parameter) for parameter in parameters]
-        ranges = self._ranges(numbers)
+        ranges = [] if self._shards is None else self._shards.ranges()
         chunks: dict[tuple, list[list[_Piece]]] = {}
         hidden = set()
         parts = []
@@ -321,27 +306,6 @@ class Muon(Optimizer):
             functools.reduce(torch.promote_types, map(stepped_dtype, parameters), torch.float32),
         )
 
-    def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[list[int]]]]:
-        """Gather the ranges [begin, end) that a rank steps of a parameter, as lists [ranks][parameters][ranges][2].
-
-        The ranks are those of the shards' group. Without such a group, the list is empty.
-        """
-        if self._shards is None or self._shards.group is None or not numbers:
-            return []
-        held: list[list[list[int]]] = [[] for _ in numbers]
-        for tensor, (parameter, start) in self._shards.parts.items():
-            held[numbers[parameter]].append([start, start + tensor.numel()])
-        held = [ranges or [[0, 0]] for ranges in held]  # from here on, equally many on every rank
-        flat = list(itertools.chain.from_iterable(held))
-        of_this_rank = torch.tensor(flat, dtype=torch.int64, device=self._shards.parameters[0].device)
-        everyone = [torch.empty_like(of_this_rank) for _ in range(self._shards.group.size())]
-        collectives.run(dist.all_gather, everyone, of_this_rank, group=self._shards.group)
-        counts = [len(ranges) for ranges in held]
-        gathered = []
-        for of_rank in everyone:
-            gathered.append([ranges.tolist() for ranges in of_rank.split(counts)])
-        return gathered
-
 
 def _pieces(
     tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[list[int]]]
@@ -363,13 +327,6 @@ def _pieces(
                 if of_rank[0] < of_rank[1] and of_rank != (begin, end):
                     others[rank] = of_rank
         yield _Piece(tensor, group, matrices, part, (number, part.block), begin, end, others)
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    if tensor.grad is None:
-        shape = list(tensor.shape)
-        raise RuntimeError(f"a tensor of shape {shape} has no gradient, but other ranks step parts of its matrices")
-    return tensor.grad
 
 
 def _scale(name: Scale, rows: int, columns: int) -> float:

@@ -131,8 +131,6 @@ parallel.expert_tensor equals parallel.tensor if parallel.expert_tensor: or 1
 parallel.expert_tensor divides model.ffn_hidden_size / moe.granularity
 parallel.max_rows, parallel.shadow excludes parallel.expert_tensor: use parallel.expert_tensor=1
 parallel.overlap_shared_experts needs moe.num_shared_experts>0
-parallel.shard=gradients, parallel.shard=parameters excludes parallel.pipeline>1, train.precision=fp16: use
-    parallel.shard=optimizer
 parallel.shard_size excludes parallel.shard=none, parallel.shard=optimizer: use parallel.shard=parameters or gradients
 parallel.overlap_gradients excludes parallel.shard=gradients, parallel.shard=parameters: which always overlap reductions
 parallel.shadow excludes parallel.shard=gradients, parallel.shard=parameters: use parallel.shadow=0
@@ -146,10 +144,6 @@ optimizer.cpu_offload needs optimizer.name=adamw: megatron-core runs only Adam o
 optimizer.cpu_offload needs parallel.shard=optimizer
 optimizer.cpu_offload excludes train.precision=fp32: megatron-core then updates views of the weights, which it cannot
     offload; use bf16 or fp16
-optimizer.name=adafactor needs parallel.shard=none: shards would cut the matrices whose second moments it
-    factors
-optimizer.name=adamw8bit needs parallel.shard=none: shards would cut the blocks of 256 elements that it
-    quantizes
 parallel.tensor excludes optimizer.name=adafactor: it factors the second moments of whole matrices
 optimizer.loss_scale, optimizer.initial_loss_scale, optimizer.min_loss_scale, optimizer.loss_scale_window,
     optimizer.hysteresis needs train.precision=fp16

@@ -20,10 +20,8 @@ from pretrain.engine import Engine
 from pretrain.engine.optimizer_state import state_tensors
 from pretrain.start.process import Processes
 
-# torchao's 8-bit moments, for tensors of at least `_MIN_8_BIT` elements that divide into blocks of `_BLOCK`: a code per
-# element, a scale per block, and a table of all `_CODES` codes per tensor.
+# torchao's 8-bit moments: a code per element, a scale per block of `_BLOCK`, and per tensor a table of `_CODES` codes.
 _BLOCK = 256
-_MIN_8_BIT = 4096
 _CODES = 256
 
 
@@ -162,14 +160,16 @@ def _state_bytes(part: Any) -> int:
 
 
 def _moment_bytes(shard: Shard) -> int:
-    return sum(_size_of(shard, entry.along(shard.main.shape, 1)) for entry in state_tensors(shard))
+    return sum(_size_of(shard, entry.shape(shard)) for entry in state_tensors(shard))
 
 
 def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
     count = math.prod(shape)
-    if isinstance(shard.optimizer, AdamW8bit) and count >= _MIN_8_BIT and count % _BLOCK == 0:
-        return count + 4 * (count // _BLOCK) + 4 * _CODES
-    return 4 * count
+    cut = shard.optimizer.cut(shard.main) if isinstance(shard.optimizer, AdamW8bit) else None
+    if cut is None:
+        return 4 * count
+    in_8_bits = count - sum(cut)
+    return in_8_bits + 4 * (in_8_bits // _BLOCK) + 4 * _CODES + 4 * sum(cut)
 
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
@@ -182,7 +182,7 @@ def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
         dtype.itemsize * parameter.numel()
         + master
         # 8-bit moments are saved dequantized.
-        + sum(4 * math.prod(entry.along(parameter.shape, 1)) for entry in state_tensors(whole))
+        + sum(4 * math.prod(entry.shape(whole)) for entry in state_tensors(whole))
     )
 
 

@@ -31,6 +31,10 @@ class StateTensor:
         axis = self.axis % len(values)
         return (*values[:axis], value, *values[axis + 1 :])
 
+    def shape(self, shard: Shard) -> tuple[int, ...]:
+        """Return the shape for a shard: that of its own range, or of the whole parameter if there is an axis."""
+        return tuple(shard.main.shape) if self.axis is None else self.along(shard.parameter.shape, 1)
+
 
 def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
     """Return names and axes of the tensors that the optimizer keeps for a shard, without the step count."""
@@ -43,8 +47,9 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
     if isinstance(optimizer, torch.optim.SGD):
         return (StateTensor("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
     if isinstance(optimizer, Adafactor):
-        is_factored = is_matrix(shard.parameter)
-        return (StateTensor("row_var", -1), StateTensor("col_var", -2)) if is_factored else (StateTensor("variance"),)
+        if not is_matrix(shard.parameter):
+            return (StateTensor("variance"),)
+        return (StateTensor("row_var", -1), StateTensor("col_var", -2)) if optimizer.keeps_factors(shard.main) else ()
     return (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
 
 
@@ -54,9 +59,9 @@ def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
     for entry in state_tensors(shard):
         value = state.get(entry.name)
         if value is None:
-            value = torch.zeros(entry.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
+            value = torch.zeros(entry.shape(shard), device=shard.main.device, dtype=torch.float32)
         # 8-bit codes are saved as the values they represent, from which they are recomputed.
-        yield entry, value.dequantize() if hasattr(value, "codes") else value
+        yield entry, value.dequantize() if is_8_bit(shard.optimizer) else value
 
 
 def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
@@ -70,7 +75,7 @@ def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tens
     main = shard.main
     state = {}
     for entry in state_tensors(shard):
-        value = read(entry).to(main.device).view(entry.along(main.shape, 1)).clone()
+        value = read(entry).to(main.device).view(entry.shape(shard)).clone()
         state[entry.name] = optimizer.moment_of(main, entry.name, value) if is_8_bit(optimizer) else value
     if "step" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["step"] = int(step)  # where Transformer Engine and apex keep it

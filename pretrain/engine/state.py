@@ -69,12 +69,12 @@ def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[
         tensors.append((StateTensor("master"), shard.main.detach()))
     for entry, value in tensors:
         prefix = f"{_OPTIMIZER}{entry.name}/"
+        writers = [place for place in locations if (place.is_main_shard if shard.is_sharded else place.is_main)]
         if entry.axis is not None:
-            for location, view in _factor_views(entry, value, shard.main.shape, locations):
-                if location.is_main:
+            if shard.start == 0:  # every rank with a shard has the whole tensor
+                for location, view in _factor_views(entry, value, shard.parameter.shape, writers):
                     yield _piece(prefix, location, view)
             continue
-        writers = [place for place in locations if (place.is_main_shard if shard.is_sharded else place.is_main)]
         yield from _slice_pieces(prefix, value, shard.start, writers)
 
 
@@ -223,8 +223,8 @@ def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocat
     prefix = f"{_OPTIMIZER}{entry.name}/"
     if entry.axis is None:
         return _read(checkpoint, prefix, locations, shard.start, shard.stop)
-    value = torch.empty(entry.along(shard.main.shape, 1), dtype=torch.float32, device="cpu")
-    for location, view in _factor_views(entry, value, shard.main.shape, locations):
+    value = torch.empty(entry.shape(shard), dtype=torch.float32, device="cpu")
+    for location, view in _factor_views(entry, value, shard.parameter.shape, locations):
         part = _read(checkpoint, prefix, [replace(location, begin=0)], 0, view.numel())
         view.copy_(part.view(view.shape))
     return value

@@ -4,7 +4,7 @@ import pytest
 import torch
 from forks import only, refusal, values
 
-from fmoe.optim import Adafactor, Lamb, is_matrix, is_stacked
+from fmoe.optim import Lamb, is_matrix, is_stacked
 
 
 def built(make=None, *, distributed=False, bf16=False, expert_parallel=1):
@@ -119,12 +119,3 @@ def test_layouts(forks, distributed, bf16):
             held = [rank[place + 1][number] for rank in ranks]
             assert sum(held) == numel if distributed else held == [numel, numel]
             assert groups == (1 if distributed and count else 0)
-
-
-def sharded_adafactor():
-    built(lambda groups: Adafactor(groups), distributed=True)
-
-
-def test_what_wants_whole_tensors_is_refused_parts(forks):
-    message = refusal(forks.run(1, sharded_adafactor))
-    assert "Adafactor" in message and "use_distributed_optimizer=True" in message

@@ -51,7 +51,7 @@ OPTIMIZERS = {
     "sgd": {"lr": 0.5, "weight_decay": 0.01},
     "adamw8bit": {"lr": 1e-2},
 }
-SHARDED = ("lamb", "lars", "muon", "sgd")  # over data parallel ranks, in flat parts
+SHARDED = ("lamb", "lars", "muon", "adafactor", "sgd")  # over data parallel ranks, in flat parts
 
 
 def with_optimizer(name, base=RECIPE):
@@ -169,7 +169,7 @@ def figures(recipe, with_weights=True, make_samples=None):
             seen |= {f"load {step} {number}": torch.tensor(report.load), f"drops {step} {number}": report.drop_rate}
             seen |= {f"{name} {step} {number}": value for name, value in report.losses.items()}
     seen["validation"] = engine.evaluate(samples, 16)
-    return seen | ({name: p.detach() for name, p in engine.gpt.named_parameters()} if with_weights else {})
+    return seen | ({name: whole(p) for name, p in engine.gpt.named_parameters()} if with_weights else {})
 
 
 def assert_figures(ranks, expected, expert=1):
@@ -304,6 +304,11 @@ def trainer_of(engine=None, step=0):
     """Stand-in for a trainer, with what a guard needs."""
     processes = SimpleNamespace(is_main=True, rank=0, world_size=1)
     return SimpleNamespace(engine=engine, step=step, processes=processes, inputs=SimpleNamespace(train=Samples()))
+
+
+def whole(tensor):
+    """A tensor without its division over data parallel ranks. Collective."""
+    return tensor.detach().full_tensor() if hasattr(tensor, "placements") else tensor.detach()
 
 
 def local(tensor):

@@ -145,7 +145,9 @@ OPTIMIZERS = {
     "muon, bf16, sharded": ("optimizer", {"name": "muon"}, BF16),
     "sgd, bf16, sharded": ("optimizer", {"name": "sgd"}, BF16),
     "adafactor, bf16": ("none", {"name": "adafactor"}, BF16),
+    "adafactor, sharded": ("optimizer", {"name": "adafactor"}, {}),
     "adamw8bit, bf16": ("none", {"name": "adamw8bit"}, BF16),
+    "adamw8bit, sharded": ("optimizer", {"name": "adamw8bit"}, {}),
 }
 
 

@@ -56,7 +56,11 @@ def overflow(engine, name):
         from megatron_patch.optimizer import shards
 
         found = [s for s in shards(engine.optimizer) if (".experts." in names[s.parameter]) == (kind == "expert")]
-        found[0].parameter.main_grad.view(-1)[found[0].start] = float("inf")
+        shard = found[0]
+        gradient = getattr(shard.main, "main_grad", None)  # of the shard alone, from ZeRO-2 on
+        if gradient is None:
+            gradient = shard.parameter.main_grad.view(-1)[shard.start :]
+        gradient.view(-1)[0] = float("inf")
         return prepare()
 
     names = {parameter: name for name, parameter in parameters.items()}
@@ -96,6 +100,8 @@ OVERFLOWS = [
     ("DP2", "after the reduction, dense"),
     ("DP2 ZeRO1 overlap", DENSE),
     ("EP2 ZeRO1", "after the reduction, expert"),
+    ("DP2 ZeRO2", "after the reduction, dense"),
+    ("EP2 ZeRO3", "after the reduction, expert"),
     ("TP2", EXPERT),
     ("TP2", "after the reduction, dense"),
     ("PP2", EXPERT),
@@ -178,6 +184,7 @@ SHARDED_CASES = [
     pytest.param(name, "optimizer", marks=[] if name == "lamb" else pytest.mark.slow, id=f"{name} ZeRO1")
     for name in ("adamw", *SHARDED)
 ]
+SHARDED_CASES.append(pytest.param("adamw", "parameters", marks=pytest.mark.slow, id="adamw ZeRO3"))
 
 
 @pytest.mark.by_default("adamw8bit", "lamb ZeRO1")
@@ -215,7 +222,7 @@ def goes_on(folder, recipe, step):
 
 @pytest.mark.slow
 def test_the_scale_goes_on_at_another_split(forks, tmp_path):
-    chain = map(Split.of, ["DP2 ZeRO1", "EP2", "TP2", "PP2", "one ZeRO1"])
+    chain = map(Split.of, ["DP2 ZeRO1", "EP2", "DP2 ZeRO2", "TP2", "EP2 ZeRO3", "PP2", "one ZeRO1"])
     end = None
     after = None
     scales = set()

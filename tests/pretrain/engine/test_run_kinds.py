@@ -42,7 +42,12 @@ def test_fp16_is_close(forks, alone):
 @pytest.mark.by_default("t5-expert=2", "bert-expert=2 shard=optimizer micro_batch=1", "documents-data=2")
 @pytest.mark.parametrize(
     "options",
-    [{"data": 2}, {"expert": 2}, {"expert": 2, "shard": "optimizer", "micro_batch": 1}],
+    [
+        {"data": 2},
+        {"expert": 2},
+        {"expert": 2, "shard": "optimizer", "micro_batch": 1},
+        {"expert": 2, "shard": "parameters"},
+    ],
     ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()),
 )
 def test_two_processes_equal_one(forks, alone, options):

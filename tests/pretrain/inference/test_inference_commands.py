@@ -99,9 +99,12 @@ def test_a_checkpoint_of_any_split_is_the_model_of_one_process(runs, values, spl
         assert values("generate", runs(split), *argv, option, size, size=2)["samples"] == drawn
 
 
-@pytest.mark.parametrize("size", ["--parallel.expert", "--parallel.data"])
+@pytest.mark.by_default("--parallel.expert", "--parallel.data")
+@pytest.mark.parametrize("size", ["--parallel.expert", "--parallel.data", "--parallel.pipeline"])
 def test_ranks_that_share_the_parameters_give_the_figures_of_one_process(runs, values, size):
     split = [size, "2", "--parallel.shard", "parameters"]
+    if size == "--parallel.pipeline":
+        split += ["--parallel.data", "2"]
     expected, found = (values("evaluate", runs("one"), *options) for options in ([], split))
     for key in ("loss", "sequences", "tokens", "bytes", "accuracy"):
         assert found["runs"][0][key] == pytest.approx(expected["runs"][0][key], rel=1e-6)
