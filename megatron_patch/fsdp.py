@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
@@ -84,13 +84,14 @@ class FullyShardedDataParallel(nn.Module):
         module: the model, or the model in a Float16Module. Its parameters are replaced by DTensors.
         reshard_after_forward: free gathered parameters after the forward pass of each unit (ZeRO-3). False keeps them
             until the end of the step (ZeRO-2).
+        on_host: keep shards and their gradients in host memory.
 
     Attributes:
         shards: the ranges of parameters that this rank holds.
         max_gathered: largest number of parameters that are gathered at a time, without prefetched ones.
     """
 
-    def __init__(self, config: TransformerConfig, module: Any, *, reshard_after_forward: bool):
+    def __init__(self, config: TransformerConfig, module: Any, *, reshard_after_forward: bool, on_host: bool = False):
         super().__init__()
         # A model returns its loss as a view, which nobody changes in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -111,6 +112,8 @@ class FullyShardedDataParallel(nn.Module):
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(config.params_dtype, torch.float32, cast_forward_inputs=False),
         }
+        if on_host:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         dense = options | {"mesh": _mesh_of(data_group)}
         experts = options | {"mesh": _mesh_of(expert_group)}
         if expert_group.size() > 1:
@@ -251,10 +254,18 @@ class ShardedOptimizer(FP32Optimizer):
         super().prepare_grads()
         if self.grad_scaler is None:
             return False
-        overflow = torch.zeros_like(self.grad_scaler.scale)
         gradients = [shard.main.grad for shard in self.shards]
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
+        factor = self.grad_scaler.inv_scale.to(gradients[0].device)
+        overflow = torch.zeros_like(factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, factor)
         return bool(overflow)
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        gradients = super().get_main_grads_for_grad_norm()
+        device = self.get_loss_scale().device
+        if not gradients or gradients[0].device == device:
+            return gradients
+        return [torch.nn.utils.get_total_norm(gradients).view(1).to(device)]  # of gradients in host memory
 
 
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler:

@@ -127,7 +127,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def cut(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the numbers of elements before and after the whole blocks of a tensor; None if its moments are floats."""
+        """Return the number of elements before and after the whole blocks of a tensor; None if moments are floats."""
         parameter, start = (tensor, 0) if self._shards is None else self._shards.parts.get(tensor, (tensor, 0))
         if parameter.numel() < SMALLEST or parameter.numel() % BLOCK:
             return None

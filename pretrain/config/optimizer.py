@@ -81,8 +81,9 @@ class OptimizerConfig(Section):
     clip_grad: Annotated[float, Ge(0), AllowInfinity()] = 1.0
     """Maximum norm of the gradient, with every expert counted once; 0 disables clipping."""
     cpu_offload: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """Share of adamw's moments and master weights that are kept and updated in host memory, rounded up to whole
-    tensors. Needs a GPU, parallel.shard=optimizer, and train.precision=bf16 or fp16."""
+    """Share of adamw's moments and master weights that are kept and updated in host memory. Needs a GPU. With
+    parallel.shard=optimizer, the share is rounded up to whole tensors, and train.precision must be bf16 or fp16. With
+    gradients or parameters it must be 0 or 1, and 1 keeps reduced gradients in host memory too."""
     loss_scale: _Scale | None = None
     """Constant loss scale for train.precision=fp16; None for a dynamic scale."""
     initial_loss_scale: _Scale | None = None

@@ -141,9 +141,11 @@ optimizer.min_lr at most optimizer.lr
 optimizer.lr_scaling needs optimizer.base_batch
 optimizer.base_batch excludes optimizer.lr_scaling=none: it has no effect
 optimizer.cpu_offload needs optimizer.name=adamw: megatron-core runs only Adam on the host
-optimizer.cpu_offload needs parallel.shard=optimizer
-optimizer.cpu_offload excludes train.precision=fp32: megatron-core then updates views of the weights, which it cannot
-    offload; use bf16 or fp16
+optimizer.cpu_offload excludes parallel.shard=none
+optimizer.cpu_offload excludes train.precision=fp32 if parallel.shard=optimizer: megatron-core then updates views of the
+    weights, which it cannot offload; use bf16 or fp16
+parallel.tensor, parallel.pipeline excludes optimizer.cpu_offload if parallel.is_fully_sharded: gradients in host memory
+    cannot be reduced over those ranks; use parallel.shard=optimizer
 parallel.tensor excludes optimizer.name=adafactor: it factors the second moments of whole matrices
 optimizer.loss_scale, optimizer.initial_loss_scale, optimizer.min_loss_scale, optimizer.loss_scale_window,
     optimizer.hysteresis needs train.precision=fp16
@@ -348,6 +350,10 @@ def _split(recipe: Any) -> Iterator[str]:
         yield (
             f"parallel.tensor x parallel.context={dense} and parallel.expert_tensor x parallel.expert={experts}: one "
             "must divide the other"
+        )
+    if parallel.is_fully_sharded and 0 < recipe.optimizer.cpu_offload < 1:
+        yield (
+            f"optimizer.cpu_offload={recipe.optimizer.cpu_offload} must be 0 or 1 with parallel.shard={parallel.shard}"
         )
     if parallel.shard_size:
         size = parallel.shard_size

@@ -48,6 +48,7 @@ class Holding:
         parameters: number of parameters in the rank's modules, replicated ones included.
         weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights. If
             ``parallel.shard`` is gradients or parameters, weights include those that a step gathers at a time.
+        on_host: bytes of these that are in host memory, by ``optimizer.cpu_offload`` and one of these two stages.
         memories: bytes of the hidden states remembered from earlier segments (``position.memory_length``).
         distinct: number of distinct parameters on all ranks of this pipeline stage. The last stage's copy of the
             embedding is not counted.
@@ -62,6 +63,7 @@ class Holding:
     gradients: int
     masters: int
     moments: int
+    on_host: int
     memories: int
     distinct: int
     saved: int
@@ -87,8 +89,9 @@ def groups() -> Groups:
 
 def build(recipe: Recipe, processes: Processes) -> Engine:
     """Build the engine of this process's rank on the meta device."""
-    # Offloaded moments would be allocated at once as pinned host memory: count them as if on the device.
-    recipe = replace(recipe, optimizer=replace(recipe.optimizer, cpu_offload=0.0))
+    if not recipe.parallel.is_fully_sharded:
+        # Megatron-core would allocate moments at once as pinned host memory: count them as if on the device.
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, cpu_offload=0.0))
     with cpu.on_meta():
         return Engine(recipe, processes)
 
@@ -96,11 +99,15 @@ def build(recipe: Recipe, processes: Processes) -> Engine:
 def hold(engine: Engine) -> Holding:
     """Return the memory that the engine's rank holds."""
     parameters = list(engine.gpt.parameters())
+    masters = sum(_bytes(shard.main) for shard in shards(engine.optimizer) if shard.has_master)
+    moments = sum(map(_state_bytes, optimizers(engine.optimizer)))
+    on_host = 0
     if engine.recipe.parallel.is_fully_sharded:
-        held = list(shards(engine.optimizer))
-        weights = sum(chunk.max_gathered for chunk in engine.model) * engine.config.params_dtype.itemsize
-        weights += sum(_bytes(shard.main) for shard in held if not shard.has_master)
-        gradients = sum(_bytes(shard.main) for shard in held)
+        gathered = sum(chunk.max_gathered for chunk in engine.model) * engine.config.params_dtype.itemsize
+        gradients = sum(_bytes(shard.main) for shard in shards(engine.optimizer))  # as large as all shards
+        weights = gathered + gradients - masters
+        if engine.recipe.optimizer.cpu_offload:
+            on_host = weights - gathered + gradients + masters + moments
     else:
         buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         weights = sum(map(_bytes, parameters))
@@ -115,8 +122,9 @@ def hold(engine: Engine) -> Holding:
         parameters=sum(p.numel() for p in parameters),
         weights=weights,
         gradients=gradients,
-        masters=sum(_bytes(shard.main) for shard in shards(engine.optimizer) if shard.has_master),
-        moments=sum(map(_state_bytes, optimizers(engine.optimizer))),
+        masters=masters,
+        moments=moments,
+        on_host=on_host,
         memories=memory // engine.data_group.size(),
         distinct=sum(p.numel() * parts for p, parts in distinct),
         saved=sum(_saved_bytes(p, engine) * parts for p, parts in distinct) + memory,

@@ -102,7 +102,12 @@ def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel | Fu
     if recipe.train.precision != "fp32":
         chunk = Float16Module(config, chunk)
     if recipe.parallel.is_fully_sharded:
-        return FullyShardedDataParallel(config, chunk, reshard_after_forward=recipe.parallel.shard == "parameters")
+        return FullyShardedDataParallel(
+            config,
+            chunk,
+            reshard_after_forward=recipe.parallel.shard == "parameters",
+            on_host=recipe.optimizer.cpu_offload > 0,
+        )
     # The pipeline hides the reductions of later chunks, as in Megatron-LM.
     return DistributedDataParallel(config, options, chunk, disable_bucketing=index > 0)
 

@@ -67,7 +67,7 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
     """Return a function from parameter groups to the optimizer; None to let Megatron-core build its AdamW.
 
     It is None for AdamW with ``cpu_offload``, and for AdamW on a GPU if Transformer Engine's or apex's fused AdamW is
-    installed, unless ``parallel.shard`` is gradients or parameters. Otherwise, Megatron-core has only torch's unfused
+    installed. If ``parallel.shard`` is gradients or parameters, it is never None. Otherwise, Megatron-core has only torch's unfused
     AdamW, slower than the fused one returned here.
     """
     options = recipe.optimizer
@@ -75,8 +75,7 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
         return lambda groups: _registered(recipe, groups)
     # torch's unfused AdamW reads and writes each tensor ten times, the fused one once.
     is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
-    is_fused = is_fused and not recipe.parallel.is_fully_sharded
-    if options.name == "adamw" and (options.cpu_offload or is_fused):
+    if options.name == "adamw" and (options.cpu_offload or is_fused) and not recipe.parallel.is_fully_sharded:
         return None
     adam = {"betas": (options.beta1, options.beta2), "eps": options.eps}
     trust = {"max_trust": options.max_trust}

@@ -213,7 +213,11 @@ INVALID = [
         "parallel.shard=gradients parallel.overlap_gradients=true",
         "parallel.overlap_gradients, parallel.shard=gradients",
     ),
-    ("parallel.shard=gradients optimizer.cpu_offload=0.5", "optimizer.cpu_offload=0.5, parallel.shard=optimizer"),
+    ("parallel.shard=gradients optimizer.cpu_offload=0.5", "optimizer.cpu_offload=0.5, 0 or 1"),
+    (
+        "parallel.shard=parameters optimizer.cpu_offload=1 parallel.tensor=2",
+        "parallel.tensor=2, optimizer.cpu_offload=1",
+    ),
     ("parallel.shard=all", "parallel.shard='all', none, optimizer, gradients, parameters"),
     ("parallel.tensor=0", "parallel.tensor=0"),
     # Optimizers
@@ -233,7 +237,7 @@ INVALID = [
     (OFFLOAD + "optimizer.name=lamb", "optimizer.cpu_offload=0.5, optimizer.name=adamw, not lamb"),
     (OFFLOAD + "optimizer.cpu_offload=1.5", "optimizer.cpu_offload=1.5, at most 1"),
     (OFFLOAD + "optimizer.cpu_offload=-0.5", "optimizer.cpu_offload=-0.5, at least 0"),
-    (OFFLOAD + "parallel.shard=none", "optimizer.cpu_offload=0.5, parallel.shard=optimizer"),
+    (OFFLOAD + "parallel.shard=none", "optimizer.cpu_offload=0.5, parallel.shard=none"),
     (OFFLOAD + "train.precision=fp32", "optimizer.cpu_offload=0.5, train.precision=fp32, bf16 or fp16"),
     # The loss scale
     ("optimizer.loss_scale=8.0", "optimizer.loss_scale=8.0, train.precision=fp16, not fp32"),

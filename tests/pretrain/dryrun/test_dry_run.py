@@ -189,6 +189,16 @@ def test_predicted_bytes_are_those_of_a_run(forks, name):
     assert plan.checkpoint_bytes == sum(saved for _, saved in real)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bytes_in_host_memory_are_those_of_a_run(forks, precision):
+    parallel = {"expert": 2, "shard": "parameters"}
+    recipe = recipe_with({}, parallel, {"cpu_offload": 1.0}, {"precision": precision})
+    held = max(sum(of_rank.values()) for of_rank, _ in values(forks.run(2, _held_for_real, recipe)))
+    (kind,) = only(forks.run(1, _plan, recipe)).kinds
+    assert kind.holding.on_host == pytest.approx(held, rel=1e-2)  # a step's number, of each tensor
+    assert 0 < kind.holding.total - kind.holding.on_host < kind.holding.parameters * 4
+
+
 # The command
 
 

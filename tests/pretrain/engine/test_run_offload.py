@@ -1,12 +1,12 @@
-"""Optimizer state in host memory. There is no GPU here: Megatron-core's offload runs on tensors that say they are on
-one, so that copies, steps and checkpoints are its own; where the bytes lie is not shown."""
+"""Optimizer state and shards in host memory. There is no GPU here: Megatron-core's offload runs on tensors that say they
+are on one, so that copies, steps and checkpoints are its own; where the bytes lie is not shown."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from compare import assert_close
-from engines import RECIPE, Samples, Split, engine_of, load, save
+from engines import RECIPE, Samples, Split, engine_of, load, save, whole
 from forks import values
 
 
@@ -85,6 +85,30 @@ def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
                 assert_close(weights[name], weight, 1e-3, name)
         assert ends[0][0] == ends[1][0], "the run that went on from the checkpoint is another one"
         assert all(torch.equal(weight, ends[1][1][name]) for name, weight in ends[0][1].items())
+
+
+def sharded(recipe):
+    """Losses, norms and weights of three steps, and whether each unit has its shards in host memory."""
+    from torch.distributed.fsdp import FSDPModule
+
+    engine = engine_of(recipe)
+    results = [engine.train_step(step, Samples()) for step in range(3)]
+    units = [unit._get_fsdp_state()._fsdp_param_group for unit in engine.gpt.modules() if isinstance(unit, FSDPModule)]
+    offloads = {parameter.offload_to_cpu for unit in units for parameter in unit.fsdp_params}
+    weights = {name: whole(p) for name, p in engine.gpt.named_parameters()}
+    return [(result.loss, result.grad_norm) for result in results], weights, offloads
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_shards_in_host_memory_are_the_same(forks, shard):
+    recipe = Split(expert=2, shard=shard, precision="bf16").recipe(RECIPE)
+    offloaded = replace(recipe, optimizer=replace(recipe.optimizer, cpu_offload=1.0))
+    expected = values(forks.run(2, sharded, recipe))
+    found = values(forks.run(2, sharded, offloaded))
+    for (figures, weights, offloads), (figures_0, weights_0, offloads_0) in zip(found, expected, strict=True):
+        assert offloads_0 == {False} and offloads == {True}
+        assert figures == figures_0
+        assert all(torch.equal(weights[name], weight) for name, weight in weights_0.items())
 
 
 def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
