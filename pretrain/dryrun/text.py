@@ -58,9 +58,8 @@ def summary(plan: Plan) -> str:
     if held.memories:
         lines.append(f"  of which memory of earlier segments {size_text(held.memories)}")
     if held.on_host:
-        lines.append(
-            f"optimizer.cpu_offload=1: {size_text(held.on_host)} of it in host memory ({held.on_host:,} bytes)"
-        )
+        size = size_text(held.on_host)
+        lines.append(f"  of which in host memory, by optimizer.cpu_offload, {size} ({held.on_host:,} bytes)")
     elif plan.recipe.optimizer.cpu_offload:
         lines.append(
             f"optimizer.cpu_offload={plan.recipe.optimizer.cpu_offload:g}: at least this share of the moments, with "

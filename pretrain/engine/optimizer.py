@@ -67,8 +67,8 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
     """Return a function from parameter groups to the optimizer; None to let Megatron-core build its AdamW.
 
     It is None for AdamW with ``cpu_offload``, and for AdamW on a GPU if Transformer Engine's or apex's fused AdamW is
-    installed. If ``parallel.shard`` is gradients or parameters, it is never None. Otherwise, Megatron-core has only torch's unfused
-    AdamW, slower than the fused one returned here.
+    installed; but never if ``parallel.shard`` is gradients or parameters. Otherwise, Megatron-core has only torch's
+    unfused AdamW, slower than the fused one returned here.
     """
     options = recipe.optimizer
     if options.name in OPTIMIZERS:

@@ -1,5 +1,5 @@
-"""Optimizer state and shards in host memory. There is no GPU here: Megatron-core's offload runs on tensors that say they
-are on one, so that copies, steps and checkpoints are its own; where the bytes lie is not shown."""
+"""Optimizer state and shards in host memory. There is no GPU here: Megatron-core's offload runs on tensors that say
+they are on one, so that copies, steps and checkpoints are its own; where the bytes lie is not shown."""
 
 from dataclasses import replace
 
