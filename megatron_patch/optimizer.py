@@ -156,8 +156,8 @@ def build_optimizer(
         options: arguments of ``get_megatron_optimizer``.
 
     Raises:
-        UserError: the version of megatron-core is not supported, or it lacks a name that a patch replaces; an optimizer
-            that needs whole tensors would get slices of them; Muon does not support a weight.
+        UserError: the version of megatron-core is not supported, or it lacks a name that a patch replaces; tensor
+            parallelism splits a matrix of Adafactor; Muon does not support a weight.
     """
     patches.install()
     if make is not None and all(isinstance(chunk, FullyShardedDataParallel) for chunk in model_chunks):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe.optim import adafactor_shards
+from fmoe.optim.adafactor_shards import ShardedAdafactor
 from fmoe.optim.layout import Shards, has_mark, is_matrix
 from fmoe.runtime import ownership
 
@@ -22,33 +22,31 @@ class Adafactor(torch.optim.Adafactor):
     (`fmoe.optim.param_groups`).
     """
 
-    _shards: Shards | None = None
+    _sharded: ShardedAdafactor | None = None
 
     def set_shards(self, shards: Shards) -> None:
         """Set which range of a parameter each optimized tensor holds. The tensors are flat.
 
-        A rank keeps the whole ``row_var`` and ``col_var`` of each matrix that it has a part of, in the state of its
-        first tensor of the matrix. From then on, all ranks of the process group in ``shards`` must take the same steps.
+        A rank keeps the whole ``row_var`` and ``col_var`` of each matrix of which it has a range, if only an empty one,
+        in the state of its first tensor of the matrix. From then on, all ranks of the process group in ``shards`` must
+        take the same steps.
         """
-        self._shards = shards
+        self._sharded = ShardedAdafactor(shards)
 
     def keeps_factors(self, tensor: Tensor) -> bool:
         """Return whether the state of ``tensor`` has the factors of its parameter, if that is a matrix."""
-        if self._shards is None or tensor not in self._shards.parts:
-            return True
-        parameter, _ = self._shards.parts[tensor]
-        return adafactor_shards.first_tensors(self._shards)[parameter] is tensor
+        return self._sharded is None or self._sharded.keeps_factors(tensor)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, together with all ranks of the process group given to `set_shards`."""
-        if self._shards is None:
+        if self._sharded is None:
             return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        adafactor_shards.step(self, self._shards)
+        self._sharded.step(self)
         return loss
 
     def _init_group(self, group, params_with_grad, grads, row_vars, col_vars, variances, state_steps) -> bool:

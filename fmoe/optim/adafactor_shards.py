@@ -84,43 +84,58 @@ class _Piece:
         return variance.clamp(min=tiny * tiny).rsqrt_().mul_(gradient)
 
 
-def step(optimizer: Optimizer, shards: Shards) -> None:
-    """Take one step with all tensors of the optimizer. Collective over the group of ``shards``."""
-    if not shards.parameters:
-        return
-    parameters, sums, updates = _parameters(shards)
-    pieces = list(_pieces(optimizer, shards, parameters))
-    for piece in pieces:
-        form = piece.parameter
-        form.weights_U[piece.unit] += _square(piece.part.of(piece.tensor), sums.dtype)
-        if form.rows:
-            squares_RN = piece.as_rows(piece.part.of(gradient_of(piece.tensor))).square()
-            row = piece.begin // form.columns
-            form.rows_BM[piece.part.block, row : row + len(squares_RN)] += squares_RN.sum(1)
-            form.columns_BN[piece.part.block] += squares_RN.sum(0)
-    _reduce(sums, shards)
-    factors = first_tensors(shards)
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            parameter, _ = shards.parts[tensor]
-            _advance(optimizer.state[tensor], tensor, group, parameters[parameter], factors[parameter] is tensor)
-    for piece in pieces:
-        first = factors[shards.parts[piece.tensor][0]]
-        update = piece.update(optimizer.state[piece.tensor], optimizer.state[first])
-        piece.parameter.updates_U[piece.unit] += _square(update, sums.dtype)
-    _reduce(updates, shards)
-    for piece in pieces:
-        first = factors[shards.parts[piece.tensor][0]]
-        update = piece.update(optimizer.state[piece.tensor], optimizer.state[first])
-        _move(piece, update, float(optimizer.state[piece.tensor]["step"]))
+class ShardedAdafactor:
+    """Steps of an Adafactor whose tensors are ranges of parameters."""
 
+    def __init__(self, shards: Shards):
+        self._shards = shards
+        self._parameters, self._sums, self._updates = _parameters(shards)
+        # The state of this rank's first tensor of a parameter has the factors.
+        self._first: dict[Tensor, Tensor] = {}
+        for tensor, (parameter, _) in shards.parts.items():
+            self._first.setdefault(parameter, tensor)
 
-def first_tensors(shards: Shards) -> dict[Tensor, Tensor]:
-    """Return this rank's first tensor of each parameter, whose state has the factors of the parameter."""
-    first: dict[Tensor, Tensor] = {}
-    for tensor, (parameter, _) in shards.parts.items():
-        first.setdefault(parameter, tensor)
-    return first
+    def keeps_factors(self, tensor: Tensor) -> bool:
+        """Return whether the state of ``tensor`` has the factors of its parameter, if that is a matrix."""
+        if tensor not in self._shards.parts:
+            return True
+        parameter, _ = self._shards.parts[tensor]
+        return self._first[parameter] is tensor
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take one step with all tensors of the optimizer. Collective over the group of the shards."""
+        self._sums.zero_()
+        self._updates.zero_()
+        pieces = list(_pieces(optimizer, self._shards, self._parameters))
+        for piece in pieces:
+            form = piece.parameter
+            form.weights_U[piece.unit] += _square(piece.part.of(piece.tensor), self._sums.dtype)
+            if form.rows:
+                squares_RN = piece.as_rows(piece.part.of(gradient_of(piece.tensor))).square()
+                row = piece.begin // form.columns
+                form.rows_BM[piece.part.block, row : row + len(squares_RN)] += squares_RN.sum(1)
+                form.columns_BN[piece.part.block] += squares_RN.sum(0)
+        self._reduce(self._sums)
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                parameter, _ = self._shards.parts[tensor]
+                form = self._parameters[parameter]
+                _advance(optimizer.state[tensor], tensor, group, form, self._first[parameter] is tensor)
+        for piece in pieces:
+            update = piece.update(*self._states(optimizer, piece))
+            piece.parameter.updates_U[piece.unit] += _square(update, self._updates.dtype)
+        self._reduce(self._updates)
+        for piece in pieces:
+            update = piece.update(*self._states(optimizer, piece))
+            _move(piece, update, float(optimizer.state[piece.tensor]["step"]))
+
+    def _states(self, optimizer: Optimizer, piece: _Piece) -> tuple[dict[str, Any], dict[str, Any]]:
+        parameter, _ = self._shards.parts[piece.tensor]
+        return optimizer.state[piece.tensor], optimizer.state[self._first[parameter]]
+
+    def _reduce(self, sums: Tensor) -> None:
+        if self._shards.group is not None and sums.numel():
+            collectives.run(dist.all_reduce, sums, group=self._shards.group)
 
 
 def _parameters(shards: Shards) -> tuple[dict[Tensor, _Parameter], Tensor, Tensor]:
@@ -131,7 +146,7 @@ def _parameters(shards: Shards) -> tuple[dict[Tensor, _Parameter], Tensor, Tenso
         rows, columns = parameter.shape[-2:] if is_matrix(parameter) else (0, 0)
         blocks = parameter.numel() // (rows * columns) if rows * columns else stack
         sizes.append((stack, blocks, rows, columns))
-    device = shards.parameters[0].device
+    device = shards.parameters[0].device if shards.parameters else torch.device("cpu")
     dtype = sum_dtype(device)
     updates = torch.zeros(sum(stack for stack, *_ in sizes), dtype=dtype, device=device)
     lengths: list[int] = []
@@ -204,8 +219,3 @@ def _move(piece: _Piece, update: Tensor, step: float) -> None:
 
 def _square(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(values, dtype=dtype).square()
-
-
-def _reduce(sums: Tensor, shards: Shards) -> None:
-    if shards.group is not None:
-        collectives.run(dist.all_reduce, sums, group=shards.group)

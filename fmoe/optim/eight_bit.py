@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fmoe.errors import require
@@ -122,8 +123,10 @@ class AdamW8bit(Optimizer):
         for mine, blocks in stepped:
             self._scatter(mine, blocks)
         for state in self.state.values():
-            if isinstance(state["exp_avg"], CutMoment):
+            if isinstance(state.get("exp_avg"), CutMoment):
                 state["step"] += 1
+        inner.state = {}  # views of gradients would keep their memory
+        inner.param_groups = []
         return loss
 
     def cut(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -149,21 +152,34 @@ class AdamW8bit(Optimizer):
         return CutMoment(parts[0].clone(), self._quantized(name, parts[1]), parts[2].clone())
 
     def _quantized(self, name: str, values: Tensor) -> Tensor:
-        with _float32_by_default():
-            moment: Any = self._torchao._subclass_zeros(values, name == "exp_avg", BLOCK)
+        moment: Any = self._new(name, values)
         moment.copy_(values)
-        _find_scales(moment, values.float().view(-1, BLOCK))
+        if values.any():
+            _find_scales(moment, values.float().view(-1, BLOCK))
         return moment
+
+    def _new(self, name: str, like: Tensor) -> Tensor:
+        """Return an 8-bit moment with zeros; a plain tensor if there are no elements, which torchao cannot divide."""
+        if not like.numel():
+            return torch.empty_like(like)
+        with _float32_by_default():
+            return self._torchao._subclass_zeros(like, name == "exp_avg", BLOCK)
 
     def _whole_blocks(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensor, or the part with its whole blocks, and give torchao the state; none if there are none."""
         state = self.state[tensor]
+        if isinstance(tensor, DTensor) or self._shards is None:  # torchao creates the state
+            self._torchao.state[tensor] = state
+            return [tensor]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state |= {name: self.moment_of(tensor, name, torch.zeros_like(tensor)) for name in _MOMENTS}
         if not isinstance(state["exp_avg"], CutMoment):
             self._torchao.state[tensor] = state
-            return [tensor]
+            if tensor.numel():
+                return [tensor]
+            state["step"] += 1
+            return []
         moments = {name: state[name].blocks for name in _MOMENTS}
         first = state["exp_avg"].head.numel()
         last = tensor.numel() - state["exp_avg"].tail.numel()
@@ -228,8 +244,7 @@ class AdamW8bit(Optimizer):
         """Write stepped blocks back to their tensors, with moments rounded to 8 bits."""
         state = self._torchao.state[weights]
         for name in _MOMENTS:
-            with _float32_by_default():
-                rounded = self._torchao._subclass_zeros(weights, name == "exp_avg", BLOCK)
+            rounded = self._new(name, weights)
             rounded.copy_(state[name])
             values = rounded.dequantize()
             for edge in edges:

@@ -105,7 +105,7 @@ class Shards:
     Attributes:
         parts: (parameter, offset in the flattened parameter) of each of these tensors.
         parameters: all parameters, even if this rank has no part of them; in the same order on all ranks.
-        group: data parallel group over whose ranks parameters are divided (ZeRO-1); None if every tensor is whole.
+        group: data parallel group over whose ranks parameters are divided (ZeRO); None if every tensor is whole.
     """
 
     parts: Mapping[Tensor, tuple[Tensor, int]]

@@ -177,7 +177,8 @@ def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
     if cut is None:
         return 4 * count
     in_8_bits = count - sum(cut)
-    return in_8_bits + 4 * (in_8_bits // _BLOCK) + 4 * _CODES + 4 * sum(cut)
+    table = 4 * _CODES if in_8_bits else 0
+    return in_8_bits + 4 * (in_8_bits // _BLOCK) + table + 4 * sum(cut)
 
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:

@@ -1,16 +1,18 @@
 """Adafactor by expert, AdamW with 8-bit moments, NVIDIA's fused LAMB where it is installed."""
 
+import functools
 import importlib.util
 
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_close, relative_error
-from forks import only
+from forks import only, values
 from test_optim_trust import model_like, run, stacked
 from torch import nn
 
 from fmoe import MissingPackageError, UserError
-from fmoe.optim import Adafactor, AdamW8bit, Lamb, is_stacked
+from fmoe.optim import Adafactor, AdamW8bit, Lamb, Shards, is_stacked
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
@@ -90,6 +92,67 @@ def test_moments_are_made_again_from_their_values_exactly(name):
     moment = optimizer.state[weight][name]
     again = optimizer.moment_of(weight, name, moment.dequantize())
     assert torch.equal(again.dequantize(), moment.dequantize())
+
+
+def stepped_in_ranges(make, cuts):
+    """Step parameters whole, and ranges of them that end at ``cuts`` (fractions); return the largest difference.
+
+    The parameters are two stacks of three experts, a matrix and a vector.
+    """
+    torch.manual_seed(0)
+    stack, biases = nn.Parameter(torch.randn(3, 32, 64)), nn.Parameter(torch.randn(3, 40))
+    stack.is_stacked = biases.is_stacked = True
+    whole = [stack, biases, nn.Parameter(torch.randn(2, 4096)), nn.Parameter(torch.randn(33))]
+    parameters = [nn.Parameter(p.detach().clone()) for p in whole]
+    parameters[0].is_stacked = parameters[1].is_stacked = True
+    parts = {}
+    rank = dist.get_rank()
+    for parameter in parameters:
+        bounds = [0, *(int(cut * parameter.numel()) for cut in cuts), parameter.numel()]
+        begin, end = bounds[rank : rank + 2]
+        middle = (begin + end) // 2  # two ranges of a rank, as FSDP2 makes of experts
+        flat = parameter.detach().view(-1)
+        parts |= {flat[begin:middle].clone(): (parameter, begin), flat[middle:end].clone(): (parameter, middle)}
+    optimizers = make(whole), make(list(parts))
+    optimizers[1].set_shards(Shards(parts, parameters, dist.group.WORLD))
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    for _ in range(4):
+        for parameter in whole:
+            parameter.grad = torch.randn_like(parameter)
+        for part, (parameter, begin) in parts.items():
+            part.grad = whole[numbers[parameter]].grad.view(-1)[begin : begin + part.numel()].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    differences = [0.0]
+    for part, (parameter, begin) in parts.items():
+        expected = whole[numbers[parameter]].detach().view(-1)[begin : begin + part.numel()]
+        differences += (part - expected).abs().tolist()
+    return max(differences)
+
+
+CUTS = {
+    "in blocks": (0.0001, 0.3, 0.61),
+    "at blocks": (0.25, 0.5, 0.75),
+    "some empty": (0.5, 0.5, 1.0),
+    "within one block": (0.5, 0.505, 0.51),
+}
+
+
+@pytest.mark.by_default("in blocks", "some empty")
+@pytest.mark.parametrize("name", CUTS)
+def test_adafactor_steps_ranges_as_it_steps_whole_parameters(forks, name):
+    differences = values(
+        forks.run(4, stepped_in_ranges, functools.partial(Adafactor, lr=0.05, weight_decay=0.1), CUTS[name])
+    )
+    assert max(differences) < 2e-6
+
+
+@needs_torchao
+@pytest.mark.by_default("in blocks", "some empty")
+@pytest.mark.parametrize("name", CUTS)
+def test_8_bit_moments_of_ranges_are_those_of_whole_parameters(forks, name):
+    make = functools.partial(AdamW8bit, lr=0.05, weight_decay=0.1)
+    assert values(forks.run(4, stepped_in_ranges, make, CUTS[name])) == [0.0] * 4
 
 
 def without_torchao():
