@@ -84,6 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         module: the model, or the model in a Float16Module. Its parameters are replaced by DTensors.
         reshard_after_forward: free gathered parameters after the forward pass of each unit (ZeRO-3). False keeps them
             until the end of the step (ZeRO-2).
+        reduce_dtype: dtype in which gradients are reduced.
         on_host: keep shards and their gradients in host memory.
 
     Attributes:
@@ -91,7 +92,15 @@ class FullyShardedDataParallel(nn.Module):
         max_gathered: largest number of parameters that are gathered at a time, without prefetched ones.
     """
 
-    def __init__(self, config: TransformerConfig, module: Any, *, reshard_after_forward: bool, on_host: bool = False):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        module: Any,
+        *,
+        reshard_after_forward: bool,
+        reduce_dtype: torch.dtype = torch.float32,
+        on_host: bool = False,
+    ):
         super().__init__()
         # A model returns its loss as a view, which nobody changes in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -110,7 +119,7 @@ class FullyShardedDataParallel(nn.Module):
             marks[name] = dict(vars(parameter))
         options: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(config.params_dtype, torch.float32, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(config.params_dtype, reduce_dtype, cast_forward_inputs=False),
         }
         if on_host:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -283,7 +292,7 @@ def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler:
 
 def shards_by_kind(chunks: Iterable[FullyShardedDataParallel]) -> dict[bool, list[LocalShard]]:
     """Return the trained shards of chunks: of dense parameters (False), and of experts (True) if there are any."""
-    kinds: dict[bool, list[LocalShard]] = {False: []}
+    kinds: dict[bool, list[LocalShard]] = {}
     for chunk in chunks:
         for shard in chunk.shards:
             if shard.parameter.requires_grad:

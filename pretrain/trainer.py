@@ -172,7 +172,7 @@ class Trainer:
                 snapshot must be written to disk before the next step.
         """
         with Ranks().together():
-            return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)
+            return collect(state.pieces(self.engine), self.run_state(), state.rank_state(self.engine), buffers=buffers)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of this step into ``folder``; return when it is on disk."""

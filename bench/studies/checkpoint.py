@@ -109,7 +109,9 @@ class _Savers:
         from pretrain.checkpoint import collect
 
         run_state = {"optimizer": self._state.optimizer_state(self._engine)}
-        return collect(self._state.pieces(self._engine), run_state, self._state.rank_state(), buffers=buffers)
+        return collect(
+            self._state.pieces(self._engine), run_state, self._state.rank_state(self._engine), buffers=buffers
+        )
 
     def _synchronous(self) -> None:
         from pretrain.checkpoint import write

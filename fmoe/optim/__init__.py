@@ -7,6 +7,7 @@ from fmoe.optim.lars import Lars
 from fmoe.optim.layout import Blocks, Layout, Shards, is_matrix, is_stacked, param_groups
 from fmoe.optim.matrices import Matrices, hidden_matrices, orthogonalize
 from fmoe.optim.muon import Muon
+from fmoe.optim.one_bit import OneBitAdam, OneBitLamb
 
 __all__ = [
     "Adafactor",
@@ -17,6 +18,8 @@ __all__ = [
     "Layout",
     "Matrices",
     "Muon",
+    "OneBitAdam",
+    "OneBitLamb",
     "Shards",
     "hidden_matrices",
     "is_matrix",

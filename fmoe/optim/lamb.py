@@ -30,7 +30,7 @@ class Lamb(TrustOptimizer):
         UserError: a number is out of range.
     """
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     _fused: fused_lamb.FusedLamb | None = None  # made by the first step that the kernels support
 
     def __init__(
@@ -67,12 +67,16 @@ class Lamb(TrustOptimizer):
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
 
+    def _square_step(self, slot: Slot) -> float:
+        """Return the number of steps that the second moment averages."""
+        return float(self.state[slot.tensor]["step"])
+
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         group = slots[0].group
         beta1, beta2 = group["betas"]
         steps = [float(self.state[slot.tensor]["step"]) for slot in slots]
         # m_hat / (sqrt(v_hat) + eps) with both bias corrections as scalar factors.
-        roots = [math.sqrt(1 - beta2**step) for step in steps]
+        roots = [math.sqrt(1 - beta2 ** self._square_step(slot)) for slot in slots]
         denominators = torch._foreach_sqrt(self._states(slots, "exp_avg_sq"))
         torch._foreach_add_(denominators, [group["eps"] * root for root in roots])
         updates = torch._foreach_mul(weights, group["weight_decay"] if slots[0].part.count else 0.0)

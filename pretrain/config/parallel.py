@@ -48,6 +48,13 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """In the backward pass, recompute nothing (none), feed-forward blocks including gate, exchange and experts
     (selective), or whole layers (full)."""
+    grad_reduce: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision in which gradients are reduced over data parallel ranks. They are accumulated in fp32."""
+    grad_compress: Name = "none"
+    """Compressed reduction of gradients over data parallel ranks: none, powersgd, dgc, onebit
+    (docs/communication.md), or a registered one."""
+    compress_options: Table = field(default_factory=dict)
+    """Table of options of grad_compress, such as rank, density or warmup."""
     overlap_gradients: bool = False
     """Overlap the gradient reduction over data parallel ranks with the backward pass."""
     overlap_parameters: bool = False

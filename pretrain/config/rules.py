@@ -134,6 +134,16 @@ parallel.overlap_shared_experts needs moe.num_shared_experts>0
 parallel.shard_size excludes parallel.shard=none, parallel.shard=optimizer: use parallel.shard=parameters or gradients
 parallel.overlap_gradients excludes parallel.shard=gradients, parallel.shard=parameters: which always overlap reductions
 parallel.shadow excludes parallel.shard=gradients, parallel.shard=parameters: use parallel.shadow=0
+parallel.grad_compress needs parallel.shard=none, parallel.grad_reduce=fp32, parallel.overlap_gradients=false
+parallel.grad_compress excludes train.precision=fp16, parallel.shadow: use bf16, and parallel.shadow=0
+parallel.grad_compress excludes parallel.tensor>1: gradients of replicated parameters are not complete before they are
+    reduced over tensor parallel ranks
+parallel.grad_compress excludes parallel.pipeline>1 if model.tie_embeddings=true: gradients of the tied embedding are
+    not complete before they are reduced over stages
+parallel.grad_compress=onebit excludes optimizer.name=lars, optimizer.name=muon, optimizer.name=adafactor,
+    optimizer.name=adamw8bit, optimizer.name=sgd: use adamw or lamb
+parallel.grad_compress=dgc needs optimizer.name=sgd, optimizer.momentum=0.0: momentum is that of compress_options
+parallel.compress_options excludes parallel.grad_compress=none
 parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
 
 # The optimizer and guards

@@ -20,6 +20,7 @@ from megatron_patch.optimizer import clip_gradients
 from pretrain.config import Recipe
 from pretrain.config.layer import loss_weights
 from pretrain.data.samples import Samples
+from pretrain.engine import compression
 from pretrain.engine.model import build_model, wrap
 from pretrain.engine.optimizer import optimizer_of, scheduler_of
 from pretrain.engine.pipeline import get_schedule, stages
@@ -76,6 +77,7 @@ class Engine:
             context parallel ranks and averaged over data parallel ranks, it is the loss of the global batch.
         mtp_losses: this rank's losses of the multi-token prediction layers in the last training step [layers], zero on
             all pipeline stages but the last; empty without such layers.
+        compressors: what reduces gradients with ``parallel.grad_compress``: one for dense layers, one for experts.
         grad_scaler: loss scaler for fp16; None in other precisions.
         memories: what the model carries between micro batches of the training streams, one object per chunk; empty if
             it carries nothing (`pretrain.models.Kind`).
@@ -96,6 +98,8 @@ class Engine:
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronMoE)]
         self.model: list[Any] = [wrap(recipe, chunk, index) for index, chunk in enumerate(self.chunks)]
         self.memories: list[Memory] = self.kind.memories(recipe, self.chunks)
+
+        self.compressors = compression.install(recipe, self.model)
 
         self.optimizer = optimizer_of(recipe, self.model)
         self.grad_scaler = grad_scaler(self.optimizer)
@@ -192,6 +196,8 @@ class Engine:
             end_step(self.gpt, self.data_group)
         else:
             skip_step(self.gpt)
+            for compressor in self.compressors:
+                compressor.undo()
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,
@@ -222,6 +228,8 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        for compressor in self.compressors:
+            compressor.begin()
         mtp.take_losses()  # of a step that was interrupted
         self.last_loss = self.accumulate(samples, batches.first(step), count, step)
         mtp_losses = mtp.take_losses()

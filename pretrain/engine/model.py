@@ -23,8 +23,10 @@ from megatron_patch.dropout import key_dropout
 from megatron_patch.fsdp import FullyShardedDataParallel
 from pretrain.config import ModelConfig, Recipe
 from pretrain.config.layer import exchange_options, expert_shapes, gate_options, loss_weights, moe_options
+from pretrain.engine.compression import check_compression
 from pretrain.engine.optimizer import check_optimizer
 from pretrain.models import kind_of
+from pretrain.models.config import DTYPES
 
 
 def build_model(
@@ -106,6 +108,7 @@ def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel | Fu
             config,
             chunk,
             reshard_after_forward=recipe.parallel.shard == "parameters",
+            reduce_dtype=DTYPES[recipe.parallel.grad_reduce],
             on_host=recipe.optimizer.cpu_offload > 0,
         )
     # The pipeline hides the reductions of later chunks, as in Megatron-LM.
@@ -121,6 +124,7 @@ def check_parts(recipe: Recipe) -> None:
     parallel = recipe.parallel
     kind_of(recipe)
     check_optimizer(recipe)
+    check_compression(recipe)
     if not model.moe.num_experts:
         return
     with _refusing("moe", f"gate={model.moe.gate}", "gate_options", model.moe.gate_options):

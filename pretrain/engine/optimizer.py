@@ -14,6 +14,7 @@ from fmoe import optim
 from fmoe.errors import UserError, add_name, known_names
 from megatron_patch.optimizer import build_optimizer
 from pretrain.config import Recipe
+from pretrain.engine.compression import warmup_of
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {}
 """Registered optimizers by name."""
@@ -75,7 +76,8 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
         return lambda groups: _registered(recipe, groups)
     # torch's unfused AdamW reads and writes each tensor ten times, the fused one once.
     is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
-    if options.name == "adamw" and (options.cpu_offload or is_fused) and not recipe.parallel.is_fully_sharded:
+    is_fused = is_fused and options.name == "adamw" and recipe.parallel.grad_compress != "onebit"
+    if (options.cpu_offload or is_fused) and not recipe.parallel.is_fully_sharded:
         return None
     adam = {"betas": (options.beta1, options.beta2), "eps": options.eps}
     trust = {"max_trust": options.max_trust}
@@ -90,6 +92,10 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
         "adamw8bit": (optim.AdamW8bit, adam),
         "sgd": (torch.optim.SGD, momentum),
     }
+    freeze_step = warmup_of(recipe)
+    if freeze_step is not None:
+        kinds["adamw"] = (optim.OneBitAdam, adam | {"freeze_step": freeze_step})
+        kinds["lamb"] = (optim.OneBitLamb, adam | trust | {"freeze_step": freeze_step})
     kind, arguments = kinds[options.name]
     return lambda groups: kind(groups, lr=recipe.max_lr, weight_decay=options.weight_decay, **arguments)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fmoe.optim import Adafactor, AdamW8bit, Lars, Muon, is_matrix
+from fmoe.optim import Adafactor, AdamW8bit, Lars, Muon, OneBitLamb, is_matrix
 from megatron_patch.optimizer import Shard
 
 
@@ -18,22 +18,23 @@ class StateTensor:
 
     Attributes:
         name: key of the tensor in the state.
-        axis: the parameter's axis along which this tensor has size 1; None if it has the parameter's shape.
+        axes: the parameter's axes along which this tensor has size 1, counted from the end; () if it has the
+            parameter's shape.
     """
 
     name: str
-    axis: int | None = None
+    axes: tuple[int, ...] = ()
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Return ``values`` (one per axis of a parameter) with ``value`` at index `axis`; unchanged if it is None."""
-        if self.axis is None:
-            return tuple(values)
-        axis = self.axis % len(values)
-        return (*values[:axis], value, *values[axis + 1 :])
+        """Return ``values`` (one per axis of a parameter) with ``value`` at the indices `axes`."""
+        changed = list(values)
+        for axis in self.axes:
+            changed[axis] = value
+        return tuple(changed)
 
     def shape(self, shard: Shard) -> tuple[int, ...]:
-        """Return the shape for a shard: that of its own range, or of the whole parameter if there is an axis."""
-        return tuple(shard.main.shape) if self.axis is None else self.along(shard.parameter.shape, 1)
+        """Return the shape for a shard: that of its own range, or of the whole parameter if there are axes."""
+        return self.along(shard.parameter.shape, 1) if self.axes else tuple(shard.main.shape)
 
 
 def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
@@ -41,7 +42,10 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
     optimizer = shard.optimizer
     names = getattr(optimizer, "state_names", None)
     if isinstance(names, tuple):
-        return tuple(map(StateTensor, names))
+        tensors = tuple(map(StateTensor, names))
+        if isinstance(optimizer, OneBitLamb) and is_matrix(shard.parameter):
+            tensors += tuple(StateTensor(name, (-2, -1)) for name in optimizer.block_state_names)
+        return tensors
     if isinstance(optimizer, Muon) and optimizer.matrices_of(shard.parameter) is not None:
         return (StateTensor("momentum_buffer"),)
     if isinstance(optimizer, torch.optim.SGD):
@@ -49,7 +53,11 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
     if isinstance(optimizer, Adafactor):
         if not is_matrix(shard.parameter):
             return (StateTensor("variance"),)
-        return (StateTensor("row_var", -1), StateTensor("col_var", -2)) if optimizer.keeps_factors(shard.main) else ()
+        return (
+            (StateTensor("row_var", (-1,)), StateTensor("col_var", (-2,)))
+            if optimizer.keeps_factors(shard.main)
+            else ()
+        )
     return (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
 
 

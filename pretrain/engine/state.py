@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fmoe.errors import UserError
+from fmoe.parallel.compression import Memory
 from megatron_patch.fsdp import local_slices
 from megatron_patch.optimizer import Shard, optimizers, renew, shards
 from pretrain.checkpoint import Checkpoint, TensorPiece
-from pretrain.engine import rng
+from pretrain.engine import compression, rng
 from pretrain.engine.engine import Engine
 from pretrain.engine.locations import ShardLocation, ShardLocations, named_tensors
 from pretrain.engine.optimizer_state import StateTensor, restored_state, saved_state
@@ -51,6 +52,9 @@ def pieces(engine: Engine) -> Iterator[TensorPiece]:
         yield from _optimizer_pieces(shard, locations.of(shard.parameter))
     for memory in engine.memories:
         yield from memory.pieces()
+    for prefix, held in compression.saved_memories(engine.compressors):
+        writers = [place for place in locations.of(held.parameter) if place.is_main_shard]
+        yield from _slice_pieces(prefix, held.values, held.start, writers)
 
 
 def _piece(prefix: str, location: ShardLocation, data: Tensor, start: int = 0, stop: int | None = None) -> TensorPiece:
@@ -70,7 +74,7 @@ def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[
     for entry, value in tensors:
         prefix = f"{_OPTIMIZER}{entry.name}/"
         writers = [place for place in locations if (place.is_main_shard if shard.is_sharded else place.is_main)]
-        if entry.axis is not None:
+        if entry.axes:
             if shard.start == 0:  # every rank with a shard has the whole tensor
                 for location, view in _factor_views(entry, value, shard.parameter.shape, writers):
                     yield _piece(prefix, location, view)
@@ -92,7 +96,7 @@ def _slice_pieces(prefix: str, values: Tensor, begin: int, locations: list[Shard
 def _factor_views(
     entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
 ) -> Iterator[tuple[ShardLocation, Tensor]]:
-    """Yield the location and value of each part of a state tensor whose size along ``entry.axis`` is 1."""
+    """Yield the location and value of each part of a state tensor whose size along ``entry.axes`` is 1."""
     offsets = set()
     for location in locations:
         reduced = replace(
@@ -132,9 +136,12 @@ def schedule_state(engine: Engine) -> dict[str, Any]:
     return engine.scheduler.state_dict()
 
 
-def rank_state() -> dict[str, Any]:
-    """Return the state of this rank alone: its random number generators."""
-    return {"rng": rng.states()}
+def rank_state(engine: Engine | None = None) -> dict[str, Any]:
+    """Return the state of this rank alone: its random number generators, and what its compressors count."""
+    state = {"rng": rng.states()}
+    if engine is not None and engine.compressors:
+        state["compression"] = compression.numbers(engine.recipe, engine.compressors)
+    return state
 
 
 # Loading
@@ -165,6 +172,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     for memory in engine.memories:
         streams = engine.begins(memory.streams)
         memory.load(checkpoint, streams, engine.recipe.train.micro_batch, engine.processes.device)
+    _load_compressors(engine, checkpoint, locations)
     _load_rank_state(engine, checkpoint)
 
 
@@ -213,6 +221,39 @@ def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: 
             part.copy_(values.view(part.shape))
 
 
+@torch.no_grad()
+def _load_compressors(engine: Engine, checkpoint: Checkpoint, locations: ShardLocations) -> None:
+    """Restore what compressors remember. A checkpoint of another compressor, or of none, restores nothing.
+
+    Memories of single ranks, of another number of ranks, become their mean, which is what all ranks together have not
+    sent.
+    """
+    for compressor in engine.compressors:
+        for memory in compressor.memories():
+            saved = _saved_memories(checkpoint, memory, locations.of(memory.parameter))
+            if memory.is_shared or len(saved) != compressor.group.size():
+                values = torch.stack(saved).mean(0) if saved else memory.values
+            else:
+                values = saved[compressor.group.rank()]
+            memory.values.copy_(values)
+    saved_numbers = checkpoint.rank_state(_saved_rank(engine, checkpoint)).get("compression")
+    if engine.compressors and saved_numbers:
+        compression.set_numbers(engine.recipe, engine.compressors, saved_numbers)
+
+
+def _saved_memories(checkpoint: Checkpoint, memory: Memory, locations: list[ShardLocation]) -> list[Tensor]:
+    """Return a saved memory as a list: of one tensor if ranks share it, or else of a tensor of each rank."""
+    names = set(checkpoint.names())
+    ranks = [""] if memory.is_shared else [f"@{rank}" for rank in range(checkpoint.num_ranks)]
+    prefixes = [f"compressor/{memory.name}{rank}/" for rank in ranks]
+    stop = memory.start + memory.values.numel()
+    return [
+        _read(checkpoint, prefix, locations, memory.start, stop)
+        for prefix in prefixes
+        if f"{prefix}{locations[0].name}" in names
+    ]
+
+
 def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocation], entry: StateTensor) -> Tensor:
     """Read a shard's values of a state tensor."""
     if entry.name == "momentum_buffer":
@@ -221,7 +262,7 @@ def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocat
         if options.get("name") == "sgd" and options.get("momentum") == 0:
             return torch.zeros_like(shard.main, device="cpu")
     prefix = f"{_OPTIMIZER}{entry.name}/"
-    if entry.axis is None:
+    if not entry.axes:
         return _read(checkpoint, prefix, locations, shard.start, shard.stop)
     value = torch.empty(entry.shape(shard), dtype=torch.float32, device="cpu")
     for location, view in _factor_views(entry, value, shard.parameter.shape, locations):
@@ -253,11 +294,16 @@ def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
         states = checkpoint.rank_state(0)["rng"]
         rng.restore({name: state for name, state in states.items() if name != "megatron"})
         return
-    # The saved rank with the same part of the model and of the data.
+    rng.restore(checkpoint.rank_state(_saved_rank(engine, checkpoint))["rng"])
+
+
+def _saved_rank(engine: Engine, checkpoint: Checkpoint) -> int:
+    """Return the rank of the saved run with the same part of the model and of the data, if the split is the same."""
+    parallel = engine.recipe.parallel
     ranks_per_part = parallel.tensor * parallel.context
     data, tensor = divmod(dist.get_rank() % (dist.get_world_size() // parallel.pipeline), ranks_per_part)
     saved_per_stage = checkpoint.num_ranks // parallel.pipeline
     if data * ranks_per_part >= saved_per_stage:
         data = 0  # no rank had this part of the data: take the first part's
     rank = parallel_state.get_pipeline_model_parallel_rank() * saved_per_stage + data * ranks_per_part + tensor
-    rng.restore(checkpoint.rank_state(rank)["rng"])
+    return min(rank, checkpoint.num_ranks - 1)

@@ -192,7 +192,7 @@ def save(engine, folder, step, **state_of_run):
     from pretrain.engine import state
 
     run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine), **state_of_run}
-    checkpoint.save(folder, step, state.pieces(engine), run_state, state.rank_state())
+    checkpoint.save(folder, step, state.pieces(engine), run_state, state.rank_state(engine))
 
 
 def load(engine, folder):
