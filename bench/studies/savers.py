@@ -1,9 +1,10 @@
 """``python -m bench savers``: loss against bytes sent, for communication hooks and local SGD on data parallel ranks.
 
 Two ranks, which split the experts, train a small byte-level GPT on Python's standard library. Only the dense part is
-compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, PowerSGD, post-local SGD)
-and `bench.studies.dgc`. Every contender has the same weights, batches, SGD with momentum and learning rates, none of
-which is tuned for it. In the warm-up, local SGD, Geo-SGD and PowerSGD send all gradients, and DGC a falling share.
+compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, post-local SGD) and those
+of `fmoe.parallel.compression`. Every contender has the same weights, batches, SGD with momentum and learning rates,
+none of which is tuned for it; 1-bit Adam is compared with AdamW, both at a tenth of the rate. In the warm-up, DGC sends
+a falling share of the gradients, and the others send all.
 
 Geo-SGD (PaddlePaddle's) sends the change of the parameters since the last exchange. There, trainers send it to a
 parameter server when they please; here all ranks average their changes at the same step, which gives LocalSGD's
@@ -24,13 +25,15 @@ from torch import Tensor, nn
 
 from bench import options, ranks, report
 from bench.studies import sweep
-from bench.studies.dgc import DGCState, dgc_hook
 from bench.studies.small_lm import SmallLM, loss_of
 from bench.traffic import Traffic
 from fmoe import parallel
 from fmoe.errors import UserError
+from fmoe.optim import OneBitAdam
+from fmoe.parallel.compression import DGC, OneBit, PowerSGD, compress
 
 REFERENCE = "all-reduce"
+ADAM = "all-reduce, AdamW"
 LENGTH = 64
 
 
@@ -148,18 +151,38 @@ def _hooked(name: str) -> Callable[..., Callable[[float], None]]:
 
 
 def _power(model, groups, arguments):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(
-        groups.data_group, matrix_approximation_rank=arguments.rank, start_powerSGD_iter=max(2, arguments.warmup)
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    power = PowerSGD(groups.data_group, rank=arguments.rank, warmup=max(2, arguments.warmup))
+    model.register_comm_hook(power, compress)
     return _stepping(_sgd(model))
 
 
+def _adam(model, groups, arguments):
+    return _at_a_tenth(_stepping(torch.optim.AdamW(model.parameters(), weight_decay=0.0)))
+
+
+def _one_bit(model, groups, arguments):
+    warmup = max(2, arguments.warmup)
+    model.register_comm_hook(OneBit(groups.data_group, warmup=warmup), compress)
+    experts = [p for n, p in model.named_parameters() if ".experts." in n]
+    dense = [p for n, p in model.named_parameters() if ".experts." not in n]
+    steps = [
+        _stepping(OneBitAdam(dense, weight_decay=0.0, freeze_step=warmup)),
+        _stepping(torch.optim.AdamW(experts, weight_decay=0.0)),
+    ]
+
+    def step(rate: float) -> None:
+        for each in steps:
+            each(rate)
+
+    return _at_a_tenth(step)
+
+
+def _at_a_tenth(step: Callable[[float], None]) -> Callable[[float], None]:
+    return lambda rate: step(rate / 10)
+
+
 def _dgc(model, groups, arguments):
-    state = DGCState(groups.data_group, density=arguments.density, warmup=arguments.warmup)
-    model.register_comm_hook(state, dgc_hook)
+    model.register_comm_hook(DGC(groups.data_group, density=arguments.density, warmup=arguments.warmup), compress)
     experts = [p for n, p in model.named_parameters() if ".experts." in n]
     dense = [p for n, p in model.named_parameters() if ".experts." not in n]
     # The hook has the momentum of the dense part.
@@ -216,6 +239,8 @@ CONTENDERS: dict[str, Callable[..., Callable[[float], None]]] = {
     "fp16": _hooked("fp16_compress_hook"),
     "powersgd": _power,
     "dgc": _dgc,
+    ADAM: _adam,
+    "onebit": _one_bit,
     "localsgd": _local(_parameter_averager),
     "geosgd": _local(DeltaAverager),
 }
@@ -228,8 +253,9 @@ def table(rows: Sequence[dict], arguments) -> str:
     of = {name: {row["seed"]: row for row in rows if row["contender"] == name} for name in arguments.contenders}
     for name, found in of.items():
         losses = {seed: row["loss"] for seed, row in found.items()}
-        base = {seed: row["loss"] for seed, row in of.get(REFERENCE, {}).items()}
-        gap = sweep.gap(losses, base) if name != REFERENCE else None
+        reference = ADAM if name == "onebit" else REFERENCE
+        base = {seed: row["loss"] for seed, row in of.get(reference, {}).items()}
+        gap = sweep.gap(losses, base) if name not in (REFERENCE, ADAM) else None
         steps = arguments.steps - arguments.warmup
         sent = median(row["sent"] for row in found.values()) / steps
         dense = 4 * next(iter(found.values()))["dense"]  # bytes that an all-reduce of float32 over two ranks sends

@@ -205,6 +205,13 @@ INVALID = [
         "train.micro_batch x parallel.expert x parallel.data / (parallel.tensor=2, =32, train.global_batch=16",
     ),
     ("parallel.overlap_parameters=true", "parallel.overlap_parameters, parallel.shard=optimizer"),
+    ("parallel.grad_compress=dgc", "parallel.grad_compress=dgc, optimizer.name=sgd"),
+    (
+        "parallel.grad_compress=dgc parallel.shard=optimizer",
+        "parallel.grad_compress=dgc, parallel.shard=none",
+    ),
+    ("parallel.grad_compress=onebit optimizer.name=muon", "parallel.grad_compress=onebit, optimizer.name=muon"),
+    ("parallel.grad_compress=powersgd parallel.tensor=2", "parallel.grad_compress=powersgd, parallel.tensor=2"),
     ("parallel.shard=optimizer parallel.shard_size=1", "parallel.shard_size=1, parallel.shard=optimizer"),
     ("parallel.shard=parameters parallel.data=2 parallel.shard_size=3", "parallel.shard_size=3, parallel.data=2"),
     ("parallel.shard=parameters parallel.expert=4 parallel.shard_size=2", "parallel.shard_size=2, 2 copies"),
