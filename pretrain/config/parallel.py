@@ -1,9 +1,11 @@
 """The section ``[parallel]`` of a recipe: the split of a job over ranks."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pretrain.config.keys import Name, NotNegative, Positive, Section, Table
+from annotated_types import Gt
+
+from pretrain.config.keys import BelowOne, Name, NotNegative, Positive, Section, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,21 @@ class ParallelConfig(Section):
     (docs/communication.md), or a registered one."""
     compress_options: Table = field(default_factory=dict)
     """Table of options of grad_compress, such as rank, density or warmup."""
+    sync_every: Positive = 1
+    """Number of steps between averages of the parameters over data parallel ranks (local SGD, DiLoCo:
+    docs/communication.md). With 1, gradients are averaged in every step instead."""
+    sync_outer: Literal["average", "nesterov"] = "average"
+    """With sync_every > 1, what replaces the parameters of all ranks: their mean (average), or a step of SGD with
+    Nesterov momentum, whose gradient is the mean change (nesterov, as in DiLoCo)."""
+    sync_lr: Annotated[float, Gt(0)] = 0.7
+    """Learning rate of sync_outer=nesterov."""
+    sync_momentum: BelowOne = 0.9
+    """Momentum of sync_outer=nesterov."""
+    sync_warmup: NotNegative = 0
+    """Number of first steps in which gradients are averaged, with sync_every > 1."""
+    sync_adaptive: bool = False
+    """Multiply sync_every by sqrt(loss / first loss x first learning rate / learning rate), at most by 16, where first
+    means at the first average (adaptive local SGD)."""
     overlap_gradients: bool = False
     """Overlap the gradient reduction over data parallel ranks with the backward pass."""
     overlap_parameters: bool = False

@@ -144,6 +144,13 @@ parallel.grad_compress=onebit excludes optimizer.name=lars, optimizer.name=muon,
     optimizer.name=adamw8bit, optimizer.name=sgd: use adamw or lamb
 parallel.grad_compress=dgc needs optimizer.name=sgd, optimizer.momentum=0.0: momentum is that of compress_options
 parallel.compress_options excludes parallel.grad_compress=none
+parallel.sync_every needs parallel.shard=none, parallel.grad_reduce=fp32, parallel.grad_compress=none,
+    parallel.overlap_gradients=false
+parallel.sync_every excludes train.precision=fp16, parallel.shadow, position.memory_length: leave it out
+parallel.sync_outer, parallel.sync_warmup, parallel.sync_adaptive needs parallel.sync_every>1
+parallel.sync_lr, parallel.sync_momentum needs parallel.sync_outer=nesterov
+parallel.sync_every divides train.validation_every if parallel.sync_adaptive=false and data.has_validation
+parallel.sync_every divides checkpoint.every if parallel.sync_adaptive=false
 parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
 
 # The optimizer and guards

@@ -1,4 +1,4 @@
-"""Reduction of gradients by ``parallel.grad_reduce`` and ``parallel.grad_compress``, and its state in checkpoints."""
+"""Reduction of gradients as the recipe says (``parallel.grad_reduce``, ...), and its state in checkpoints."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from fmoe.errors import UserError, add_name, known_names, one_line
 from fmoe.parallel.compression import DGC, Compressor, Memory, OneBit, PowerSGD
 from megatron_patch import grad_hooks
 from pretrain.config import Recipe
+from pretrain.engine.sync import OwnGradients
 
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {"dgc": DGC, "onebit": OneBit, "powersgd": PowerSGD}
 """Compressors by name, called with a process group and ``parallel.compress_options``."""
@@ -64,12 +65,16 @@ def install(recipe: Recipe, model: Sequence[Any]) -> list[Compressor]:
     parallel = recipe.parallel
     if parallel.grad_reduce != "fp32" and not parallel.is_fully_sharded:
         grad_hooks.reduce_in(model, _DTYPES[parallel.grad_reduce])
-    if parallel.grad_compress == "none":
+    groups = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    if parallel.sync_every > 1:
+        compressors: list[Compressor] = [OwnGradients(group, parallel.sync_warmup) for group in groups]
+    elif parallel.grad_compress != "none":
+        compressors = [_compressor(recipe, group) for group in groups]
+    else:
         return []
-    compressors = [
-        _compressor(recipe, parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        _compressor(recipe, parallel_state.get_expert_data_parallel_group()),
-    ]
     grad_hooks.compress_gradients(model, *compressors)
     return compressors
 

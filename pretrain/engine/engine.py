@@ -25,6 +25,7 @@ from pretrain.engine.model import build_model, wrap
 from pretrain.engine.optimizer import optimizer_of, scheduler_of
 from pretrain.engine.pipeline import get_schedule, stages
 from pretrain.engine.routing import RoutingReports, StepReport
+from pretrain.engine.sync import RareSync
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, context_slice, loss_function, to_device, weigh
 from pretrain.models.memory import Memory
@@ -78,6 +79,7 @@ class Engine:
         mtp_losses: this rank's losses of the multi-token prediction layers in the last training step [layers], zero on
             all pipeline stages but the last; empty without such layers.
         compressors: what reduces gradients with ``parallel.grad_compress``: one for dense layers, one for experts.
+        sync: averages of the parameters, with ``parallel.sync_every`` above 1; else None.
         grad_scaler: loss scaler for fp16; None in other precisions.
         memories: what the model carries between micro batches of the training streams, one object per chunk; empty if
             it carries nothing (`pretrain.models.Kind`).
@@ -102,6 +104,7 @@ class Engine:
         self.compressors = compression.install(recipe, self.model)
 
         self.optimizer = optimizer_of(recipe, self.model)
+        self.sync = RareSync(recipe, self.optimizer) if recipe.parallel.sync_every > 1 else None
         self.grad_scaler = grad_scaler(self.optimizer)
         self.scheduler = scheduler_of(recipe, self.optimizer)
 
@@ -198,6 +201,8 @@ class Engine:
             skip_step(self.gpt)
             for compressor in self.compressors:
                 compressor.undo()
+        if self.sync is not None:
+            self.sync.step(step, mean_loss, lr)
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,

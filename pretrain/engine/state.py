@@ -21,10 +21,11 @@ from fmoe.parallel.compression import Memory
 from megatron_patch.fsdp import local_slices
 from megatron_patch.optimizer import Shard, optimizers, renew, shards
 from pretrain.checkpoint import Checkpoint, TensorPiece
-from pretrain.engine import compression, rng
+from pretrain.engine import compression, rng, sync
 from pretrain.engine.engine import Engine
 from pretrain.engine.locations import ShardLocation, ShardLocations, named_tensors
 from pretrain.engine.optimizer_state import StateTensor, restored_state, saved_state
+from pretrain.engine.sync import RareSync
 
 # Prefixes of tensor names in a checkpoint.
 _MODEL = "model/"
@@ -50,6 +51,12 @@ def pieces(engine: Engine) -> Iterator[TensorPiece]:
                 yield _piece(_MODEL, location, data)
     for shard in _shards_with_elements(engine):
         yield from _optimizer_pieces(shard, locations.of(shard.parameter))
+        if engine.sync is not None and sync.rank_of(shard):  # the first rank's are those of all, for other splits
+            yield from _optimizer_pieces(shard, locations.of(shard.parameter), sync.rank_of(shard))
+    if engine.sync is not None:
+        for held in engine.sync.memories():
+            writers = [place for place in locations.of(held.parameter) if place.is_main_shard and held.is_saved]
+            yield from _slice_pieces(f"sync/{held.name}/", held.values, held.start, writers)
     for memory in engine.memories:
         yield from memory.pieces()
     for prefix, held in compression.saved_memories(engine.compressors):
@@ -67,19 +74,24 @@ def _shards_with_elements(engine: Engine) -> Iterator[Shard]:
     yield from (shard for shard in shards(engine.optimizer) if shard.start < shard.stop)
 
 
-def _optimizer_pieces(shard: Shard, locations: list[ShardLocation]) -> Iterator[TensorPiece]:
+def _optimizer_pieces(shard: Shard, locations: list[ShardLocation], rank: int = 0) -> Iterator[TensorPiece]:
+    """Yield the pieces of a shard's state; those of a rank with other values than rank 0, if ``rank`` is not 0."""
     tensors = list(saved_state(shard))
-    if shard.has_master:
+    if shard.has_master or rank:
         tensors.append((StateTensor("master"), shard.main.detach()))
     for entry, value in tensors:
-        prefix = f"{_OPTIMIZER}{entry.name}/"
-        writers = [place for place in locations if (place.is_main_shard if shard.is_sharded else place.is_main)]
+        prefix = _prefix(entry, rank)
+        writers = [p for p in locations if (p.is_main_shard if shard.is_sharded or rank else p.is_main)]
         if entry.axes:
             if shard.start == 0:  # every rank with a shard has the whole tensor
                 for location, view in _factor_views(entry, value, shard.parameter.shape, writers):
                     yield _piece(prefix, location, view)
             continue
         yield from _slice_pieces(prefix, value, shard.start, writers)
+
+
+def _prefix(entry: StateTensor, rank: int) -> str:
+    return f"{_OPTIMIZER}{entry.name}@{rank}/" if rank else f"{_OPTIMIZER}{entry.name}/"
 
 
 def _slice_pieces(prefix: str, values: Tensor, begin: int, locations: list[ShardLocation]) -> Iterator[TensorPiece]:
@@ -141,6 +153,8 @@ def rank_state(engine: Engine | None = None) -> dict[str, Any]:
     state = {"rng": rng.states()}
     if engine is not None and engine.compressors:
         state["compression"] = compression.numbers(engine.recipe, engine.compressors)
+    if engine is not None and engine.sync is not None:
+        state["sync"] = engine.sync.numbers()
     return state
 
 
@@ -173,6 +187,8 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         streams = engine.begins(memory.streams)
         memory.load(checkpoint, streams, engine.recipe.train.micro_batch, engine.processes.device)
     _load_compressors(engine, checkpoint, locations)
+    if engine.sync is not None:
+        _load_sync(engine, engine.sync, checkpoint, locations)
     _load_rank_state(engine, checkpoint)
 
 
@@ -190,6 +206,8 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
             if shard.has_master and not isinstance(shard.parameter, DTensor):
                 shard.main.copy_(shard.parameter.view(-1)[shard.start : shard.stop].view(shard.main.shape))
             renew(shard)
+    if engine.sync is not None:
+        engine.sync.restart(0)
 
 
 def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torch.device) -> None:
@@ -241,6 +259,39 @@ def _load_compressors(engine: Engine, checkpoint: Checkpoint, locations: ShardLo
         compression.set_numbers(engine.recipe, engine.compressors, saved_numbers)
 
 
+@torch.no_grad()
+def _load_sync(engine: Engine, rare: RareSync, checkpoint: Checkpoint, locations: ShardLocations) -> None:
+    """Restore what ranks have between averages of the parameters, after the first rank's state was loaded.
+
+    At another number of ranks, all go on with the mean of the parameters, and with the first rank's optimizer state.
+    """
+    names = set(checkpoint.names())
+    saved = checkpoint.rank_state(_saved_rank(engine, checkpoint)).get("sync")
+    for shard in _shards_with_elements(engine):
+        places = locations.of(shard.parameter)
+        master = StateTensor("master")
+        ranks = [k for k in range(1, checkpoint.num_ranks) if f"{_prefix(master, k)}{places[0].name}" in names]
+        read = partial(_read_state, checkpoint, shard, places)
+        rank = sync.rank_of(shard)
+        if len(ranks) + 1 == sync.size_of(shard):
+            if rank:
+                shard.main.copy_(read(master, rank=rank).view(shard.main.shape))
+                renew(shard, restored_state(shard, checkpoint.state["optimizer"]["step"], partial(read, rank=rank)))
+        elif ranks:
+            others = [read(master, rank=k).view(shard.main.shape) for k in ranks]
+            shard.main.copy_(torch.stack([shard.main.cpu(), *others]).mean(0))
+        shard.parameter.copy_(shard.main.view(shard.parameter.shape))
+    for memory in rare.memories():
+        places = locations.of(memory.parameter)
+        stop = memory.start + memory.values.numel()
+        if f"sync/{memory.name}/{places[0].name}" in names:
+            memory.values.copy_(_read(checkpoint, f"sync/{memory.name}/", places, memory.start, stop))
+        elif memory.name == "base":  # a run that averaged gradients: parameters are equal on all ranks
+            rare.restart(checkpoint.step)
+    if saved:
+        rare.set_numbers(saved)
+
+
 def _saved_memories(checkpoint: Checkpoint, memory: Memory, locations: list[ShardLocation]) -> list[Tensor]:
     """Return a saved memory as a list: of one tensor if ranks share it, or else of a tensor of each rank."""
     names = set(checkpoint.names())
@@ -254,14 +305,16 @@ def _saved_memories(checkpoint: Checkpoint, memory: Memory, locations: list[Shar
     ]
 
 
-def _read_state(checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocation], entry: StateTensor) -> Tensor:
-    """Read a shard's values of a state tensor."""
+def _read_state(
+    checkpoint: Checkpoint, shard: Shard, locations: list[ShardLocation], entry: StateTensor, rank: int = 0
+) -> Tensor:
+    """Read a shard's values of a state tensor, or those of another rank (`_optimizer_pieces`)."""
     if entry.name == "momentum_buffer":
         # SGD without momentum has no buffers: a resumed run's momentum begins with zeros, as a new run's.
         options = checkpoint.state.get("recipe", {}).get("optimizer", {})
         if options.get("name") == "sgd" and options.get("momentum") == 0:
             return torch.zeros_like(shard.main, device="cpu")
-    prefix = f"{_OPTIMIZER}{entry.name}/"
+    prefix = _prefix(entry, rank)
     if not entry.axes:
         return _read(checkpoint, prefix, locations, shard.start, shard.stop)
     value = torch.empty(entry.shape(shard), dtype=torch.float32, device="cpu")

@@ -115,7 +115,7 @@ def by_one_bit():
 def test_one_bit_momenta_are_right_on_average(forks):
     """Error feedback: what is rounded away in a step comes in later ones. All ranks have the same."""
     (errors, momentum), (_, other) = values(forks.run(2, by_one_bit))
-    assert errors[1] < 0.4 * errors[0] and errors[1] < 0.08
+    assert errors[1] < 0.5 * errors[0] and errors[1] < 0.12
     assert torch.equal(momentum, other)
 
 

@@ -205,6 +205,9 @@ INVALID = [
         "train.micro_batch x parallel.expert x parallel.data / (parallel.tensor=2, =32, train.global_batch=16",
     ),
     ("parallel.overlap_parameters=true", "parallel.overlap_parameters, parallel.shard=optimizer"),
+    ("parallel.sync_every=3", "parallel.sync_every=3, train.validation_every=50"),
+    ("parallel.sync_every=2 parallel.shard=optimizer", "parallel.sync_every=2, parallel.shard=none"),
+    ("parallel.sync_outer=nesterov", "parallel.sync_outer=nesterov, parallel.sync_every > 1"),
     ("parallel.grad_compress=dgc", "parallel.grad_compress=dgc, optimizer.name=sgd"),
     (
         "parallel.grad_compress=dgc parallel.shard=optimizer",
