@@ -85,7 +85,9 @@ def _sent(name: str, args: tuple) -> int:
         return 2 * _bytes(args[0]) * (size - 1) // size
     if name == "broadcast":
         return _bytes(args[0]) * (size - 1) * (args[2] == group.rank())
-    if name == "barrier":
+    if name == "send":
+        return _bytes(args[0])
+    if name in ("barrier", "recv_", "recv"):
         return 0
     raise ValueError(f"c10d.{name} is not supported: the bytes that it sends are unknown")
 

@@ -112,7 +112,10 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
             ``parallel.exchange_options`` sets an option in `HOMES`; or an option has an invalid value.
     """
     known = option_names(_named("parallel.exchange", parallel.exchange, EXCHANGES))
-    options = _set_options("parallel", parallel, _OF_EXCHANGE, "exchange", EXCHANGES, known)
+    names: tuple[str, ...] = _OF_EXCHANGE
+    if parallel.all_reduce == "hierarchical" and parallel.exchange != "hierarchical":
+        names = tuple(name for name in names if name != "node_size")  # of the reduction of gradients
+    options = _set_options("parallel", parallel, names, "exchange", EXCHANGES, known)
     if parallel.wire is not None:
         options["wire_dtype"] = WIRE[parallel.wire]
     table = _from_table("exchange", "parallel.exchange_options", parallel.exchange_options, parallel.exchange, known)

@@ -50,6 +50,9 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """In the backward pass, recompute nothing (none), feed-forward blocks including gate, exchange and experts
     (selective), or whole layers (full)."""
+    all_reduce: Literal["library", "ring", "hierarchical", "grid"] = "library"
+    """Algorithm that sums gradients over data parallel ranks: the library's choice, a ring, within nodes and then
+    between them (hierarchical, with node_size), or rings along rows and columns of a grid (docs/communication.md)."""
     grad_reduce: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision in which gradients are reduced over data parallel ranks. They are accumulated in fp32."""
     grad_compress: Name = "none"
@@ -91,7 +94,8 @@ class ParallelConfig(Section):
     shadow: NotNegative = 0
     """Maximum number of heavily loaded experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: Positive | None = None
-    """Ranks per node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
+    """Ranks per node, for exchange=hierarchical and all_reduce=hierarchical; None for the launcher's
+    LOCAL_WORLD_SIZE."""
     exchange_options: Table = field(default_factory=dict)
     """Table of further options of the exchange, such as slots with exchange=padded: see the last table of
     docs/recipe-reference.md."""

@@ -143,6 +143,8 @@ parallel.grad_compress excludes parallel.pipeline>1 if model.tie_embeddings=true
 parallel.grad_compress=onebit excludes optimizer.name=lars, optimizer.name=muon, optimizer.name=adafactor,
     optimizer.name=adamw8bit, optimizer.name=sgd: use adamw or lamb
 parallel.grad_compress=dgc needs optimizer.name=sgd, optimizer.momentum=0.0: momentum is that of compress_options
+parallel.all_reduce needs parallel.shard=none, parallel.grad_reduce=fp32, parallel.grad_compress=none,
+    parallel.sync_every=1, parallel.overlap_gradients=false
 parallel.compress_options excludes parallel.grad_compress=none
 parallel.sync_every needs parallel.shard=none, parallel.grad_reduce=fp32, parallel.grad_compress=none,
     parallel.overlap_gradients=false

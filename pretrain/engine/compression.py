@@ -7,7 +7,9 @@ import torch
 from megatron.core import parallel_state
 
 from fmoe.errors import UserError, add_name, known_names, one_line
+from fmoe.parallel.all_reduce import Grid, Hierarchical, Ring
 from fmoe.parallel.compression import DGC, Compressor, Memory, OneBit, PowerSGD
+from fmoe.runtime import launcher
 from megatron_patch import grad_hooks
 from pretrain.config import Recipe
 from pretrain.engine.sync import OwnGradients
@@ -55,6 +57,18 @@ def _compressor(recipe: Recipe, group: Any) -> Compressor:
         raise UserError(f"parallel.compress_options with parallel.grad_compress={name}: {one_line(error)}") from None
 
 
+def _all_reduce(recipe: Recipe, group: Any) -> Compressor:
+    parallel = recipe.parallel
+    if parallel.all_reduce == "ring":
+        return Ring(group)
+    if parallel.all_reduce == "grid":
+        return Grid(group)
+    try:
+        return Hierarchical(group, parallel.node_size or launcher.number("LOCAL_WORLD_SIZE", parallel.world_size))
+    except UserError as error:
+        raise UserError(f"parallel.all_reduce=hierarchical: parallel.{error}") from None
+
+
 def warmup_of(recipe: Recipe) -> int | None:
     """Return the number of steps after which 1-bit momenta are averaged; None if they never are."""
     return _compressor(recipe, None).warmup if recipe.parallel.grad_compress == "onebit" else None
@@ -69,8 +83,10 @@ def install(recipe: Recipe, model: Sequence[Any]) -> list[Compressor]:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_group(),
     )
-    if parallel.sync_every > 1:
-        compressors: list[Compressor] = [OwnGradients(group, parallel.sync_warmup) for group in groups]
+    if parallel.all_reduce != "library":
+        compressors: list[Compressor] = [_all_reduce(recipe, group) for group in groups]
+    elif parallel.sync_every > 1:
+        compressors = [OwnGradients(group, parallel.sync_warmup) for group in groups]
     elif parallel.grad_compress != "none":
         compressors = [_compressor(recipe, group) for group in groups]
     else:

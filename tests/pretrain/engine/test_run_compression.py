@@ -51,6 +51,17 @@ def test_gradients_reduced_in_16_bits_are_close_and_half_the_bytes(forks, shard,
             assert sent < 0.6 * bytes_32
 
 
+@pytest.mark.by_default(0)
+@pytest.mark.parametrize("parallel", [{"data": 4}, {"expert": 2, "data": 2}, {"tensor": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("name", ["hierarchical", "ring", "grid"])
+def test_all_reduce_algorithms_train_the_same(forks, name, parallel):
+    chosen = parallel | {"all_reduce": name} | ({"node_size": 2} if name == "hierarchical" else {})
+    expected = values(forks.run(4, losses, recipe_with(parallel), 5))[0][0]
+    for found, _ in values(forks.run(4, losses, recipe_with(chosen), 5)):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
 METHODS = {
     "powersgd": ({"rank": 2, "warmup": 4}, {}),
     "dgc": ({"density": 0.05, "warmup": 4, "momentum": 0.5}, {"name": "sgd", "lr": 0.2, "momentum": 0.0}),

@@ -103,7 +103,7 @@ def test_two_ranks_are_two_engines_that_meet_at_times(forks, outer):
     assert not torch.equal(*(seen[1]["embedding.word_embeddings.weight"] for _, seen, _ in ranks)), "ranks are apart"
 
 
-@pytest.mark.by_default(8)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("every", [2, 8])
 def test_bytes_fall_by_the_period(forks, every):
     rare = recipe_with({"data": 2, "sync_every": every})
