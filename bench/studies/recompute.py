@@ -1,4 +1,4 @@
-"""``python -m bench recompute``: memory saved by recomputation, and its cost in time.
+"""``python -m bench recompute``: memory saved by recomputation and by encoded activations, and their cost in time.
 
 The quickstart model, in one process. Kept is the memory that autograd holds at the end of the forward pass of one micro
 batch for its backward pass, without parameters; each memory block counts once. The time is that of the forward and
@@ -9,6 +9,7 @@ tensors that the backward pass recomputes count, and tensors that it has consume
 two small micro batches gives a first guess; its neighbors are run until one fits and the next does not.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -28,6 +29,7 @@ from pretrain.config import Recipe, load_recipe
 from pretrain.start import process
 
 MODES = ("none", "selective", "full")
+ENCODINGS = ("mask", "int8", "offload")  # of `train.activations`, without recomputation
 
 
 class Kept(saved_tensors_hooks):
@@ -141,7 +143,7 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
         found: dict[str, tuple[int, int]] = {}
         passes = functools.partial(_passes, recipe, processes, precision, 1e6 * arguments.budget_mb, found)
         row = frame.measure(
-            [frame.Contender(mode, passes(mode), work=tokens) for mode in MODES],
+            [frame.Contender(mode, passes(mode), work=tokens) for mode in (*MODES, *ENCODINGS)],
             rounds=arguments.rounds,
             warmup=arguments.warmup,
             reference="none",
@@ -172,8 +174,8 @@ def _passes(
 
     recipe = replace(
         recipe,
-        parallel=replace(recipe.parallel, recompute=mode),
-        train=replace(recipe.train, precision=precision),
+        parallel=replace(recipe.parallel, recompute=mode if mode in MODES else "none"),
+        train=replace(recipe.train, precision=precision, activations=mode if mode in ENCODINGS else "full"),
     )
 
     def setup():
@@ -192,6 +194,8 @@ def _passes(
 
 def kept_bytes(engine, samples) -> int:
     """Return the bytes that autograd holds for the first micro batch on this rank at the end of its forward pass."""
+    if engine.activations is not None:
+        return peak_bytes(engine, samples, engine.recipe.train.micro_batch)
     counter = Kept(engine.gpt)
     hooks = [
         engine.gpt.register_forward_pre_hook(lambda *_: counter.__enter__()),
@@ -208,9 +212,10 @@ def peak_bytes(engine, samples, micro_batch: int) -> int:
     recipe = engine.recipe
     count = micro_batch * engine.data_group.size()
     engine.recipe = replace(recipe, train=replace(recipe.train, micro_batch=micro_batch, global_batch=count))
-    held = Held(engine.gpt)
+    held = engine.activations or Held(engine.gpt)
+    held.peak = 0
     try:
-        with held:
+        with held if engine.activations is None else contextlib.nullcontext():
             engine.accumulate(samples, 0, count, 0)
     finally:
         engine.recipe = recipe

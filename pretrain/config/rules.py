@@ -155,6 +155,10 @@ parallel.sync_every divides train.validation_every if parallel.sync_adaptive=fal
 parallel.sync_every divides checkpoint.every if parallel.sync_adaptive=false
 parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
 
+train.activations=bf16, train.activations=int8 excludes parallel.recompute=selective, parallel.recompute=full: a layer
+    that is recomputed from rounded inputs may route tokens to other experts
+train.activations=bf16 excludes train.precision=bf16, train.precision=fp16: activations have 16 bits already
+
 # The optimizer and guards
 optimizer.min_lr at most optimizer.lr
 optimizer.lr_scaling needs optimizer.base_batch

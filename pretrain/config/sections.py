@@ -92,6 +92,11 @@ class TrainConfig(Section):
     """Seed of weights, data order and noise."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of weights and activations; master weights, gradients and the router's arithmetic are always fp32."""
+    activations: Annotated[
+        Literal["full", "mask", "bf16", "int8", "offload"], OnResume("memory; gradients are rounded with bf16 and int8")
+    ] = "full"
+    """How activations are kept for the backward pass: as they are (full), zeros and bools as bits (mask), in 16 or 8
+    bits, or in host memory (offload). Only bf16 and int8 change gradients (docs/precision.md)."""
     validation_every: Annotated[Positive, OnResume("validation only")] = 50
     """Steps between validations; the model is also validated before the first step and after the last one."""
     validation_sequences: Annotated[Positive, OnResume("validation only")] = 64

@@ -1,5 +1,6 @@
 """The optimizer step and the validation, on Megatron-core's schedule, DDP and optimizer."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor, nn
 
 from fmoe import end_step, random
+from fmoe.activations import SavedActivations
 from fmoe.gates import skip_step
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from megatron_patch import MegatronMoE, bf16_linear, mtp
@@ -78,6 +80,7 @@ class Engine:
             context parallel ranks and averaged over data parallel ranks, it is the loss of the global batch.
         mtp_losses: this rank's losses of the multi-token prediction layers in the last training step [layers], zero on
             all pipeline stages but the last; empty without such layers.
+        activations: encoding of the activations that autograd keeps; None without ``train.activations``.
         compressors: what reduces gradients with ``parallel.grad_compress``: one for dense layers, one for experts.
         sync: averages of the parameters, with ``parallel.sync_every`` above 1; else None.
         grad_scaler: loss scaler for fp16; None in other precisions.
@@ -100,6 +103,8 @@ class Engine:
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronMoE)]
         self.model: list[Any] = [wrap(recipe, chunk, index) for index, chunk in enumerate(self.chunks)]
         self.memories: list[Memory] = self.kind.memories(recipe, self.chunks)
+        encoding = recipe.train.activations
+        self.activations = None if encoding == "full" else SavedActivations(encoding, self.gpt.parameters())
 
         self.compressors = compression.install(recipe, self.model)
 
@@ -304,7 +309,9 @@ class Engine:
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
         batch = next(batches)
-        return self.kind.forward(model, batch), loss_function(batch, self.context_group.size())
+        with self.activations or contextlib.nullcontext():
+            output = self.kind.forward(model, batch)
+        return output, loss_function(batch, self.context_group.size())
 
     def collate_step(self, step: int, samples: Samples) -> list[Batch]:
         """Return this rank's micro batches of a training step. Any thread may call it, also during a step.

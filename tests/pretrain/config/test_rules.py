@@ -205,6 +205,8 @@ INVALID = [
         "train.micro_batch x parallel.expert x parallel.data / (parallel.tensor=2, =32, train.global_batch=16",
     ),
     ("parallel.overlap_parameters=true", "parallel.overlap_parameters, parallel.shard=optimizer"),
+    ("train.activations=int8 parallel.recompute=full", "train.activations=int8, parallel.recompute=full"),
+    ("train.activations=bf16 train.precision=bf16", "train.activations=bf16, train.precision=bf16"),
     ("parallel.sync_every=3", "parallel.sync_every=3, train.validation_every=50"),
     ("parallel.sync_every=2 parallel.shard=optimizer", "parallel.sync_every=2, parallel.shard=none"),
     ("parallel.sync_outer=nesterov", "parallel.sync_outer=nesterov, parallel.sync_every > 1"),
