@@ -1,5 +1,6 @@
 """Parameters and floating point operations of a model, computed without building it."""
 
+import itertools
 import math
 
 from pretrain.config.model import ModelConfig
@@ -64,6 +65,30 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     flops = 6.0 * ((encoder + keys_and_values) * length + (decoder - keys_and_values + output) * decoder_length)
     scores = model.num_layers * length * length + model.decoder_layers * decoder_length * (decoder_length + length)
     return (flops + 6.0 * heads * scores) / (length + decoder_length)
+
+
+def balanced_stages(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Return numbers of layers of pipeline stages such that the costliest stage costs least, then the next, and so on.
+
+    A layer costs the parameters in the matrices that a token uses, plus attention's products; the last stage has the
+    output layer and the layers of multi-token prediction, too. Every stage has a layer at least.
+    """
+    heads = model.attention.num_heads * (model.head_width + model.value_width)
+    costs = [matrices + heads * model.sequence_length for matrices, _ in _layers(model, model.moe.top_k)]
+    last = (1 + model.mtp_layers) * model.vocab_size * model.hidden_size + sum(costs[model.num_layers :])
+    costs = costs[: model.num_layers]
+    ends = [0, *itertools.accumulate(costs)]
+    # best[n]: costs in falling order, and numbers of layers, of the stages so far with the first n layers.
+    best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([], ())}
+    for stage in range(stages):
+        extra = last if stage == stages - 1 else 0
+        found: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        for begin, (before, numbers) in best.items():
+            for end in range(begin + 1, model.num_layers - (stages - 1 - stage) + 1):
+                candidate = sorted([*before, ends[end] - ends[begin] + extra], reverse=True), (*numbers, end - begin)
+                found[end] = min(candidate, found.get(end, candidate))
+        best = found
+    return best[model.num_layers][1]
 
 
 def _relative_flops(model: ModelConfig) -> float:

@@ -31,6 +31,12 @@ class ParallelConfig(Section):
     """Pipeline parallel size: the number of stages that the layers are cut into."""
     virtual_pipeline: Positive | None = None
     """Model chunks per stage (interleaved schedule); None for one."""
+    stage_layers: tuple[Positive, ...] = ()
+    """Number of layers of each pipeline stage; with virtual_pipeline, of each chunk in the order of the layers. Empty
+    for equal numbers, or for balance_stages."""
+    balance_stages: bool = False
+    """Choose the numbers of layers so that the slowest stage computes least: layers with experts, dense ones and the
+    output layer cost their floating point operations."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the pipeline's micro batches: 1f1b alternates forward and backward passes; gpipe runs all forward passes
     first and holds the activations of all."""
@@ -116,6 +122,11 @@ class ParallelConfig(Section):
     def copies(self) -> int:
         """Number of groups of ``shard_size`` data parallel ranks, each with a copy of the model's shards."""
         return self.dense_data // self.shard_size if self.shard_size else 1
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """True if all pipeline stages have as many layers."""
+        return not (self.stage_layers or self.balance_stages)
 
     @property
     def model_chunks(self) -> int:

@@ -69,6 +69,14 @@ class Recipe:
         """Number of tokens of a sample that enter the model, in a t5's encoder and decoder together."""
         return self.model.sequence_length + self.decoder_length
 
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Number of layers of each pipeline chunk, in the order of the layers."""
+        chunks = self.parallel.pipeline * self.parallel.model_chunks
+        if self.parallel.balance_stages:
+            return counts.balanced_stages(self.model, chunks)
+        return self.parallel.stage_layers or (self.model.num_layers // chunks,) * chunks
+
     def num_params(self) -> int:
         """Return the total number of parameters."""
         return counts.num_params(self.model, self.model.moe.num_experts, self.decoder_length)

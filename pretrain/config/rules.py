@@ -116,7 +116,10 @@ parallel.context divides model.sequence_length
 parallel.context needs model.kind=gpt
 parallel.context excludes attention.kv_lora_rank, position.encoding=transformer_xl, model.mtp_layers: use
     parallel.context=1
-parallel.pipeline x parallel.virtual_pipeline divides model.num_layers
+parallel.pipeline x parallel.virtual_pipeline divides model.num_layers if parallel.has_equal_stages=true
+parallel.pipeline x parallel.virtual_pipeline at most model.num_layers
+parallel.stage_layers, parallel.balance_stages needs parallel.pipeline>1
+parallel.stage_layers excludes parallel.balance_stages=true: which chooses them
 parallel.pipeline excludes model.kind=t5: use parallel.pipeline=1
 parallel.pipeline excludes position.encoding=learned_absolute if model.mtp_layers: use position.encoding=rope
 parallel.recompute=full excludes parallel.pipeline>1 if position.memory_length: a layer holds one micro batch's memory;
@@ -373,6 +376,12 @@ def _split(recipe: Any) -> Iterator[str]:
         yield (
             f"parallel.tensor x parallel.context={dense} and parallel.expert_tensor x parallel.expert={experts}: one "
             "must divide the other"
+        )
+    stages = parallel.pipeline * parallel.model_chunks
+    if parallel.stage_layers and (len(parallel.stage_layers), sum(parallel.stage_layers)) != (stages, model.num_layers):
+        yield (
+            f"parallel.stage_layers={list(parallel.stage_layers)} must be {stages} numbers, of parallel.pipeline x "
+            f"parallel.virtual_pipeline, that add up to model.num_layers={model.num_layers}"
         )
     if parallel.is_fully_sharded and 0 < recipe.optimizer.cpu_offload < 1:
         yield (

@@ -1,5 +1,6 @@
 """All kinds of ranks of a run, and their totals."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +117,10 @@ def _alike(recipe: Recipe) -> list[list[int]]:
     stages = parallel.pipeline
     if stages == 1:
         return [[0]]
-    depth = model.num_layers // (stages * parallel.model_chunks)
+    ends = list(itertools.accumulate(recipe.stage_layers, initial=0))
+    chunks = [range(begin + 1, end + 1) for begin, end in itertools.pairwise(ends)]
     alike: dict[tuple, list[int]] = {}
     for stage in range(stages):
-        firsts = [(chunk * stages + stage) * depth + 1 for chunk in range(parallel.model_chunks)]
-        sorts = tuple(number in model.layers_with_experts for first in firsts for number in range(first, first + depth))
+        sorts = tuple(number in model.layers_with_experts for chunk in chunks[stage::stages] for number in chunk)
         alike.setdefault((stage == 0, stage == stages - 1, sorts), []).append(stage)
     return list(alike.values())

@@ -77,6 +77,12 @@ def set_rope_theta(module: Any, recipe: Recipe) -> None:
 def _split(recipe: Recipe) -> dict:
     """Return the `TransformerConfig` fields that ``[parallel]`` sets, except those for expert parallelism."""
     parallel = recipe.parallel
+    layout: dict[str, Any] = {}
+    if not parallel.has_equal_stages:
+        kinds = [["decoder"] * number for number in recipe.stage_layers]
+        kinds[0].insert(0, "embedding")
+        kinds[-1] += ["mtp"] * recipe.model.mtp_layers + ["loss"]
+        layout["pipeline_model_parallel_layout"] = kinds
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -93,6 +99,7 @@ def _split(recipe: Recipe) -> dict:
         "batch_p2p_comm": parallel.model_chunks == 1,
         "overlap_p2p_comm": parallel.model_chunks > 1,
         **recompute[parallel.recompute],
+        **layout,
     }
 
 
