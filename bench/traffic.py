@@ -21,12 +21,14 @@ class Traffic:
             rank's part once per other rank, a reduce-scatter the other ranks' parts, an all-reduce both of these, a
             broadcast the whole once per other rank, on its source.
         sent_by: these bytes by kind of collective.
+        sent_over: these bytes by the name of the process group.
         collectives: number of collectives of each kind.
         reads: number of reads by the host of each kind.
     """
 
     def __init__(self):
         self.sent_by: Counter[str] = Counter()
+        self.sent_over: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self._modes = (_Reads(self.reads), _Collectives(self))
@@ -66,12 +68,14 @@ class _Collectives(TorchDispatchMode):
         if function.namespace == "c10d":
             name = function._schema.name.removeprefix("c10d::").strip("_")
             self._traffic.collectives[name] += 1
-            self._traffic.sent_by[name] += _sent(name, args)
+            group = next(torch.distributed.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+            sent = _sent(name, args, group)
+            self._traffic.sent_by[name] += sent
+            self._traffic.sent_over[group.group_name] += sent
         return function(*args, **(kwargs or {}))
 
 
-def _sent(name: str, args: tuple) -> int:
-    group = next(torch.distributed.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+def _sent(name: str, args: tuple, group: torch.distributed.ProcessGroup) -> int:
     size = group.size()
     if name == "alltoall_base":
         _, rows, _, _, splits = args[:5]

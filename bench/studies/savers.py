@@ -65,6 +65,7 @@ def train_all(arguments) -> list[dict]:
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     corpus = np.frombuffer(b"".join(path.read_bytes() for path in library), dtype=np.uint8)
     groups = parallel.init(ep=dist.get_world_size(), device_type="cpu")
+    arguments.over = dist.new_group()  # of the dense part, so that its bytes are counted by themselves
     rows = []
     for seed in arguments.seeds:
         for name in arguments.contenders:
@@ -96,9 +97,10 @@ def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGro
     with Traffic() as traffic:
         for number in range(arguments.warmup, arguments.steps):
             step(number)
-    result = {"loss": _validate(model, corpus[-held_out:]), "exchanged": traffic.sent_by["alltoall_base"]}
+    over = arguments.over.group_name
+    result = {"loss": _validate(model, corpus[-held_out:]), "exchanged": traffic.sent - traffic.sent_over[over]}
     for key, part in (("warmup", warmup), ("sent", traffic)):
-        result[key] = part.sent - part.sent_by["alltoall_base"]
+        result[key] = part.sent_over[over]
     seconds.clear()
     # Timed without the byte counter, over whole periods, because local SGD averages in one step of each.
     for number in range(arguments.steps, arguments.steps + 2 * arguments.period):
@@ -144,25 +146,28 @@ def _hooked(name: str) -> Callable[..., Callable[[float], None]]:
     def build(model, groups, arguments):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        model.register_comm_hook(groups.data_group, getattr(default_hooks, name))
+        model.register_comm_hook(arguments.over, getattr(default_hooks, name))
         return _stepping(_sgd(model))
 
     return build
 
 
 def _power(model, groups, arguments):
-    power = PowerSGD(groups.data_group, rank=arguments.rank, warmup=max(2, arguments.warmup))
+    power = PowerSGD(arguments.over, rank=arguments.rank, warmup=max(2, arguments.warmup))
     model.register_comm_hook(power, compress)
     return _stepping(_sgd(model))
 
 
 def _adam(model, groups, arguments):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(arguments.over, default_hooks.allreduce_hook)
     return _at_a_tenth(_stepping(torch.optim.AdamW(model.parameters(), weight_decay=0.0)))
 
 
 def _one_bit(model, groups, arguments):
     warmup = max(2, arguments.warmup)
-    model.register_comm_hook(OneBit(groups.data_group, warmup=warmup), compress)
+    model.register_comm_hook(OneBit(arguments.over, warmup=warmup), compress)
     experts = [p for n, p in model.named_parameters() if ".experts." in n]
     dense = [p for n, p in model.named_parameters() if ".experts." not in n]
     steps = [
@@ -182,7 +187,7 @@ def _at_a_tenth(step: Callable[[float], None]) -> Callable[[float], None]:
 
 
 def _dgc(model, groups, arguments):
-    model.register_comm_hook(DGC(groups.data_group, density=arguments.density, warmup=arguments.warmup), compress)
+    model.register_comm_hook(DGC(arguments.over, density=arguments.density, warmup=arguments.warmup), compress)
     experts = [p for n, p in model.named_parameters() if ".experts." in n]
     dense = [p for n, p in model.named_parameters() if ".experts." not in n]
     # The hook has the momentum of the dense part.
@@ -195,9 +200,9 @@ def _local(make: Callable[..., object]) -> Callable[..., Callable[[float], None]
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         alone, _ = dist.new_subgroups(1)  # a local step sends nothing
-        state = post_localSGD_hook.PostLocalSGDState(groups.data_group, alone, start_localSGD_iter=arguments.warmup)
+        state = post_localSGD_hook.PostLocalSGDState(arguments.over, alone, start_localSGD_iter=arguments.warmup)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        averager = make(arguments.period, arguments.warmup, groups.data_group)
+        averager = make(arguments.period, arguments.warmup, arguments.over)
         return _stepping(PostLocalSGDOptimizer(_sgd(model), parallel.DenseAverager(averager)))
 
     return build
