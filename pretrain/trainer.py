@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pretrain.callbacks import Callback
 from pretrain.callbacks.base import Metrics
@@ -131,6 +132,8 @@ class Trainer:
             "mfu": flops_per_second / self._peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
+        if self.processes.world_size > 1:
+            metrics |= _largest_memory(self.processes)
         if result.mtp_losses:
             metrics["mtp_loss"] = sum(result.mtp_losses) / len(result.mtp_losses)
             metrics |= {f"mtp_loss/depth_{depth}": loss for depth, loss in enumerate(result.mtp_losses, start=1)}
@@ -207,6 +210,16 @@ class Trainer:
         self._published = checkpoint.state.get(PUBLISHED, {})
         if self._published and tokenizer != self.inputs.tokenizer_fingerprint:
             self._published = without_ids(self._published)
+
+
+def _largest_memory(processes: Processes) -> Metrics:
+    """Return the largest peak memory of all ranks, and the first rank with it. Collective."""
+    # One number, whose maximum is that of the memory in KiB and, for equal memory, of the lowest rank.
+    number = int(_memory_mb(processes.device) * 1024) * processes.world_size + processes.world_size - 1 - processes.rank
+    largest = torch.tensor(number, dtype=torch.int64, device=processes.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    memory, rest = divmod(int(largest), processes.world_size)
+    return {"memory_mb/largest": memory / 1024, "memory_mb/largest_rank": processes.world_size - 1 - rest}
 
 
 def _memory_mb(device: torch.device) -> float:

@@ -8,6 +8,7 @@ from pretrain.callbacks.checkpointing import Checkpointing
 from pretrain.callbacks.collapse import CollapseWarning
 from pretrain.callbacks.events import Events
 from pretrain.callbacks.guards import StepGuard
+from pretrain.callbacks.profiling import Profiling
 from pretrain.callbacks.stopping import Stopping
 from pretrain.callbacks.tasks import TaskEvaluation
 from pretrain.callbacks.tracking import Tracking
@@ -20,6 +21,7 @@ __all__ = [
     "Checkpointing",
     "CollapseWarning",
     "Events",
+    "Profiling",
     "StepGuard",
     "Stopping",
     "TaskEvaluation",

@@ -172,6 +172,10 @@ class TrackingConfig(Section):
     """Steps between summaries of the trust ratios of lamb and lars; 0 disables."""
     picture_every: NotNegative = 100
     """Steps between images of the expert loads in wandb, TensorBoard and trackio; 0 disables."""
+    profile_step: Positive | None = None
+    """First step of a trace by torch's profiler (docs/operations.md); None for traces by SIGUSR2 only."""
+    profile_steps: Positive = 3
+    """Number of steps in a trace."""
     project: Name = "fmoe"
     """Project name in wandb and trackio."""
 

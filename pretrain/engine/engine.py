@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from fmoe import end_step, random
 from fmoe.activations import SavedActivations
@@ -32,6 +33,12 @@ from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, context_slice, loss_function, to_device, weigh
 from pretrain.models.memory import Memory
 from pretrain.start.process import Processes
+
+
+def _reduce_gradients(*arguments: Any, **options: Any) -> None:
+    with record_function("fmoe: reduce gradients"):
+        finalize_model_grads(*arguments, **options)
+
 
 CheckStep = Callable[[float, float], str | None]
 
@@ -115,7 +122,7 @@ class Engine:
 
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
-            chunk.config.finalize_model_grads_func = finalize_model_grads
+            chunk.config.finalize_model_grads_func = _reduce_gradients
             if recipe.model.moe.num_experts:
                 # The schedule reads it from one of the chunks.
                 chunk.config.num_moe_experts = recipe.model.moe.num_experts
@@ -200,7 +207,8 @@ class Engine:
                     parameters = part.get_parameters()
                     if part.config.clip_grad > 0 and parameters:
                         clip_gradients(parameters, part.config.clip_grad, grad_norm)
-                self.optimizer.step_with_ready_grads()
+                with record_function("fmoe: optimizer"):
+                    self.optimizer.step_with_ready_grads()
             end_step(self.gpt, self.data_group)
         else:
             skip_step(self.gpt)
@@ -309,7 +317,7 @@ class Engine:
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
         batch = next(batches)
-        with self.activations or contextlib.nullcontext():
+        with self.activations or contextlib.nullcontext(), record_function("fmoe: forward"):
             output = self.kind.forward(model, batch)
         return output, loss_function(batch, self.context_group.size())
 

@@ -92,7 +92,7 @@ def run(job: Job, environment: Mapping[str, str], log: Path | None = None, comma
     at most ``job.max_restarts`` times. Codes 2, 65 and 75 end the run.
 
     The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps. A rank that does not train yet ends at once.
-    A later SIGINT kills all ranks.
+    A later SIGINT kills all ranks. SIGUSR2 is passed on to all ranks, which then profile some steps.
 
     Args:
         environment: variables of the ranks, with MASTER_ADDR and MASTER_PORT of a store.
@@ -114,11 +114,16 @@ def run(job: Job, environment: Mapping[str, str], log: Path | None = None, comma
             for rank in ranks:
                 rank.kill()
 
+    def profile(number: int, _frame: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
     with tempfile.TemporaryDirectory(prefix="fmoe-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         job.save(folder / _JOB)
         for number in _SIGNALS:
             stack.callback(signal.signal, number, signal.signal(number, forward))
+        stack.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, profile))
         for restarts in range(job.max_restarts + 1):
             ranks.clear()
             for local_rank in range(job.processes_per_node):
@@ -171,8 +176,9 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
         die_with_parent()
         if os.getppid() != launcher:  # it died before
             os._exit(1)
-        # A scheduler may send SIGUSR1 to every process: it would end a rank that has no handler yet.
+        # A scheduler may send SIGUSR1 to every process: it would end a rank that has no handler yet. So would SIGUSR2.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
     # In a session of its own: Ctrl-C in a terminal would otherwise reach the ranks too.
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=before_exec)

@@ -23,6 +23,7 @@ from pretrain.callbacks import (
     Checkpointing,
     CollapseWarning,
     Events,
+    Profiling,
     StepGuard,
     Stopping,
     TaskEvaluation,
@@ -46,7 +47,7 @@ from pretrain.start.process import Diverged
 from pretrain.start.resume import Finished, Resume, Start, Warm, choose_start, verify_start
 from pretrain.tracking import read_metrics
 from pretrain.tracking.events import EVENTS
-from pretrain.tracking.folder import CHECKPOINTS, CONFIG, METRICS, RUN_INFO, STACKS
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG, METRICS, PROFILES, RUN_INFO, STACKS
 from pretrain.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -155,6 +156,7 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     if recipe.checkpoint.every:  # not watched: a save may take any time
         callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint, events.saved))
         callbacks.append(Stopping())
+    callbacks.append(Profiling(folder / PROFILES, recipe.tracking.profile_step, recipe.tracking.profile_steps))
     return callbacks
 
 

@@ -1,8 +1,9 @@
 """``events.jsonl``: starts, saves, warnings and other events of a run, one strict JSON object per line.
 
 Each event has ``step`` (steps completed), ``time`` (seconds since 1970), ``kind`` and ``text``. Kinds: ``start``,
-``resume``, ``save``, ``skip``, ``warning``, ``stop`` (by a signal), ``error``, ``end``. Events are only appended. A run
-resumed from an earlier checkpoint adds a ``resume`` with the checkpoint's step, and keeps the later events.
+``resume``, ``save``, ``skip``, ``warning``, ``profile``, ``stop`` (by a signal), ``error``, ``end``. Events are only
+appended. A run resumed from an earlier checkpoint adds a ``resume`` with the checkpoint's step, and keeps the later
+events.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 EVENTS = "events.jsonl"
-KINDS = ("start", "resume", "save", "skip", "warning", "stop", "error", "end")
+KINDS = ("start", "resume", "save", "skip", "warning", "profile", "stop", "error", "end")
 
 
 class EventLog:

@@ -10,6 +10,7 @@ METRICS = "metrics.jsonl"
 RUN_INFO = "run.json"
 CHECKPOINTS = "checkpoints"
 STACKS = "stacks"
+PROFILES = "profiles"
 
 
 def read_run_info(folder: Path) -> dict[str, Any]:

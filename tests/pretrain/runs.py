@@ -10,7 +10,8 @@ from pretrain.checkpoint import open_checkpoint
 from pretrain.tracking import read_metrics
 
 # Metrics of speed, which differ between runs.
-TIMED = {"tokens_per_second", "step_seconds", "data_wait_seconds", "mfu", "memory_mb"}
+MEMORY = {"memory_mb", "memory_mb/largest", "memory_mb/largest_rank"}
+TIMED = {"tokens_per_second", "step_seconds", "data_wait_seconds", "mfu"} | MEMORY
 
 
 def train(forks, *argv, size=1, **options):
