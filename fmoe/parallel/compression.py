@@ -456,8 +456,7 @@ class PowerSGD(Compressor):
     def begin(self) -> None:
         super().begin()
         state = self._state
-        dicts = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
-        self._state_before = tuple({index: tensor.clone() for index, tensor in each.items()} for each in dicts)
+        self._state_before = tuple(map(_cloned, (state.error_dict, state.p_memory_dict, state.q_memory_dict)))
 
     def undo(self) -> None:
         super().undo()
@@ -473,6 +472,10 @@ class PowerSGD(Compressor):
             self.allocate(bucket)
         by_expert: Any = _ByExpert(bucket)
         bucket.buffer().copy_(self._hook(self._state, by_expert).wait())
+
+
+def _cloned(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {index: tensor.clone() for index, tensor in tensors.items()}
 
 
 class _ByExpert:
