@@ -31,8 +31,8 @@ _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 class SavedActivations(saved_tensors_hooks):
     """Context for a forward pass, whose activations autograd then keeps encoded.
 
-    Parameters, integers and tensors with fewer than 4,096 elements are kept as they are. A tensor that several
-    operations save is encoded once.
+    Parameters and tensors with fewer than 4,096 elements are kept as they are, as are integers but for ``offload``, and
+    tensors with infinite elements in ``int8``. A tensor that several operations save is encoded once.
 
     Args:
         mode: encoding, one of `MODES`.
@@ -70,7 +70,7 @@ class SavedActivations(saved_tensors_hooks):
         encoded = None if known is None else known()
         if encoded is None:
             found = self._encode(tensor.detach()) if tensor.numel() >= _SMALLEST else None
-            encoded = _Encoded(*(found or ((tensor.detach(),), _itself, ())))
+            encoded = _Encoded(*(found or ((tensor.detach(),), _unchanged, (tensor._version,))))
             self.held += encoded.nbytes
             self.peak = max(self.peak, self.held)
             weakref.finalize(encoded, self._forget, key, encoded.nbytes).atexit = False
@@ -96,7 +96,10 @@ def _unpack(saved: "Tensor | _Encoded") -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.decode(*saved.tensors, *saved.options)
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if tensor._version != version:
+        shape = list(tensor.shape)
+        raise RuntimeError(f"a tensor of shape {shape}, which the backward pass needs, was changed in place")
     return tensor
 
 
@@ -125,6 +128,8 @@ def _to_int8(tensor: Tensor) -> _Found:
     flat = tensor.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / 127
+    if not scales.isfinite().all():  # such as a mask with -inf
+        return None
     codes = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8)
     return (codes, scales), _from_int8, (_like(tensor),)
 

@@ -150,6 +150,7 @@ class OneBitLamb(Lamb):
             kept = slot.part.of(state["exp_avg_sq"]).sqrt() + eps
             fresh = slot.part.of(state["fresh_sq"]).sqrt() + eps
             factor = slot.part.of(state["trust_factor"])
+            factor.masked_fill_(factor == 0, 1.0)  # the state of a checkpoint before the first step
             new = (kept / fresh).amax((-2, -1), keepdim=True).clamp(0.5, 4.0)
             factor.copy_(torch.minimum(torch.maximum(new, 0.9 * factor), 1.1 * factor))
             # The average began with zeros.

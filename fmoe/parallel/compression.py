@@ -77,6 +77,7 @@ class Compressor:
         self.group = group
         self.warmup = warmup
         self.step = 0
+        self._step_before = 0
         self._values: dict[tuple[str, Tensor], Tensor] = {}
         self._before: dict[tuple[str, Tensor], Tensor] = {}
 
@@ -117,9 +118,11 @@ class Compressor:
     def begin(self) -> None:
         """Begin a step that `undo` can take back."""
         self._before = {}
+        self._step_before = self.step
 
     def undo(self) -> None:
-        """Restore the memories of the time of `begin`, for a step that is skipped. The step still counts."""
+        """Restore the state of the time of `begin`, for a step that is skipped or computed again."""
+        self.step = self._step_before
         for key, values in self._before.items():
             self._values[key].copy_(values)
         self._before = {}
@@ -230,12 +233,18 @@ class DGC(Compressor):
         if values:
             size = self.group.size()
             own = torch.cat(values)
-            where = torch.cat(indices).int()
-            all_values = own.new_empty(size * own.numel())
-            all_indices = where.new_empty(size * own.numel())
+            where = torch.cat(indices)
+            if buffer.numel() < 1 << 31:
+                where = where.int()
+            all_values = own.new_empty(size, own.numel())
+            all_indices = where.new_empty(size, own.numel())
             collectives.run(dist.all_gather_into_tensor, all_values, own, group=self.group)
             collectives.run(dist.all_gather_into_tensor, all_indices, where, group=self.group)
-            buffer.index_add_(0, all_indices, all_values, alpha=1 / size)
+            total = buffer.float()
+            for of_rank, indices_of_rank in zip(all_values, all_indices, strict=True):
+                # One rank after the other: a GPU adds values of one index in any order.
+                total.index_add_(0, indices_of_rank, of_rank, alpha=1 / size)
+            buffer.copy_(total)
         if means is not None:
             for gradient, mean in zip(whole, means.split([g.numel() for g in whole]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
@@ -257,10 +266,11 @@ class DGC(Compressor):
 class OneBit(Compressor):
     """Signs of the momentum (1-bit Adam, arXiv 2102.02888; 1-bit LAMB, arXiv 2104.06069).
 
-    Each rank sends the signs of its momentum plus error, with a mean magnitude per parameter, to the rank that averages
-    this part of the bucket, which sends the signs of the mean plus its own error to all. The gradient passed on is the
-    one for which an optimizer's momentum becomes this mean: ``(m - beta1 m_before) / (1 - beta1)``. Use an optimizer
-    with the same ``beta1`` whose second moments stay as they are after the warm-up (`fmoe.optim.OneBitAdam`).
+    Each rank sends the signs of its momentum plus error, with a mean magnitude per 1,024 elements, to the rank that
+    averages this part of the bucket, which sends the signs of the mean plus its own error to all. The gradient passed
+    on is the one for which an optimizer's momentum becomes this mean: ``(m - beta1 m_before) / (1 - beta1)``. Do not
+    clip it. Use an optimizer with the same ``beta1`` whose second moments stay as they are after the warm-up
+    (`fmoe.optim.OneBitAdam`).
 
     Args:
         group: ranks over which gradients are averaged.
@@ -311,14 +321,14 @@ class OneBit(Compressor):
         size = self.group.size()
         buffer = bucket.buffer()
         chunk = _chunk(buffer.numel(), size)
-        sent = buffer.new_zeros(chunk * size)
+        sent = torch.zeros(chunk * size, dtype=torch.float32, device=buffer.device)
         momenta = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             momentum = self._memory("momentum", parameter)
             momenta.append(momentum)
             begin = _offset(gradient, bucket)
             target = sent[begin : begin + gradient.numel()]
-            target.copy_(momentum.lerp(gradient, 1 - self.beta1).view(-1))
+            target.copy_(momentum.lerp(gradient.float(), 1 - self.beta1).view(-1))
             target.add_(self._memory("error", parameter).view(-1))
         # To the rank that averages a part: signs and magnitudes of all ranks.
         bits, scales, rounded = _signs(sent.view(size, chunk))
@@ -417,9 +427,9 @@ class PowerSGD(Compressor):
         if rank < 1:
             raise UserError(f"rank={rank} must be at least 1")
         self._hook = torch_hook.powerSGD_hook
-        self._state = torch_hook.PowerSGDState(
-            group, matrix_approximation_rank=rank, start_powerSGD_iter=2, compression_stats_logging_frequency=1 << 60
-        )
+        options.setdefault("orthogonalization_epsilon", 1e-8)  # a gradient may be zero, as that of an unused expert
+        options.setdefault("compression_stats_logging_frequency", 1 << 60)
+        self._state = torch_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2, **options)
         self._state.iter = 2  # the warm-up is that of `Compressor`
         self._ranges: dict[int, list[tuple[Tensor, slice]]] = {}
         self._state_before: tuple[dict[int, Tensor], ...] = ({}, {}, {})

@@ -80,7 +80,7 @@ class ParallelConfig(Section):
     """Number of first steps in which gradients are averaged, with sync_every > 1."""
     sync_adaptive: bool = False
     """Multiply sync_every by sqrt(loss / first loss x first learning rate / learning rate), at most by 16, where first
-    means at the first average (adaptive local SGD)."""
+    means at the first average after optimizer.warmup_steps (adaptive local SGD)."""
     overlap_gradients: bool = False
     """Overlap the gradient reduction over data parallel ranks with the backward pass."""
     overlap_parameters: bool = False

@@ -148,6 +148,10 @@ parallel.grad_compress=onebit excludes optimizer.name=lars, optimizer.name=muon,
 parallel.grad_compress=dgc needs optimizer.name=sgd, optimizer.momentum=0.0: momentum is that of compress_options
 parallel.all_reduce needs parallel.shard=none, parallel.grad_reduce=fp32, parallel.grad_compress=none,
     parallel.sync_every=1, parallel.overlap_gradients=false
+parallel.grad_compress excludes parallel.pipeline>1 if model.mtp_layers>0: gradients of the embedding are not complete
+    before they are reduced over stages
+parallel.grad_compress=onebit needs optimizer.clip_grad=0.0: clipped gradients would not add up to the momentum that was
+    averaged
 parallel.compress_options excludes parallel.grad_compress=none
 parallel.sync_every needs parallel.shard=none, parallel.grad_reduce=fp32, parallel.grad_compress=none,
     parallel.overlap_gradients=false
@@ -156,6 +160,7 @@ parallel.sync_outer, parallel.sync_warmup, parallel.sync_adaptive needs parallel
 parallel.sync_lr, parallel.sync_momentum needs parallel.sync_outer=nesterov
 parallel.sync_every divides train.validation_every if parallel.sync_adaptive=false and data.has_validation
 parallel.sync_every divides checkpoint.every if parallel.sync_adaptive=false
+parallel.sync_every divides evaluation.every if parallel.sync_adaptive=false and evaluation.tasks
 parallel.overlap_parameters needs parallel.shard=optimizer, parallel.overlap_gradients=true
 
 train.activations=bf16, train.activations=int8 excludes parallel.recompute=selective, parallel.recompute=full: a layer

@@ -48,6 +48,7 @@ class Holding:
         parameters: number of parameters in the rank's modules, replicated ones included.
         weights, gradients, masters, moments: bytes. Masters are the optimizer's fp32 copies of the weights. If
             ``parallel.shard`` is gradients or parameters, weights include those that a step gathers at a time.
+            Gradients include what ``parallel.grad_compress`` remembers, and masters what ``parallel.sync_every`` does.
         on_host: bytes of these that are in host memory, by ``optimizer.cpu_offload`` and one of these two stages.
         memories: bytes of the hidden states remembered from earlier segments (``position.memory_length``).
         distinct: number of distinct parameters on all ranks of this pipeline stage. The last stage's copy of the
@@ -112,6 +113,10 @@ def hold(engine: Engine) -> Holding:
         buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         weights = sum(map(_bytes, parameters))
         gradients = sum(_bytes(buffer.grad_data) for buffer in buffers)
+    remembered = [memory.values for compressor in engine.compressors for memory in compressor.memories()]
+    gradients += 2 * sum(map(_bytes, remembered))  # with the copy that a skipped step needs
+    if engine.sync is not None:
+        masters += sum(_bytes(memory.values) for memory in engine.sync.memories())
     distinct = [(p, _parts(p)) for p in parameters if not getattr(p, "shared", False)]
     memory = sum(memory.length * len(memory.layers) for memory in engine.memories)  # hidden states of one stream
     memory *= engine.recipe.model.hidden_size * engine.config.params_dtype.itemsize * engine.recipe.streams

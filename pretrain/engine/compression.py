@@ -106,15 +106,28 @@ def saved_memories(compressors: Sequence[Compressor]) -> Iterator[tuple[str, Mem
 
 def numbers(recipe: Recipe, compressors: Sequence[Compressor]) -> dict[str, Any]:
     """Return the rest of the compressors' state of this rank, for `set_numbers`."""
-    split = {key: getattr(recipe.parallel, key) for key in _SPLIT}
-    return {"split": split, "numbers": [compressor.numbers() for compressor in compressors]}
+    return _identity(recipe) | {"numbers": [compressor.numbers() for compressor in compressors]}
+
+
+def is_same_method(recipe: Recipe, saved: dict[str, Any]) -> bool:
+    """Return whether the result of `numbers` is that of a run whose memories mean the same."""
+    return bool(saved["method"] == _identity(recipe)["method"])
 
 
 def set_numbers(recipe: Recipe, compressors: Sequence[Compressor], saved: dict[str, Any]) -> None:
-    """Restore the result of `numbers`. At another split, only the number of steps is restored."""
-    is_same = saved["split"] == {key: getattr(recipe.parallel, key) for key in _SPLIT}
+    """Restore the result of `numbers`. With other options or at another split, only the number of steps is restored."""
+    is_same = all(saved[key] == value for key, value in _identity(recipe).items())
     for compressor, values in zip(compressors, saved["numbers"], strict=True):
         if is_same:
             compressor.set_numbers(values)
-        else:
-            compressor.step = values["step"]
+        # That of the dense layers: a pipeline stage without experts has counted no steps of theirs.
+        compressor.step = saved["numbers"][0]["step"]
+
+
+def _identity(recipe: Recipe) -> dict[str, Any]:
+    parallel = recipe.parallel
+    return {
+        "method": [parallel.grad_compress, parallel.all_reduce, parallel.sync_every > 1],
+        "options": dict(parallel.compress_options),
+        "split": {key: getattr(parallel, key) for key in _SPLIT} | {"stages": list(recipe.stage_layers)},
+    }

@@ -31,6 +31,8 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
         return report
     names = [name for name, _ in reversed(list(engine.gpt.named_parameters()))]
     reduced = _gather(_first(names, _nonfinite_reduced(engine.gpt)))
+    for compressor in engine.compressors:
+        compressor.undo()  # what the first pass has sent and remembered
     with _observed(engine.gpt) as nonfinite:
         loss = engine.backward(step, samples)
     report = _gather(_first(names, nonfinite) if loss.isfinite().item() else "loss")

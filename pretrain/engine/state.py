@@ -246,6 +246,9 @@ def _load_compressors(engine: Engine, checkpoint: Checkpoint, locations: ShardLo
     Memories of single ranks, of another number of ranks, become their mean, which is what all ranks together have not
     sent.
     """
+    saved_numbers = checkpoint.rank_state(_saved_rank(engine, checkpoint)).get("compression")
+    if not engine.compressors or not saved_numbers or not compression.is_same_method(engine.recipe, saved_numbers):
+        return
     for compressor in engine.compressors:
         for memory in compressor.memories():
             saved = _saved_memories(checkpoint, memory, locations.of(memory.parameter))
@@ -254,9 +257,7 @@ def _load_compressors(engine: Engine, checkpoint: Checkpoint, locations: ShardLo
             else:
                 values = saved[compressor.group.rank()]
             memory.values.copy_(values)
-    saved_numbers = checkpoint.rank_state(_saved_rank(engine, checkpoint)).get("compression")
-    if engine.compressors and saved_numbers:
-        compression.set_numbers(engine.recipe, engine.compressors, saved_numbers)
+    compression.set_numbers(engine.recipe, engine.compressors, saved_numbers)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Rare synchronization (``parallel.sync_every``): local steps, then an average of the parameters over ranks.
 
 1. Each data parallel rank keeps its own gradients, and makes optimizer steps of its own.
-2. At the end of a period, ranks average how far they have moved. Experts are averaged over the ranks that hold them.
+2. At the end of a period, and of the run, ranks average how far they have moved. Experts are averaged over the ranks
+   that hold them.
 3. An outer optimizer moves the common parameters of the last average by this mean, and all ranks go on from there: by
    exactly this mean (local SGD, arXiv 1805.09767), or with Nesterov momentum (DiLoCo, arXiv 2311.08105).
 """
@@ -38,12 +39,14 @@ class RareSync:
     Attributes:
         last: number of steps at the end of which the parameters were last equal on all ranks.
         period: number of steps from then to the next average.
-        first: loss and learning rate of the first average, for adaptive periods.
+        first: loss and learning rate of the first average after the warmup of the learning rate, for adaptive periods.
     """
 
     def __init__(self, recipe: Recipe, optimizer: Any):
         options = recipe.parallel
         self._options = options
+        self._steps = recipe.train.steps
+        self._warmup_steps = recipe.warmup_steps
         self.last = 0
         self.period = options.sync_every
         self.first: tuple[float, float] | None = None
@@ -70,7 +73,7 @@ class RareSync:
             self.restart(done)
             return
         is_due = done >= self.last + self.period if self._options.sync_adaptive else done % self.period == 0
-        if not is_due:
+        if not is_due and done != self._steps:
             return
         for for_experts in (False, True):
             pairs = [
@@ -84,7 +87,7 @@ class RareSync:
         for base, shard in zip(self._base, self._shards, strict=True):
             _set(shard, base)
         self.last = done
-        if self._options.sync_adaptive and math.isfinite(loss) and lr > 0:
+        if self._options.sync_adaptive and math.isfinite(loss) and lr > 0 and done > self._warmup_steps:
             self.first = self.first or (loss, lr)
             factor = math.sqrt(loss / self.first[0] * self.first[1] / lr)
             self.period = math.ceil(self._options.sync_every * min(factor, _LONGEST))

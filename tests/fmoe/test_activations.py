@@ -120,6 +120,22 @@ def test_a_tensor_changed_in_place_or_freed_is_another_one():
     assert torch.equal(weight.grad, torch.full((8192,), float(sum(2 * n + 1 for n in range(6)))))
 
 
+def test_infinite_elements_are_kept():
+    mask = torch.zeros(100, 100).masked_fill(torch.ones(100, 100).triu(1).bool(), -torch.inf)
+    found, _ = round_trip("int8", mask)
+    assert torch.equal(found, mask)
+
+
+def test_a_change_in_place_of_what_is_not_encoded_is_an_error():
+    x = torch.ones(100, requires_grad=True)
+    y = x * 2
+    with SavedActivations("int8"):
+        z = (y * y).sum()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="in place"):
+        z.backward()
+
+
 def test_parameters_are_kept_as_they_are():
     model = nn.Linear(128, 128)
     saved = SavedActivations("int8", model.parameters())

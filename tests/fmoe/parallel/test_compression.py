@@ -136,6 +136,32 @@ def test_power_sgd_is_right_on_average(forks):
         assert error < 0.6 and steps == 25
 
 
+def of_nothing(dtype):
+    """Means of gradients that are zero, twice, and of others in between."""
+    found = []
+    for make in (DGC, OneBit, PowerSGD):
+        compressor = make(dist.group.WORLD, warmup=2)
+        bucket = OneBucket(parameters())
+        bucket._buffer = bucket._buffer.to(dtype)
+        for step in range(6):
+            gradients = gradients_of(step, dist.get_rank()) if step == 4 else [torch.zeros(40, 30), torch.zeros(7)]
+            compressor(bucket.fill(gradients))
+            found.append(bool(bucket.buffer().isfinite().all()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_zero_are_no_nan(forks, dtype):
+    """As those of an expert without tokens; and buckets of 16 bits are taken."""
+    for found in values(forks.run(2, of_nothing, dtype)):
+        assert all(found)
+
+
+def test_what_a_compressor_does_not_know_is_an_error():
+    with pytest.raises(TypeError, match="ranks"):
+        PowerSGD(None, ranks=2)
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -213,6 +213,7 @@ INVALID = [
     ("parallel.sync_every=3", "parallel.sync_every=3, train.validation_every=50"),
     ("parallel.sync_every=2 parallel.shard=optimizer", "parallel.sync_every=2, parallel.shard=none"),
     ("parallel.sync_outer=nesterov", "parallel.sync_outer=nesterov, parallel.sync_every > 1"),
+    ("parallel.grad_compress=onebit", "parallel.grad_compress=onebit, optimizer.clip_grad=0.0"),
     ("parallel.grad_compress=dgc", "parallel.grad_compress=dgc, optimizer.name=sgd"),
     (
         "parallel.grad_compress=dgc parallel.shard=optimizer",

@@ -117,6 +117,14 @@ def test_bytes_fall_by_the_period(forks, every):
     assert torch.equal(*(seen[-1]["decoder.layers.0.self_attention.linear_qkv.weight"] for _, seen, _ in ranks))
 
 
+def test_the_last_step_ends_with_an_average(forks):
+    recipe = recipe_with({"data": 2, "sync_every": 4})
+    recipe = replace(recipe, train=replace(recipe.train, steps=6))
+    (_, first, _), (_, second, _) = values(forks.run(2, trained, recipe, 6))
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert torch.equal(first[5][name], second[5][name]) and not torch.equal(first[4][name], second[4][name])
+
+
 def test_a_warmup_is_the_run_without(forks):
     rare = recipe_with({"data": 2, "sync_every": 4, "sync_warmup": 3})
     losses, seen, _ = values(forks.run(2, trained, rare, 4))[0]
