@@ -14,7 +14,7 @@ PACKAGES = ("fmoe", "megatron_patch", "pretrain")  # from the lowest
 FLOORS = (
     {"errors", "files", "packaging", "random", "runtime"},
     {"shards", "routing", "kernels"},
-    {"metrics", "losses", "recording", "auxiliary", "layout"},
+    {"metrics", "losses", "recording", "auxiliary", "layout", "activations"},
     {"gates", "experts", "exchange", "optim"},
     {"kernels.gates", "build", "soft"},
     {"moe"},

@@ -232,8 +232,8 @@ class DGC(Compressor):
         buffer.zero_()
         if values:
             size = self.group.size()
-            own = torch.cat(values)
-            where = torch.cat(indices)
+            own = torch.cat(values).view(1, -1)
+            where = torch.cat(indices).view(1, -1)
             if buffer.numel() < 1 << 31:
                 where = where.int()
             all_values = own.new_empty(size, own.numel())

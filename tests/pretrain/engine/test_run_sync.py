@@ -14,7 +14,7 @@ from pretrain.config import ParallelConfig
 
 
 def recipe_with(parallel, base=STEADY, precision="fp32", **optimizer):
-    train = replace(base.train, precision=precision, validation_every=24)
+    train = replace(base.train, precision=precision, validation_every=24, steps=48)
     optimizer = replace(base.optimizer, clip_grad=0.0, **optimizer)
     checkpoint = replace(base.checkpoint, every=24)
     parallel = ParallelConfig(**parallel)
@@ -147,7 +147,7 @@ def periods(recipe, steps):
 
 def test_an_adaptive_period_grows_as_the_rate_falls(forks):
     recipe = recipe_with({"data": 2, "sync_every": 2, "sync_adaptive": True}, lr=1e-2, min_lr=1e-5, warmup_steps=0)
-    recipe = replace(recipe, train=replace(recipe.train, steps=24))
+    recipe = replace(recipe, train=replace(recipe.train, steps=25))
     first, second = values(forks.run(2, periods, recipe, 24))
     assert first == second
     assert first[0] == (2, 2)
