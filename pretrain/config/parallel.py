@@ -5,7 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
-from pretrain.config.keys import BelowOne, Name, NotNegative, Positive, Section, Table
+from pretrain.config.keys import BelowOne, Name, NotNegative, OnResume, Positive, Section, Table
+
+_REDUCTION = OnResume("the average of gradients or parameters, from here on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +61,26 @@ class ParallelConfig(Section):
     all_reduce: Literal["library", "ring", "hierarchical", "grid"] = "library"
     """Algorithm that sums gradients over data parallel ranks: the library's choice, a ring, within nodes and then
     between them (hierarchical, with node_size), or rings along rows and columns of a grid (docs/communication.md)."""
-    grad_reduce: Literal["fp32", "bf16", "fp16"] = "fp32"
+    grad_reduce: Annotated[Literal["fp32", "bf16", "fp16"], _REDUCTION] = "fp32"
     """Precision in which gradients are reduced over data parallel ranks. They are accumulated in fp32."""
-    grad_compress: Name = "none"
+    grad_compress: Annotated[Name, _REDUCTION] = "none"
     """Compressed reduction of gradients over data parallel ranks: none, powersgd, dgc, onebit
     (docs/communication.md), or a registered one."""
-    compress_options: Table = field(default_factory=dict)
+    compress_options: Annotated[Table, _REDUCTION] = field(default_factory=dict)
     """Table of options of grad_compress, such as rank, density or warmup."""
-    sync_every: Positive = 1
+    sync_every: Annotated[Positive, _REDUCTION] = 1
     """Number of steps between averages of the parameters over data parallel ranks (local SGD, DiLoCo:
     docs/communication.md). With 1, gradients are averaged in every step instead."""
-    sync_outer: Literal["average", "nesterov"] = "average"
+    sync_outer: Annotated[Literal["average", "nesterov"], _REDUCTION] = "average"
     """With sync_every > 1, what replaces the parameters of all ranks: their mean (average), or a step of SGD with
     Nesterov momentum, whose gradient is the mean change (nesterov, as in DiLoCo)."""
-    sync_lr: Annotated[float, Gt(0)] = 0.7
+    sync_lr: Annotated[float, Gt(0), _REDUCTION] = 0.7
     """Learning rate of sync_outer=nesterov."""
-    sync_momentum: BelowOne = 0.9
+    sync_momentum: Annotated[BelowOne, _REDUCTION] = 0.9
     """Momentum of sync_outer=nesterov."""
-    sync_warmup: NotNegative = 0
+    sync_warmup: Annotated[NotNegative, _REDUCTION] = 0
     """Number of first steps in which gradients are averaged, with sync_every > 1."""
-    sync_adaptive: bool = False
+    sync_adaptive: Annotated[bool, _REDUCTION] = False
     """Multiply sync_every by sqrt(loss / first loss x first learning rate / learning rate), at most by 16, where first
     means at the first average after optimizer.warmup_steps (adaptive local SGD)."""
     overlap_gradients: bool = False
