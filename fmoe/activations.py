@@ -20,12 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fmoe.bits import pack_bits, unpack_bits
 from fmoe.errors import UserError
 
 MODES = ("mask", "bf16", "int8", "offload")
 _BLOCK = 256
 _SMALLEST = 4096  # smaller tensors are kept as they are, such as scores of a router and statistics of a norm
-_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class SavedActivations(saved_tensors_hooks):
@@ -141,35 +141,24 @@ def _from_int8(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
 def _to_mask(tensor: Tensor) -> _Found:
     flat = tensor.reshape(-1)
     if tensor.dtype == torch.bool:
-        return (_packed_bits(flat),), _from_bits, (_like(tensor),)
+        return (pack_bits(flat),), _from_bits, (_like(tensor),)
     if not tensor.is_floating_point():
         return None
     is_set = flat != 0
     count = int(is_set.sum())
     if 2 * count > flat.numel():
         return None
-    return (_packed_bits(is_set), flat[is_set]), _from_mask, (_like(tensor),)
+    return (pack_bits(is_set), flat[is_set]), _from_mask, (_like(tensor),)
 
 
 def _from_mask(bits: Tensor, values: Tensor, like: Tensor) -> Tensor:
     flat = torch.zeros(like.numel(), dtype=like.dtype, device=values.device)
-    flat[_unpacked_bits(bits, like.numel())] = values
+    flat[unpack_bits(bits, like.numel())] = values
     return _restored(flat, like)
 
 
 def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
-    return _restored(_unpacked_bits(bits, like.numel()), like)
-
-
-def _packed_bits(flags: Tensor) -> Tensor:
-    powers = torch.tensor(_BITS, dtype=torch.uint8, device=flags.device)
-    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 8))
-    return (padded.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
-
-
-def _unpacked_bits(bits: Tensor, numel: int) -> Tensor:
-    powers = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
-    return (bits.unsqueeze(1) & powers).bool().view(-1)[:numel]
+    return _restored(unpack_bits(bits, like.numel()), like)
 
 
 def _to_host(tensor: Tensor) -> _Found:

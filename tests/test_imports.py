@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("fmoe", "megatron_patch", "pretrain")  # from the lowest
 # Rooms (files and packages) of fmoe from the lowest floor to the highest: imports go to the same floor or a lower one.
 FLOORS = (
-    {"errors", "files", "packaging", "random", "runtime"},
+    {"bits", "errors", "files", "packaging", "random", "runtime"},
     {"shards", "routing", "kernels"},
     {"metrics", "losses", "recording", "auxiliary", "layout", "activations"},
     {"gates", "experts", "exchange", "optim"},

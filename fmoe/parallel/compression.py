@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe.bits import pack_bits, unpack_bits
 from fmoe.errors import UserError
 from fmoe.parallel.gradients import has_mark
 from fmoe.runtime import collectives, ownership
@@ -395,16 +396,14 @@ def _signs(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = values.view(len(values), -1, _BLOCK)
     scales = blocks.abs().mean(2)
     is_positive = blocks >= 0
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
-    bits = (is_positive.view(len(values), -1, 8) * powers).sum(2, dtype=torch.uint8)
+    bits = pack_bits(is_positive.flatten(1))
     rounded = torch.where(is_positive, scales.unsqueeze(2), -scales.unsqueeze(2))
     return bits, scales, rounded.view_as(values)
 
 
 def _values(bits: Tensor, scales: Tensor) -> Tensor:
     """Return the rounded values of `_signs`."""
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-    is_positive = (bits.unsqueeze(2) & powers).bool().view(len(bits), -1, _BLOCK)
+    is_positive = unpack_bits(bits, 8 * bits.shape[1]).view(len(bits), -1, _BLOCK)
     return torch.where(is_positive, scales.unsqueeze(2), -scales.unsqueeze(2)).view(len(bits), -1)
 
 
