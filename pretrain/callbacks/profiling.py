@@ -30,7 +30,6 @@ class Profiling(Callback):
         self.first = first
         self.steps = steps
         self._is_asked = False
-        self._before: Any = None
         self._profile: Any = None
         self._begun = 0
 
@@ -38,7 +37,7 @@ class Profiling(Callback):
         def ask(_number: int, _frame: object) -> None:
             self._is_asked = True
 
-        self._before = signal.signal(signal.SIGUSR2, ask)
+        signal.signal(signal.SIGUSR2, ask)
 
     def before_step(self, trainer: Loop) -> None:
         is_first = self.first is not None and trainer.step + 1 == self.first
@@ -58,7 +57,8 @@ class Profiling(Callback):
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         if self._profile is not None:
             self._write(trainer)
-        signal.signal(signal.SIGUSR2, self._before)
+        # A request that comes too late must not kill a process that is ending.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
     def _write(self, trainer: Loop) -> None:
         trace = self._profile

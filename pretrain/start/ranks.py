@@ -123,7 +123,8 @@ def run(job: Job, environment: Mapping[str, str], log: Path | None = None, comma
         job.save(folder / _JOB)
         for number in _SIGNALS:
             stack.callback(signal.signal, number, signal.signal(number, forward))
-        stack.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, profile))
+        signal.signal(signal.SIGUSR2, profile)
+        stack.callback(signal.signal, signal.SIGUSR2, signal.SIG_IGN)  # a late one must not kill the launcher
         for restarts in range(job.max_restarts + 1):
             ranks.clear()
             for local_rank in range(job.processes_per_node):

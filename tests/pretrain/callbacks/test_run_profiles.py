@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from runs import BeforeStep, steps, train
 
 from pretrain.tracking import read_metrics
@@ -48,8 +49,9 @@ def test_a_key_and_a_signal_write_traces_and_change_nothing(forks, recipe_file, 
             assert row["memory_mb/largest"] >= row["memory_mb"] - 1 and row["memory_mb/largest_rank"] in (0, 1)
 
 
-def test_the_launcher_passes_the_signal_on(recipe_file, tmp_path):
-    recipe = recipe_file(train={"steps": 400}, tracking={"wandb": False})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_to_the_command_writes_traces(recipe_file, tmp_path, ranks):
+    recipe = recipe_file(parallel={"expert": ranks}, train={"steps": 100_000}, tracking={"wandb": False})
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "fmoe", "train", str(recipe), "--run.folder", str(folder)]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -59,7 +61,7 @@ def test_the_launcher_passes_the_signal_on(recipe_file, tmp_path):
             assert run.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         run.send_signal(signal.SIGUSR2)
-        while not list(folder.rglob("rank-0.json.gz")):
+        while len(list(folder.rglob("rank-*.json.gz"))) < ranks:
             assert run.poll() is None and time.monotonic() < end
             time.sleep(0.1)
     finally:
