@@ -1,14 +1,14 @@
-"""``python -m bench savers``: loss against bytes sent, for communication hooks and local SGD on data parallel ranks.
+"""``python -m bench savers``: loss against bytes sent, for compressed gradients and rare synchronization.
 
-Two ranks, which split the experts, train a small byte-level GPT on Python's standard library. Only the dense part is
-compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, post-local SGD) and those
-of `fmoe.parallel.compression`. Every contender has the same weights, batches, SGD with momentum and learning rates,
-none of which is tuned for it; 1-bit Adam is compared with AdamW, both at a tenth of the rate. In the warm-up, DGC sends
-a falling share of the gradients, and the others send all.
+Data parallel ranks, which split the experts, train a small byte-level GPT on Python's standard library. Only the dense
+part is compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, post-local SGD)
+and those of `fmoe.parallel.compression`. Every contender has the same weights, batches, SGD with momentum and learning
+rates, none of which is tuned for it; 1-bit Adam is compared with AdamW, both at a tenth of the rate. In the warm-up,
+DGC sends a falling share of the gradients, and the others send all. `GOALS` were set before the runs.
 
 Geo-SGD (PaddlePaddle's) sends the change of the parameters since the last exchange. There, trainers send it to a
 parameter server when they please; here all ranks average their changes at the same step, which gives LocalSGD's
-parameters, up to rounding.
+parameters, up to rounding. DiLoCo makes a Nesterov step against the mean change.
 """
 
 import sysconfig
@@ -35,27 +35,44 @@ from fmoe.parallel.compression import DGC, OneBit, PowerSGD, compress
 REFERENCE = "all-reduce"
 ADAM = "all-reduce, AdamW"
 LENGTH = 64
+# By contender: smallest factor by which the bytes fall after the warm-up, largest rise of the loss in nats.
+GOALS = {"dgc": (100, 0.1), "onebit": (30, 0.05), "localsgd": (8, 0.05), "diloco": (8, 0.05)}
 
 
 def main(argv: Sequence[str]) -> None:
     parser = options.bare_parser("savers", __doc__)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of weights and batches")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--warmup", type=int, default=40, help="warm-up steps of the rate and of the contenders")
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes per rank and step")
     parser.add_argument("--width", type=int, default=64, help="width of the model, a multiple of 4")
-    parser.add_argument("--density", type=float, default=0.001, help="share of a gradient's elements that DGC sends")
+    parser.add_argument("--density", type=float, default=0.002, help="share of a gradient's elements that DGC sends")
     parser.add_argument("--rank", type=int, default=2, help="rank of PowerSGD's factors")
-    parser.add_argument("--period", type=int, default=8, help="steps between averages of LocalSGD and Geo-SGD")
+    parser.add_argument("--period", type=int, default=8, help="steps between averages of rare synchronization")
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="learning rate of DiLoCo's outer step")
+    parser.add_argument("--outer-momentum", type=float, default=0.9, help="Nesterov momentum of DiLoCo's outer step")
     arguments = parser.parse_args(argv)
     options.at_least(
-        arguments, steps=arguments.warmup + 1, warmup=1, batch=1, width=4, density=1e-6, rank=1, period=1, lr=0, seeds=0
+        arguments,
+        ranks=2,
+        steps=arguments.warmup + 1,
+        warmup=1,
+        batch=1,
+        width=4,
+        density=1e-6,
+        rank=1,
+        period=1,
+        lr=0,
+        outer_lr=0,
+        outer_momentum=0,
+        seeds=0,
     )
     if arguments.width % 4:
         raise UserError(f"--width={arguments.width} must be a multiple of 4")
-    rows = ranks.run(2, train_all, arguments)
+    rows = ranks.run(arguments.ranks, train_all, arguments)
     report.write_rows(rows, table(rows, arguments), arguments.out, "savers")
 
 
@@ -202,27 +219,43 @@ def _local(make: Callable[..., object]) -> Callable[..., Callable[[float], None]
         alone, _ = dist.new_subgroups(1)  # a local step sends nothing
         state = post_localSGD_hook.PostLocalSGDState(arguments.over, alone, start_localSGD_iter=arguments.warmup)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        averager = make(arguments.period, arguments.warmup, arguments.over)
+        averager = make(arguments)
         return _stepping(PostLocalSGDOptimizer(_sgd(model), parallel.DenseAverager(averager)))
 
     return build
 
 
-def _parameter_averager(period: int, warmup: int, group: dist.ProcessGroup):
+def _parameter_averager(arguments):
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    return PeriodicModelAverager(period, warmup, group)
+    return PeriodicModelAverager(arguments.period, arguments.warmup, arguments.over)
+
+
+def _delta_averager(arguments):
+    return DeltaAverager(arguments.period, arguments.warmup, arguments.over)
+
+
+def _diloco(arguments):
+    outer = {"lr": arguments.outer_lr, "momentum": arguments.outer_momentum}
+    return DeltaAverager(arguments.period, arguments.warmup, arguments.over, outer)
 
 
 class DeltaAverager:
-    """Synchronous Geo-SGD: like torch's ``PeriodicModelAverager``, but averages the changes since the last average."""
+    """Like torch's ``PeriodicModelAverager``, but averages the changes of the parameters since the last average.
 
-    def __init__(self, period: int, warmup: int, group: dist.ProcessGroup):
+    Args:
+        outer: learning rate and Nesterov momentum of a step against the mean change (DiLoCo); None for the mean change
+            itself (synchronous Geo-SGD).
+    """
+
+    def __init__(self, period: int, warmup: int, group: dist.ProcessGroup, outer: dict[str, float] | None = None):
         self.period = period
         self.warmup = warmup
         self.group = group
+        self.outer = outer
         self.step = 0
         self.base: dict[Tensor, Tensor] = {}
+        self.momentum: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def average_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -234,9 +267,16 @@ class DeltaAverager:
             dist.all_reduce(change, group=self.group)
             change.div_(self.group.size())
             for p, delta in zip(parameters, change.split([p.numel() for p in parameters]), strict=True):
-                p.copy_(self.base[p]).add_(delta.view_as(p))
+                p.copy_(self.base[p]).add_(self._outer_step(p, delta.view_as(p)))
         if step < self.warmup or (step - self.warmup) % self.period == 0:
             self.base = {p: p.clone() for p in parameters}
+
+    def _outer_step(self, parameter: Tensor, change: Tensor) -> Tensor:
+        if self.outer is None:
+            return change
+        momentum = self.momentum.setdefault(parameter, torch.zeros_like(change))
+        momentum.mul_(self.outer["momentum"]).add_(change)
+        return self.outer["lr"] * (change + self.outer["momentum"] * momentum)
 
 
 CONTENDERS: dict[str, Callable[..., Callable[[float], None]]] = {
@@ -247,14 +287,25 @@ CONTENDERS: dict[str, Callable[..., Callable[[float], None]]] = {
     ADAM: _adam,
     "onebit": _one_bit,
     "localsgd": _local(_parameter_averager),
-    "geosgd": _local(DeltaAverager),
+    "geosgd": _local(_delta_averager),
+    "diloco": _local(_diloco),
 }
 
 
 def table(rows: Sequence[dict], arguments) -> str:
     """Return Markdown: a row per contender, with losses, and bytes that a rank sends of the dense part."""
-    header = ["contender", "validation loss", "over all-reduce", "MB", "MB per step", "saved", "exchange, MB per step"]
+    header = [
+        "contender",
+        "validation loss",
+        "over all-reduce",
+        "MB",
+        "MB per step",
+        "saved",
+        "goals",
+        "exchange, MB per step",
+    ]
     cells = [[*header, "ms per step"]]
+    size = arguments.ranks
     of = {name: {row["seed"]: row for row in rows if row["contender"] == name} for name in arguments.contenders}
     for name, found in of.items():
         losses = {seed: row["loss"] for seed, row in found.items()}
@@ -263,7 +314,9 @@ def table(rows: Sequence[dict], arguments) -> str:
         gap = sweep.gap(losses, base) if name not in (REFERENCE, ADAM) else None
         steps = arguments.steps - arguments.warmup
         sent = median(row["sent"] for row in found.values()) / steps
-        dense = 4 * next(iter(found.values()))["dense"]  # bytes that an all-reduce of float32 over two ranks sends
+        parameters = next(iter(found.values()))["dense"]
+        dense = 2 * 4 * parameters * (size - 1) / size  # bytes that a rank sends in an all-reduce of float32
+        factor, rise = GOALS.get(name, (None, None))
         cells.append(
             [
                 name,
@@ -272,13 +325,14 @@ def table(rows: Sequence[dict], arguments) -> str:
                 f"{median(row['warmup'] + row['sent'] for row in found.values()) / 1e6:.2f}",
                 f"{sent / 1e6:.4f}",
                 f"{dense / sent:.1f} x",
+                "" if factor is None else f">= {factor} x, <= {rise}",
                 f"{median(row['exchanged'] for row in found.values()) / steps / 1e6:.3f}",
                 f"{1e3 * median(row['seconds'] for row in found.values()):.1f}",
             ]
         )
     title = (
-        f"{arguments.steps} steps on 2 ranks, {len(arguments.seeds)} seeds; bytes that a rank sends "
-        f"of the dense part ({dense // 4:,} parameters), in all and per step after the warm-up of {arguments.warmup}:"
+        f"{arguments.steps} steps on {size} ranks, {len(arguments.seeds)} seeds; bytes that a rank sends "
+        f"of the dense part ({parameters:,} parameters), in all and per step after the warm-up of {arguments.warmup}:"
     )
     return "\n".join([title, "", *report.table(cells)]) + "\n"
 
