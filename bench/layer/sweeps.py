@@ -54,7 +54,9 @@ class Sweep:
 
 
 SWEEPS = {
-    "experts": Sweep("experts", (8, 16, 32, 64, 128, 256), lambda shape, value: replace(shape, num_experts=int(value))),
+    "experts": Sweep(
+        "experts", (8, 16, 32, 64, 128, 256, 512), lambda shape, value: replace(shape, num_experts=int(value))
+    ),
     "tokens": Sweep("tokens", (256, 1024, 4096, 16384, 65536), lambda shape, value: replace(shape, tokens=int(value))),
     "skew": Sweep("load of the hottest expert over the even one", (1, 2, 4), lambda shape, _: shape, is_forced=True),
     "top_k": Sweep("experts per token", (1, 2, 4, 8), lambda shape, value: replace(shape, top_k=int(value))),

@@ -11,6 +11,7 @@ parameter server when they please; here all ranks average their changes at the s
 parameters, up to rounding. DiLoCo makes a Nesterov step against the mean change.
 """
 
+import math
 import sysconfig
 import time
 import warnings
@@ -334,7 +335,28 @@ def table(rows: Sequence[dict], arguments) -> str:
         f"{arguments.steps} steps on {size} ranks, {len(arguments.seeds)} seeds; bytes that a rank sends "
         f"of the dense part ({parameters:,} parameters), in all and per step after the warm-up of {arguments.warmup}:"
     )
-    return "\n".join([title, "", *report.table(cells)]) + "\n"
+    lines = [title, "", *report.table(cells)]
+    if "dgc" in of and REFERENCE in of:
+        pairs = [(of[REFERENCE][seed], row) for seed, row in of["dgc"].items()]
+        links = [median(bandwidth(reference, row, share, steps) for reference, row in pairs) for share in (0.6, 0.4)]
+        lines += [
+            "",
+            f"dgc takes 40% less time per step at {links[0] / 1e6:.3g} MB/s, 60% at {links[1] / 1e6:.3g} MB/s.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def bandwidth(reference: dict, row: dict, share: float, steps: int) -> float:
+    """Return the bytes per second of a link between ranks on which a step takes ``share`` of the reference's time.
+
+    A step takes its seconds here plus those of its bytes on the link, one after the other. Infinite if the step needs
+    no slow link for this; 0.0 if no link is slow enough.
+    """
+    saved = (share * reference["sent"] - row["sent"]) / steps
+    added = row["seconds"] - share * reference["seconds"]
+    if added <= 0:
+        return math.inf
+    return max(0.0, saved / added)
 
 
 def _shown(values: tuple[float, float] | None, sign: str = "") -> str:

@@ -29,3 +29,12 @@ def test_bytes_and_losses_of_a_small_run(forks):
     assert all(row["exchanged"] > 0 for row in rows)
     lines = savers.table(rows, arguments).splitlines()
     assert sum(line.startswith(f"| {name} ") for name in of for line in lines) == len(savers.CONTENDERS)
+
+
+def test_a_link_on_which_a_step_takes_a_share_of_the_time():
+    reference = {"sent": 4000, "seconds": 1.0}
+    row = {"sent": 40, "seconds": 2.0}
+    at = savers.bandwidth(reference, row, share=0.5, steps=4)
+    assert 2.0 + 10 / at == pytest.approx(0.5 * (1.0 + 1000 / at))
+    assert savers.bandwidth(reference, {"sent": 40, "seconds": 0.4}, share=0.5, steps=4) == float("inf")
+    assert savers.bandwidth(reference, {"sent": 3000, "seconds": 2.0}, share=0.5, steps=4) == 0.0

@@ -155,6 +155,8 @@ STUDIES = {
                 64, 224, "--moe.top_k", "1", "--moe.gate", "switch", "--moe.jitter", "0"
             ),
             "sigmoid-bias": _short("--moe.gate", "sigmoid", "--moe.balance_loss", "0"),
+            "gshard-capacity-2": _short("--moe.gate", "gshard", "--moe.capacity_factor", "2"),
+            "gshard-dropless": _short("--moe.gate", "gshard"),
             "shared-expert": _short("--moe.top_k", "1", "--moe.gate", "switch", "--moe.num_shared_experts", "1"),
             "no-balance-loss": _short("--moe.balance_loss", "0"),
             "balance-over-micro-batch": _short("--moe.balance_scope", "data_parallel"),
