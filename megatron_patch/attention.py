@@ -39,9 +39,10 @@ class SDPAttention(DotProductAttention):
     * Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
     * bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`).
 
-    ``config.window_size=(n, 0)`` is a causal window of n + 1 tokens. ``config.softmax_type="learnable"`` adds a learned
-    offset per head to the softmax (`fmoe.kernels.attention`). Offsets start at zero. Each tensor parallel rank holds
-    the offsets of its own heads.
+    ``config.window_size=(n, 0)`` is a causal window of n + 1 tokens. With ``config.window_stride=N``, an attribute that
+    Megatron-core does not have, a query also sees every N-th key before its window. ``config.softmax_type="learnable"``
+    adds a learned offset per head to the softmax (`fmoe.kernels.attention`). Offsets start at zero. Each tensor
+    parallel rank holds the offsets of its own heads.
 
     Megatron-core's implementation, without torch's kernels, computes these cases:
 
@@ -147,6 +148,7 @@ class SDPAttention(DotProductAttention):
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         window = softmax.window_size
         sinks_H = self._sinks()
+        stride = getattr(self.config, "window_stride", None)
         is_local = sinks_H is not None or window is not None
         # Left to megatron-core: windows and offsets in attention that is not causal, or with a bias.
         special = window is not None and (window[0] < 0 or window[1] != 0)
@@ -176,7 +178,7 @@ class SDPAttention(DotProductAttention):
         size = None if window is None else window[0] + 1
         if dropout and isinstance(self.attention_dropout, HeadDropout):
             if size is not None:
-                far = ~visible(query.shape[0], key.shape[0], size, query.device)
+                far = ~visible(query.shape[0], key.shape[0], size, query.device, stride)
                 mask = far if mask is None else far | mask
                 is_causal = False
             out = self._attend(q, k, v, mask, is_causal, sinks_H)
@@ -188,8 +190,8 @@ class SDPAttention(DotProductAttention):
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
             if is_local:
                 seen = None if attention_mask is None else ~attention_mask
-                local: dict[str, Any] = {"window": size, "sinks_H": sinks_H, "seen": seen, "dropout": dropout}
-                out = causal_attention(q, k, v, scale=self.softmax_scale, **local)
+                local: dict[str, Any] = {"window": size, "stride": stride, "sinks_H": sinks_H, "dropout": dropout}
+                out = causal_attention(q, k, v, scale=self.softmax_scale, seen=seen, **local)
                 return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
             out = F.scaled_dot_product_attention(
                 q,

@@ -1,7 +1,8 @@
 """Causal attention by torch's `scaled_dot_product_attention`, optionally with a sliding window and sinks.
 
 With a window of W tokens and no key cache, queries run in blocks of W. A block sees at most 2 W keys, so time and
-memory grow linearly with the sequence length.
+memory grow linearly with the sequence length. With a stride of N, a query also sees every N-th key before its window,
+at the positions N - 1, 2 N - 1, ... (the pattern "fixed" of sparse transformers, arXiv 1904.10509).
 
 A sink is a score in the softmax that has no value (arXiv 2309.17453): ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``.
 GPT-OSS learns one sink per head (arXiv 2508.10925). Here the sink is an additional first key, whose value is zero.
@@ -27,6 +28,7 @@ def causal_attention(
     *,
     scale: float,
     window: int | None = None,
+    stride: int | None = None,
     sinks_H: Tensor | None = None,
     seen: Tensor | None = None,
     dropout: float = 0.0,
@@ -36,6 +38,7 @@ def causal_attention(
     Args:
         scale: factor of the scores.
         window: number of keys that a query sees, up to and including its own; None for all of them.
+        stride: with a window, distance of the keys before it that a query sees, too; None for none.
         sinks_H: logit of each head's attention sink; None for no sinks.
         seen: boolean mask, broadcast to [B, 1, S, K], False where a query must not see a key. The mask must itself be
             causal. With None, each query sees all keys up to its own position. ``window`` applies in both cases.
@@ -43,34 +46,48 @@ def causal_attention(
     """
     queries = query_BHSd.shape[2]
     keys = key_BGKd.shape[2]
-    if window is not None and queries < keys:  # with a key cache: drop keys before the first query's window
+    if (
+        window is not None and stride is None and queries < keys
+    ):  # with a key cache: drop keys before the first query's window
         first = max(0, keys - queries - window + 1)
         key_BGKd = key_BGKd[:, :, first:]
         value_BGKv = value_BGKv[:, :, first:]
         keys = keys - first
         seen = None if seen is None else seen[..., first:]
     options: dict[str, Any] = {"scale": scale, "sinks_H": sinks_H, "dropout": dropout}
-    if window is None or keys <= window or queries == 1:
+    if window is None or keys <= window or (queries == 1 and stride is None):
         if seen is None and 1 < queries < keys:
-            seen = visible(queries, keys, window, query_BHSd.device)
+            seen = visible(queries, keys, window, query_BHSd.device, stride)
         return _attend(query_BHSd, key_BGKd, value_BGKv, seen, **options)
     if queries < keys:
-        near = visible(queries, keys, window, query_BHSd.device)
+        near = visible(queries, keys, window, query_BHSd.device, stride)
         return _attend(query_BHSd, key_BGKd, value_BGKv, near if seen is None else near & seen, **options)
+    if stride is not None:
+        return _by_blocks_with_stride(query_BHSd, key_BGKd, value_BGKv, window, stride, seen, **options)
     return _by_blocks(query_BHSd, key_BGKd, value_BGKv, window, seen, **options)
 
 
-def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def visible(queries: int, keys: int, window: int | None, device: torch.device, stride: int | None = None) -> Tensor:
     """Return the causal mask [queries, keys], True where a query sees a key.
 
     The last query is at the position of the last key.
 
     Args:
         window: number of keys that a query sees, up to and including its own; None for all of them.
+        stride: see `causal_attention`.
     """
-    position_S1 = torch.arange(keys - queries, keys, dtype=torch.int64, device=device).unsqueeze(1)
-    distance_SK = position_S1 - torch.arange(keys, dtype=torch.int64, device=device)
-    return (distance_SK >= 0) if window is None else (distance_SK >= 0) & (distance_SK < window)
+    position_K = torch.arange(keys, dtype=torch.int64, device=device)
+    return _visible(position_K[keys - queries :], position_K, window, stride)
+
+
+def _visible(query_S: Tensor, key_K: Tensor, window: int | None, stride: int | None) -> Tensor:
+    """Return the mask [S, K] for queries and keys at these positions."""
+    distance_SK = query_S.unsqueeze(1) - key_K
+    is_earlier = distance_SK >= 0
+    if window is None:
+        return is_earlier
+    is_near = distance_SK < window
+    return is_earlier & (is_near if stride is None else is_near | (key_K % stride == stride - 1))
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
@@ -91,6 +108,32 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Ten
         both = slice(max(0, index - 1), index + 1)
         block_keys = torch.cat(keys[both], dim=2)
         block_values = torch.cat(values[both], dim=2)
+        outputs.append(_attend(block, block_keys, block_values, mask, **options))
+    return torch.cat(outputs, dim=2)
+
+
+def _by_blocks_with_stride(
+    query: Tensor, key: Tensor, value: Tensor, window: int, stride: int, seen: Tensor | None, **options: Any
+) -> Tensor:
+    """As `_by_blocks`, for blocks that also see every ``stride``-th key before the previous block."""
+    position = torch.arange(key.shape[2], dtype=torch.int64, device=key.device)
+    keys = key.split(window, dim=2)
+    values = value.split(window, dim=2)
+    far_keys = key[:, :, stride - 1 :: stride]
+    far_values = value[:, :, stride - 1 :: stride]
+    outputs: list[Tensor] = []
+    for index, block in enumerate(query.split(window, dim=2)):
+        begin = index * window
+        end = begin + block.shape[2]
+        first = max(0, begin - window)
+        count = first // stride
+        both = slice(max(0, index - 1), index + 1)
+        block_keys = torch.cat([far_keys[:, :, :count], *keys[both]], dim=2)
+        block_values = torch.cat([far_values[:, :, :count], *values[both]], dim=2)
+        at = torch.cat([position[stride - 1 : first : stride], position[first:end]])
+        mask = _visible(position[begin:end], at, window, stride)
+        if seen is not None:
+            mask = mask & seen[..., begin:end, :].index_select(-1, at)
         outputs.append(_attend(block, block_keys, block_values, mask, **options))
     return torch.cat(outputs, dim=2)
 

@@ -49,9 +49,10 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     width = model.hidden_size
     length = model.sequence_length
     heads = model.attention.num_heads * (model.head_width + model.value_width)
-    far = (
-        0 if model.attention.sliding_window is None else max(0, length - model.attention.sliding_window)
-    )  # tokens outside a window
+    far = 0  # tokens that a layer with a window does not see
+    if model.attention.sliding_window is not None:
+        far = max(0, length - model.attention.sliding_window)
+        far -= far // model.attention.sliding_stride if model.attention.sliding_stride else 0
     layers = [matrices for matrices, _ in _layers(model, model.moe.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":

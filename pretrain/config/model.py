@@ -57,6 +57,9 @@ class AttentionConfig(Section):
     (needs model.kind=gpt)."""
     sliding_layers: tuple[Positive, ...] = ()
     """Numbers of the layers with `sliding_window`, from 1; empty for all."""
+    sliding_stride: Positive | None = None
+    """In `sliding_layers`, a token also attends to every N-th token before its window (the pattern "fixed" of arXiv
+    1904.10509); None for the window only."""
     kv_lora_rank: Positive | None = None
     """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
     values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""

@@ -57,7 +57,7 @@ attention.qkv_bias excludes model.linear_bias: which includes it
 attention.output_bias, attention.sinks, attention.sliding_window needs model.kind=gpt
 attention.sinks, attention.sliding_window excludes attention.kv_lora_rank, position.encoding=transformer_xl
 attention.sliding_window excludes model.mtp_layers: use model.mtp_layers=0
-attention.sliding_layers needs attention.sliding_window
+attention.sliding_layers, attention.sliding_stride needs attention.sliding_window
 
 # Positions
 position.encoding=relative needs model.kind=t5

@@ -253,6 +253,8 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         None if model.attention.sliding_window is None else (model.attention.sliding_window - 1, 0),
         key("attention.sliding_window"),
     )
+    if model.attention.sliding_stride is not None:
+        yield "window_size", "with a stride", key("attention.sliding_stride")
     if model.attention.sliding_window is not None:
         which = arguments.get("window_attn_skip_freq")
         if isinstance(which, list | tuple):

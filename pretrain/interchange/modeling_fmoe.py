@@ -156,6 +156,7 @@ class _Attention(nn.Module):
         width = model.attention.num_heads * model.value_width
         self.linear_proj = _Linear(model, width, model.hidden_size, bias=model.attention.output_bias, is_output=True)
         self.window = model.attention.sliding_window if index + 1 in model.layers_with_window else None
+        self.stride = model.attention.sliding_stride
         sinks = (
             {"softmax_offset": nn.Parameter(torch.zeros(model.attention.num_heads))} if model.attention.sinks else {}
         )
@@ -191,6 +192,7 @@ class _Attention(nn.Module):
             values,
             scale=self.scale,
             window=self.window,
+            stride=self.stride,
             sinks_H=self.core_attention.get("softmax_offset"),
             seen=mask,
             dropout=self.dropout if self.training else 0.0,

@@ -170,6 +170,8 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         **(_latent_fields(model) if is_latent else {}),
         **options,
     )
+    if model.attention.sliding_stride is not None:
+        config.window_stride = model.attention.sliding_stride  # for `SDPAttention`
     if model.position.rope_scaling is not None:
         prepare_yarn(config, model)
     return config

@@ -10,12 +10,15 @@ SIZES = {"whole": (37, 37), "one after a cache": (1, 37), "five after a cache": 
 NAMES = ("out", "query", "key", "value", "sinks")
 
 
-def plain(query, key, value, sinks, *, scale, window, seen):
+def plain(query, key, value, sinks, *, scale, window, seen, stride=None):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scale
     position = torch.arange(key.shape[2])
     distance = position[-query.shape[2] :].unsqueeze(1) - position
-    hidden = (distance < 0) | (distance >= (window or key.shape[2]))
+    hidden = distance >= (window or key.shape[2])
+    if stride is not None:
+        hidden &= (position + 1) % stride != 0
+    hidden |= distance < 0
     scores = scores.masked_fill(hidden if seen is None else hidden | ~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
@@ -40,16 +43,19 @@ def ours(query, key, value, sinks, **options):
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("stride", [None, 3])
 @pytest.mark.parametrize("size", SIZES)
-def test_values_and_gradients(size, has_documents, has_sinks):
+def test_values_and_gradients(size, stride, has_documents, has_sinks):
     queries, keys = SIZES[size]
     for window in (None, 1, 4, 16, 36, 37, 50):
+        if window is None and stride is not None:
+            continue
         seen = None
         if has_documents:  # of 7 tokens each
             document = torch.arange(keys) // 7
             seen = (document[-queries:].unsqueeze(1) == document) & visible(queries, keys, None, document.device)
             seen = seen.expand(2, 1, queries, keys)
-        options = {"scale": 0.3, "window": window, "seen": seen}
+        options = {"scale": 0.3, "window": window, "seen": seen, "stride": stride}
         found, expected = (results(run, inputs(queries, keys, has_sinks), **options) for run in (ours, plain))
         for name, got, wanted in zip(NAMES, found, expected, strict=False):
             assert_close(got, wanted, 1e-13, f"{name}, window {window}")

@@ -72,7 +72,8 @@ def test_a_runs_recipe_of_before_the_sections_loads_by_the_table_of_names(tmp_pa
         new: before[old.removeprefix("model.")] for old, new in RENAMED.items() if old.removeprefix("model.") in before
     }
     assert recipe.parallel.shard == "optimizer"  # was optimizer.distributed
-    assert set(moved) == {name for name in keys() if name.startswith(("attention.", "position.", "moe."))}
+    newer = {"attention.sliding_stride"}
+    assert set(moved) == {n for n in keys() if n.startswith(("attention.", "position.", "moe."))} - newer
     for name, value in moved.items():
         was = recipe.value(name)
         assert to_toml(was) == to_toml(value)

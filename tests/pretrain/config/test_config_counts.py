@@ -217,6 +217,8 @@ def test_flops_per_token_by_hand():
         {"attention.sliding_window": 4, "attention.sliding_layers": (2,)}
     )  # 12 of 16 keys fewer in one of two layers
     assert flops(model) - flops(window) == 3 * scores / 2 * 12 / 16
+    strided = window.with_values({"attention.sliding_stride": 4})  # sees 3 of the 12
+    assert flops(model) - flops(strided) == 3 * scores / 2 * 9 / 16
     further = attention + 2 * expert + router + 2 * 8 * 8 + 32 * 8  # and the projection and the output layer once more
     assert flops(replace(model, mtp_layers=2)) - flops(model) == 2 * 3 * (2 * further + scores / 2)
 

@@ -108,6 +108,7 @@ INVALID = [
     (LATENT + "attention.sinks=true", "attention.sinks=true, attention.kv_lora_rank=10"),
     ("attention.sliding_window=4 position.encoding=transformer_xl", "attention.sliding_window=4, transformer_xl"),
     ("attention.sliding_layers=1", "attention.sliding_layers=[1], attention.sliding_window"),
+    ("attention.sliding_stride=4", "attention.sliding_stride=4, attention.sliding_window"),
     ("attention.sliding_window=0", "attention.sliding_window=0, at least 1"),
     (
         "attention.sliding_window=4 attention.sliding_layers=5",

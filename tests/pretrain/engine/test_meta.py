@@ -51,6 +51,7 @@ KINDS = {
                 "attention.sinks": True,
                 "attention.sliding_window": 5,
                 "attention.sliding_layers": (1, 3),
+                "attention.sliding_stride": 3,
                 "activation": "swiglu_oai",
                 "gated": True,
             }

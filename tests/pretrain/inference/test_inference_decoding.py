@@ -76,6 +76,7 @@ MODELS = {
         "attention.sinks": True,
         "attention.sliding_window": 5,
         "attention.sliding_layers": (1,),
+        "attention.sliding_stride": 3,
         "moe.gate": "naive",
         "moe.gate_options": {"bias": True},
         "moe.expert_options": {"bias": True},

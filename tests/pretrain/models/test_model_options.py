@@ -40,6 +40,7 @@ LOCAL = {
     "attention.sinks": True,
     "attention.sliding_window": 3,
     "attention.sliding_layers": (1,),
+    "attention.sliding_stride": 3,
     "activation": "swiglu_oai",
     "gated": True,
     "moe.gate": "naive",
