@@ -46,9 +46,8 @@ def causal_attention(
     """
     queries = query_BHSd.shape[2]
     keys = key_BGKd.shape[2]
-    if (
-        window is not None and stride is None and queries < keys
-    ):  # with a key cache: drop keys before the first query's window
+    # With a key cache: drop keys before the first query's window.
+    if window is not None and stride is None and queries < keys:
         first = max(0, keys - queries - window + 1)
         key_BGKd = key_BGKd[:, :, first:]
         value_BGKv = value_BGKv[:, :, first:]
