@@ -11,6 +11,7 @@ from torch import Tensor
 from fmoe.exchange.monitor import GroupMonitor, monitor_of
 from fmoe.kernels import memory
 from fmoe.runtime import collectives
+from fmoe.runtime.phases import phase
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
@@ -39,12 +40,13 @@ class Pending:
             for_host: whether the host reads the result next. If so, a result on a GPU is complete on return; otherwise
                 only the current stream waits for it.
         """
-        if self._result.device.type == "cpu":
-            self._monitor.wait(self._work, self._what, self._number)
-        else:
-            self._work.wait()
-            if for_host:
-                self._monitor.wait_on_device(self._work, self._what, self._number)
+        with phase("exchange"):
+            if self._result.device.type == "cpu":
+                self._monitor.wait(self._work, self._what, self._number)
+            else:
+                self._work.wait()
+                if for_host:
+                    self._monitor.wait_on_device(self._work, self._what, self._number)
         del self._work, self._read
         return self._result
 

@@ -14,6 +14,7 @@ from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts, autocast_dtype
 from fmoe.kernels.rows import DispatchPlan, weigh_gradient
 from fmoe.runtime.adapters import adapted
+from fmoe.runtime.phases import phase
 
 # Kinds of module hooks. They see rows and outputs, which one operation of a backend does not have.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -67,7 +68,8 @@ class ExpertCall:
         """
         if self._operation is not None:
             arguments = plan.fused_arguments(weight_TK)
-            return [self.module.fused_forward(self._operation, inputs[0], plan.count_E, **arguments)]
+            with phase("experts"):
+                return [self.module.fused_forward(self._operation, inputs[0], plan.count_E, **arguments)]
         counts = plan.counts  # the only wait for the device
         rows = [plan.permute(x, sum(counts)) for x in inputs]
         return [plan.combine(y, weight_TK) for y in self.rows(rows, counts)]
@@ -93,8 +95,10 @@ class ExpertCall:
         """
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
         if self._operation is not None and parameters is None:
-            return [self.module.fused_forward(self._operation, rows[0], counts_L, weight_TK=weight_R)]
-        outputs = self.compute(rows, counts_L, parameters)
+            with phase("experts"):
+                return [self.module.fused_forward(self._operation, rows[0], counts_L, weight_TK=weight_R)]
+        with phase("experts"):
+            outputs = self.compute(rows, counts_L, parameters)
         for out in outputs:
             if out.shape[0] != sum(counts):
                 raise UserError(

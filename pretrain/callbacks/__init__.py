@@ -8,6 +8,7 @@ from pretrain.callbacks.checkpointing import Checkpointing
 from pretrain.callbacks.collapse import CollapseWarning
 from pretrain.callbacks.events import Events
 from pretrain.callbacks.guards import StepGuard
+from pretrain.callbacks.phases import Phases
 from pretrain.callbacks.profiling import Profiling
 from pretrain.callbacks.stopping import Stopping
 from pretrain.callbacks.tasks import TaskEvaluation
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpointing",
     "CollapseWarning",
     "Events",
+    "Phases",
     "Profiling",
     "StepGuard",
     "Stopping",

@@ -176,6 +176,11 @@ class TrackingConfig(Section):
     """First step of a trace by torch's profiler (docs/operations.md); None for traces by SIGUSR2 only."""
     profile_steps: Positive = 3
     """Number of steps in a trace."""
+    phases_every: NotNegative = 0
+    """Steps between measurements of the time by phase of a step on all ranks (docs/operations.md); 0 disables."""
+    slow_rank: Annotated[float, Ge(1), AllowInfinity()] = 1.5
+    """Log a warning if the own work of the slowest rank in a measured step takes more than this factor of the mean of
+    the other ranks; inf disables."""
     project: Name = "fmoe"
     """Project name in wandb and trackio."""
 

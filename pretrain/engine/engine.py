@@ -17,6 +17,7 @@ from fmoe import end_step, random
 from fmoe.activations import SavedActivations
 from fmoe.gates import skip_step
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
+from fmoe.runtime.phases import phase
 from megatron_patch import MegatronMoE, bf16_linear, mtp
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import clip_gradients
@@ -36,7 +37,7 @@ from pretrain.start.process import Processes
 
 
 def _reduce_gradients(*arguments: Any, **options: Any) -> None:
-    with record_function("fmoe: reduce gradients"):
+    with phase("reduction"), record_function("fmoe: reduce gradients"):
         finalize_model_grads(*arguments, **options)
 
 
@@ -176,8 +177,9 @@ class Engine:
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
 
         # 3. Pass the gradients to the optimizer without the loss scale. All ranks find the same overflow.
-        has_inf = self.optimizer.prepare_grads()
-        rank_norm = math.inf if has_inf else self.optimizer.get_grad_norm()
+        with phase("optimizer"):
+            has_inf = self.optimizer.prepare_grads()
+            rank_norm = math.inf if has_inf else self.optimizer.get_grad_norm()
 
         # 4. Agree on all figures in one reduction. Sums keep non-finite values of any rank: so the norm, which is equal
         # on all ranks, is summed and divided again.
@@ -202,7 +204,7 @@ class Engine:
 
         # 6. Update weights and gates. As in Megatron's ChainedOptimizer.step, whose first half is step 3.
         if reason is None:
-            with torch.no_grad():
+            with torch.no_grad(), phase("optimizer"):
                 for part in self.optimizer.chained_optimizers:
                     parameters = part.get_parameters()
                     if part.config.clip_grad > 0 and parameters:
@@ -215,7 +217,8 @@ class Engine:
             for compressor in self.compressors:
                 compressor.undo()
         if self.sync is not None:
-            self.sync.step(step, mean_loss, lr)
+            with phase("reduction"):
+                self.sync.step(step, mean_loss, lr)
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,
@@ -317,7 +320,7 @@ class Engine:
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
         batch = next(batches)
-        with self.activations or contextlib.nullcontext(), record_function("fmoe: forward"):
+        with self.activations or contextlib.nullcontext(), phase("forward"), record_function("fmoe: forward"):
             output = self.kind.forward(model, batch)
         return output, loss_function(batch, self.context_group.size())
 

@@ -23,6 +23,7 @@ from pretrain.callbacks import (
     Checkpointing,
     CollapseWarning,
     Events,
+    Phases,
     Profiling,
     StepGuard,
     Stopping,
@@ -141,6 +142,8 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
         events = Events(folder / EVENTS, start.checkpoint.path, start.changes)
         resume_step = start.checkpoint.step
     callbacks: list[Callback] = [events, StepGuard(guard)]
+    if recipe.tracking.phases_every:
+        callbacks.append(Phases(recipe.tracking.phases_every, recipe.tracking.slow_rank))
     if guard.collapse_window and recipe.model.layers_with_experts:
         if recipe.model.moe.gate == "random":
             guard = replace(guard, collapse_uniform=0.0)  # its choices are meant to be uniform

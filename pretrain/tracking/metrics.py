@@ -73,6 +73,20 @@ class Metric:
         return self.title or self.name.replace("_", " ")
 
 
+# Phases of a step (`fmoe.runtime.phases`), and the sum of those in which a rank does not wait for others.
+PHASES = {
+    "work": "mean over ranks of a step's time without exchange, reduction and collectives, which are waits",
+    "forward": "part of `time/work_ms` in the forward pass, without experts",
+    "experts": "part of `time/work_ms` in the experts' forward pass",
+    "backward": "part of `time/work_ms` in the backward pass, which includes recomputation",
+    "optimizer": "part of `time/work_ms` in gradient norm, clipping and update",
+    "other": "the rest of `time/work_ms`, such as waits for data, and callbacks",
+    "exchange": "mean over ranks of the time in which a rank waits for rows of tokens or their gradients",
+    "reduction": "mean over ranks of the time from the end of the backward pass until the gradients are reduced",
+    "collectives": "mean over ranks of the time in which a rank waits for other collectives, such as those of tensor "
+    "and pipeline parallelism",
+}
+
 # In the order of docs/tracking.md, the console line and the report.
 DECLARED: list[Metric] = [
     Metric("loss", "nats per token", "training loss, without balance loss and z-loss", title="training loss",
@@ -110,6 +124,11 @@ DECLARED: list[Metric] = [
     Metric("memory_mb/largest", "MiB", "largest `memory_mb` of all ranks, with several ranks",
            title="memory of the rank that has the most", section="speed", is_exact=True),
     Metric("memory_mb/largest_rank", "a rank", "first rank with this memory"),
+    *(
+        Metric(f"time/{phase}_ms", "ms", what, title=f"time: {phase}", when="every `tracking.phases_every` steps",
+               section="speed")
+        for phase, what in PHASES.items()
+    ),
     Metric("load", "fraction, a list", "share of each expert in the kept assignments; sums to 1",
            lambda layer: layer.load),
     Metric("entropy", "nats per token", "entropy of the router's probabilities", lambda layer: layer.entropy,
