@@ -1,11 +1,13 @@
 """FastMoE's Megatron-LM plugin, importable without Megatron.
 
 `fmoefy` converts megatron-core models, and models with the layout of Megatron-LM 2.2 to 3.0. FastMoE also replaced
-parts of Megatron-LM's training loop; here, the functions that did so raise an error that names a substitute.
+parts of Megatron-LM's training loop. `patch_model_provider` and `patch_forward_step` work with a current Megatron-LM.
+The other functions raise an error that names a substitute.
 """
 
 import argparse
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -208,7 +210,8 @@ def fmoefy(
     initialized.
 
     Args:
-        fmoe_num_experts: number of experts per rank.
+        fmoe_num_experts: number of experts per rank. If it is None in Megatron-LM's arguments, too, it is their number
+            ``--num-experts`` of all experts, divided by the expert parallel size.
         distributed_experts: whether experts are split over ranks. The ranks are those of Megatron-LM's data parallel
             group or of megatron-core's expert parallel group. Without Megatron, they are all ranks.
         hidden_hidden_size: hidden width of an expert. If it is None in Megatron-LM's arguments, too, it is the MLP's.
@@ -234,6 +237,8 @@ def fmoefy(
     vars(settings).update({name: value for name, value in arguments.items() if value is not None})
     if hasattr(settings, "fmoefy") and not hasattr(settings, "fmoe_num_experts"):  # see `add_fmoe_args`
         settings.fmoe_num_experts = getattr(settings, "num_experts", None)
+    elif getattr(settings, "fmoe_num_experts", None) is None and hasattr(settings, "expert_model_parallel_size"):
+        settings.fmoe_num_experts = (settings.num_experts or 0) // settings.expert_model_parallel_size or None
     if getattr(settings, "fmoe_num_experts", None) is None:
         raise UserError("fmoe_num_experts is missing: pass fmoefy(model, fmoe_num_experts=number of experts per rank)")
     layers = _old_layers(model)
@@ -291,11 +296,42 @@ def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.M
     return convert.fmoefy(model, num_experts=settings.fmoe_num_experts * ep_size, upcycle=False, **options)
 
 
+def patch_model_provider(
+    model_provider: Callable[..., nn.Module], gate: Any = None, Megatron_Version: str | None = None, **options: Any
+) -> Callable[..., nn.Module]:
+    """Return a provider of the models of ``model_provider``, with experts in place of their MLPs (`fmoefy`).
+
+    In the training program of Megatron-LM before 0.19, it is the only change needed (docs/megatron.md).
+
+    Args:
+        gate, Megatron_Version: arguments ``gate`` and ``megatron_version`` of `fmoefy`.
+        options: further arguments of `fmoefy`.
+    """
+
+    @functools.wraps(model_provider)
+    def provide(*args: Any, **kwargs: Any) -> nn.Module:
+        model = model_provider(*args, **kwargs)
+        return fmoefy(model, gate=gate, megatron_version=Megatron_Version, **options)
+
+    return provide
+
+
+def patch_forward_step(
+    forward_step_func: Callable[..., Any], Megatron_Version: str | None = None
+) -> Callable[..., Any]:
+    """Return ``forward_step_func``: layers of a megatron-core model apply their losses themselves.
+
+    Raises:
+        UserError: ``Megatron_Version`` is set, to a version in which the function has to add the losses.
+    """
+    if Megatron_Version is not None:
+        gone("patch_forward_step", "add the losses of the gates to the loss of forward_step")()
+    return forward_step_func
+
+
 add_balance_log = gone("add_balance_log", "fmoe.metrics(model) has load, drop rate and losses of every layer")
 load_checkpoint = gone("load_checkpoint", "experts are part of megatron-core's own distributed checkpoints")
 save_checkpoint = gone("save_checkpoint", "experts are part of megatron-core's own distributed checkpoints")
-patch_forward_step = gone("patch_forward_step", "layers of a megatron-core model apply their losses themselves")
-patch_model_provider = gone("patch_model_provider", "call fmoe.fmoefy with the model that the provider returns")
 DistributedDataParallel = gone(
     "DistributedDataParallel",
     "megatron-core's own supports experts; for other models use fmoe.DistributedGroupedDataParallel",

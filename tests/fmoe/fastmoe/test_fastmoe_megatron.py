@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from fmoe.megatron import MegatronMLP, add_fmoe_args, fmoefy, get_balance_profile, save_checkpoint
+from fmoe.megatron import (
+    MegatronMLP,
+    add_fmoe_args,
+    fmoefy,
+    get_balance_profile,
+    patch_forward_step,
+    patch_model_provider,
+    save_checkpoint,
+)
 from forks import values
 from torch import nn
 
@@ -147,3 +155,31 @@ def test_arguments_and_names_that_are_gone(monkeypatch):
     assert add_fmoe_args(parser).parse_args(["--fmoe-num-experts", "3"]).fmoe_num_experts == 3
     with pytest.raises(fmoe.UserError, match="save_checkpoint is not supported"):
         save_checkpoint(1, None, None, None)
+
+
+def test_a_patched_provider_makes_experts_as_fmoefy_does(monkeypatch):
+    def provider(pre_process=True):
+        model = OldModel({"encoder": 1})
+        model.pre_process = pre_process
+        return model
+
+    model = patch_model_provider(provider, gate=SwitchGate, fmoe_num_experts=2, top_k=1)(pre_process=False)
+    (layer,) = model.layers()
+    assert (layer.mlp.num_expert, layer.mlp.gate.top_k, model.pre_process) == (2, 1, False)
+    # Megatron-LM's own arguments: 8 experts on 4 ranks.
+    given = SimpleNamespace(num_experts=8, expert_model_parallel_size=4)
+    monkeypatch.setattr("fmoe.fastmoe.megatron.megatron_args", lambda: given)
+    (layer,) = patch_model_provider(provider)().layers()
+    assert layer.mlp.num_expert == 2
+    given.num_experts = None
+    with pytest.raises(fmoe.UserError, match="fmoe_num_experts"):
+        patch_model_provider(provider)()
+
+
+def test_a_forward_step_needs_no_patch():
+    def forward_step(data_iterator, model):
+        pass
+
+    assert patch_forward_step(forward_step) is forward_step
+    with pytest.raises(fmoe.UserError, match="patch_forward_step"):
+        patch_forward_step(forward_step, Megatron_Version="v2.2")
