@@ -183,7 +183,6 @@ def _max_without_indices(largest: Callable) -> staticmethod:
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
-_LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
 _FACTORIES: tuple[str, ...] = (
     "empty",
@@ -256,8 +255,8 @@ PATCHES = (
         _max_without_indices,
         "speed only: torch.max along an axis takes several times as long as amax on a CPU (cross_entropy.py:31)",
     ),
-    Patch(_LINEAR, "forward", bf16_linear.forward_in_float32, "speed only: CPUs without bf16 (layers.py:488)"),
-    Patch(_LINEAR, "backward", bf16_linear.backward_in_float32, "its backward pass (layers.py:531)"),
+    Patch(patches._LINEAR, "forward", bf16_linear.forward_in_float32, "speed only: CPUs without bf16 (layers.py:488)"),
+    Patch(patches._LINEAR, "backward", bf16_linear.backward_in_float32, "its backward pass (layers.py:531)"),
 )
 
 _installed = False

@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fmoe.errors import UserError
 from fmoe.runtime import ownership
-from megatron_patch import loss_scale, versions
+from megatron_patch import deferred_linear, loss_scale, versions
 
 # Marks parameters whose gradients are partial sums on each tensor parallel rank without sequence parallelism.
 PARTIAL = "is_partial_over_tensor_ranks"
@@ -191,6 +191,8 @@ def _is_engine_installed(claimed: bool) -> bool:
     return claimed and transformer_engine.HAVE_TE
 
 
+_LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
+
 PATCHES = (
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
@@ -257,6 +259,13 @@ PATCHES = (
         _is_engine_installed,
         "0.16.1: True without Transformer Engine, whose classes are then stand-ins that isinstance refuses "
         "(multi_latent_attention.py:184)",
+    ),
+    Patch(_LINEAR, "forward", deferred_linear.mark_forward, "zero-bubble pipelines (layers.py:448)"),
+    Patch(
+        _LINEAR,
+        "backward",
+        deferred_linear.split_backward,
+        "zero-bubble pipelines: computes both gradients in every pass (layers.py:495)",
     ),
 )
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fmoe.kernels import memory, reference
 from fmoe.kernels.glu import SwiGLUOAI, gate
+from fmoe.runtime.deferral import deferrable
 
 Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor]]  # forward(x, out=), backward(upstream, x, grad_input=)
 
@@ -75,6 +76,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
         ctx.save_for_backward(rows_MI, weight_LOI, bias_LO)
+        ctx.is_deferrable = True
         ctx.counts = counts
         out_MO = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
         weights_OI = weight_LOI.unbind(0)
@@ -84,6 +86,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out_MO
 
     @staticmethod
+    @deferrable
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         rows_MI, weight_LOI, bias_LO = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated again
@@ -245,12 +248,14 @@ class _ExpertFFN(torch.autograd.Function):
             hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
             _linear(middle.forward(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
         ctx.save_for_backward(rows_MD, w_in, b_in, w_out, b_out, hidden_MP)
+        ctx.is_deferrable = True
         ctx.counts = counts
         ctx.activation = activation
         ctx.gated = gated
         return out_MD
 
     @staticmethod
+    @deferrable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MD, w_in, b_in, w_out, b_out, hidden_MP = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated again

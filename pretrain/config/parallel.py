@@ -39,9 +39,9 @@ class ParallelConfig(Section):
     balance_stages: bool = False
     """Choose the numbers of layers so that the slowest stage computes least: layers with experts, dense ones and the
     output layer cost their floating point operations."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
     """Order of the pipeline's micro batches: 1f1b alternates forward and backward passes; gpipe runs all forward passes
-    first and holds the activations of all."""
+    first and holds the activations of all; zero_bubble is 1f1b that fills waiting time with weight gradients."""
     expert: Positive = 1
     """Expert parallel size: the number of equal parts into which the experts of a layer are divided."""
     expert_tensor: Positive = 1

@@ -127,7 +127,11 @@ parallel.recompute=full excludes parallel.pipeline>1 if position.memory_length: 
 parallel.recompute=full excludes position.encoding=relative: all layers of a stack share its biases; use
     parallel.recompute=selective
 parallel.virtual_pipeline needs parallel.pipeline>1
-parallel.schedule=gpipe excludes parallel.virtual_pipeline>1: use parallel.schedule=1f1b
+parallel.schedule=gpipe, parallel.schedule=zero_bubble excludes parallel.virtual_pipeline>1: use parallel.schedule=1f1b
+parallel.schedule=zero_bubble excludes parallel.recompute=selective, parallel.recompute=full: weight gradients need
+    activations after the backward pass; use parallel.recompute=none
+parallel.schedule=zero_bubble excludes parallel.shard=gradients, parallel.shard=parameters: which reduce gradients in
+    the backward pass; use parallel.shard=optimizer
 parallel.expert divides moe.num_experts x moe.granularity
 parallel.expert, parallel.expert_tensor needs moe.num_experts>0
 parallel.expert_tensor equals parallel.tensor if parallel.expert_tensor: or 1

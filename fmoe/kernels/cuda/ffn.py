@@ -20,6 +20,7 @@ from fmoe.kernels.backends import activation_code
 from fmoe.kernels.cuda.gemm import choose, requested
 from fmoe.kernels.cuda.variants import Batch, backward, forward
 from fmoe.kernels.fused import NAMES
+from fmoe.runtime.deferral import deferrable
 
 
 def expert_ffn(
@@ -157,10 +158,12 @@ def _keep(ctx, inputs, output):
     ctx.options = (counts, activation, gated)
     ctx.gemm = gemm
     ctx.save_for_backward(*tensors, output[1])
+    ctx.is_deferrable = True
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
+@deferrable
 def _backward(ctx, grad, _grad_hidden):
     if grad is None:
         return (None,) * 15

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fmoe.kernels import backends, fused
 from fmoe.kernels.backends import activation_code
+from fmoe.runtime.deferral import deferrable
 
 
 def expert_ffn(
@@ -116,10 +117,12 @@ def _flops_backward(*arguments: Any, **_options: Any) -> int:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.activation, ctx.gated, ctx.wide, ctx.into_main_grad = inputs
     ctx.save_for_backward(*tensors, output[1])
+    ctx.is_deferrable = True
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
+@deferrable
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 13

@@ -189,6 +189,18 @@ INVALID = [
         "parallel.schedule=gpipe, parallel.virtual_pipeline=2",
     ),
     (
+        "parallel.pipeline=2 parallel.virtual_pipeline=2 parallel.schedule=zero_bubble",
+        "parallel.schedule=zero_bubble, parallel.virtual_pipeline=2",
+    ),
+    (
+        "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.recompute=full",
+        "parallel.schedule=zero_bubble, parallel.recompute=full",
+    ),
+    (
+        "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.shard=parameters",
+        "parallel.schedule=zero_bubble, parallel.shard=parameters",
+    ),
+    (
         "parallel.pipeline=2 parallel.virtual_pipeline=2 train.global_batch=24",
         "train.global_batch=24, 3 micro batches, parallel.pipeline=2, parallel.virtual_pipeline=2",
     ),
