@@ -20,7 +20,11 @@ from fmoe import random
 
 
 def keyed_layer_spec(
-    spec: ModuleSpec, seed: int, part: str = "decoder", without_mlp: Collection[int] = ()
+    spec: ModuleSpec,
+    seed: int,
+    part: str = "decoder",
+    without_mlp: Collection[int] = (),
+    first: int | None = None,
 ) -> ModuleSpec:
     """Return a copy of a transformer layer's spec that draws weights from (seed, part, layer number) alone.
 
@@ -28,11 +32,15 @@ def keyed_layer_spec(
         part: name of the stack, in models where several stacks number their layers from 1.
         without_mlp: numbers of layers to build without an MLP, because experts will replace it. The other weights of
             these layers stay the same.
+        first: number of the stack's layers on earlier pipeline stages; None for Megatron-core's division into stages.
     """
 
     class KeyedLayer(spec.module):
         def __init__(self, config, submodules, layer_number: int = 1, vp_stage: int | None = None, **options):
-            number = layer_number + get_transformer_layer_offset(config, vp_stage)
+            offset = get_transformer_layer_offset(config, vp_stage)
+            if first is not None:
+                layer_number += first - offset  # Megatron-core adds the offset
+            number = layer_number + offset
             if options.get("is_mtp_layer"):  # from megatron-core 0.17 on, which counts these layers from 1
                 number = config.num_layers + layer_number
             if number in without_mlp:

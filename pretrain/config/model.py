@@ -307,6 +307,11 @@ class ModelConfig(Section):
         return range(1, self.mtp_numbers.stop)
 
     @property
+    def stack_numbers(self) -> range:
+        """Layer numbers without `mtp_numbers`: the layers that pipeline stages divide."""
+        return range(1, self.mtp_numbers.start)
+
+    @property
     def mtp_numbers(self) -> range:
         """Numbers of the layers of multi-token prediction, which are used only in training."""
         first = self.num_layers + self.decoder_layers + 1

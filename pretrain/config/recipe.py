@@ -75,7 +75,7 @@ class Recipe:
         chunks = self.parallel.pipeline * self.parallel.model_chunks
         if self.parallel.balance_stages:
             return counts.balanced_stages(self.model, chunks)
-        return self.parallel.stage_layers or (self.model.num_layers // chunks,) * chunks
+        return self.parallel.stage_layers or (len(self.model.stack_numbers) // chunks,) * chunks
 
     def num_params(self) -> int:
         """Return the total number of parameters."""

@@ -116,11 +116,11 @@ parallel.context divides model.sequence_length
 parallel.context needs model.kind=gpt
 parallel.context excludes attention.kv_lora_rank, position.encoding=transformer_xl, model.mtp_layers: use
     parallel.context=1
-parallel.pipeline x parallel.virtual_pipeline divides model.num_layers if parallel.has_equal_stages=true
-parallel.pipeline x parallel.virtual_pipeline at most model.num_layers
 parallel.stage_layers, parallel.balance_stages needs parallel.pipeline>1
 parallel.stage_layers excludes parallel.balance_stages=true: which chooses them
-parallel.pipeline excludes model.kind=t5: use parallel.pipeline=1
+parallel.virtual_pipeline, parallel.balance_stages excludes model.kind=t5: leave it out
+parallel.pipeline excludes parallel.overlap_gradients=true, parallel.shard=gradients, parallel.shard=parameters,
+    parallel.grad_compress if position.encoding=relative: gradients of the biases are summed over stages at the end
 parallel.pipeline excludes position.encoding=learned_absolute if model.mtp_layers: use position.encoding=rope
 parallel.recompute=full excludes parallel.pipeline>1 if position.memory_length: a layer holds one micro batch's memory;
     use parallel.recompute=selective
@@ -387,11 +387,18 @@ def _split(recipe: Any) -> Iterator[str]:
             "must divide the other"
         )
     stages = parallel.pipeline * parallel.model_chunks
-    if parallel.stage_layers and (len(parallel.stage_layers), sum(parallel.stage_layers)) != (stages, model.num_layers):
+    depth = len(model.stack_numbers)
+    name = "model.num_layers" + (" + model.num_decoder_layers" if model.kind == "t5" else "")
+    if parallel.stage_layers and (len(parallel.stage_layers), sum(parallel.stage_layers)) != (stages, depth):
         yield (
             f"parallel.stage_layers={list(parallel.stage_layers)} must be {stages} numbers, of parallel.pipeline x "
-            f"parallel.virtual_pipeline, that add up to model.num_layers={model.num_layers}"
+            f"parallel.virtual_pipeline, that add up to {name}={depth}"
         )
+    stages_name, _ = _term(recipe, "parallel.pipeline x parallel.virtual_pipeline")
+    if parallel.has_equal_stages:
+        yield from _must_divide(stages_name, stages, name, depth)
+    elif stages > depth:
+        yield f"{stages_name}={stages} exceeds {name}={depth}"
     if parallel.is_fully_sharded and 0 < recipe.optimizer.cpu_offload < 1:
         yield (
             f"optimizer.cpu_offload={recipe.optimizer.cpu_offload} must be 0 or 1 with parallel.shard={parallel.shard}"

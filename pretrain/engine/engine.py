@@ -36,9 +36,13 @@ from pretrain.models.memory import Memory
 from pretrain.start.process import Processes
 
 
-def _reduce_gradients(*arguments: Any, **options: Any) -> None:
+def _reduce_gradients(chunks: list[Any], *arguments: Any, **options: Any) -> None:
     with phase("reduction"), record_function("fmoe: reduce gradients"):
-        finalize_model_grads(*arguments, **options)
+        finalize_model_grads(chunks, *arguments, **options)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if getattr(parameter, "is_shared_by_stages", False):
+                    dist.all_reduce(parameter.main_grad, group=parallel_state.get_pipeline_model_parallel_group())
 
 
 CheckStep = Callable[[float, float], str | None]
@@ -293,7 +297,7 @@ class Engine:
             ],
             model=self.model,
             num_microbatches=self._num_micro_batches(count),
-            seq_length=self.recipe.model.sequence_length,
+            seq_length=self.recipe.tokens_per_sequence,
             micro_batch_size=self.recipe.train.micro_batch,
             forward_only=step is None,
         )

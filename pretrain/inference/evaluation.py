@@ -121,7 +121,9 @@ def evaluate(
             def run(stage: nn.Module, moved: Batch = moved) -> Tensor:
                 return forward(stage, moved)
 
-            logits_BSV = run_stages(model, run, moved["tokens"], recipe.model.vocab_size)
+            # Stages exchange hidden states of a T5's encoder and decoder together.
+            tokens_BS = torch.cat([moved[name] for name in ("tokens", "decoder_tokens") if name in moved], dim=1)
+            logits_BSV = run_stages(model, run, tokens_BS, recipe.model.vocab_size)
             if is_counted and logits_BSV is not None:
                 masks = [None] * len(labels) if mask is None else mask
                 for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):

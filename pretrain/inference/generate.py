@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
     trained = open_run(arguments.run, arguments.step, arguments.tokenizer, arguments.imports, parallel)
     ids = _prompt_ids(prompt, trained)
     is_t5 = trained.recipe.model.kind == "t5"
+    if is_t5 and parallel.pipeline > 1:
+        raise UserError(f"--parallel.pipeline={parallel.pipeline} must be 1 to generate with model.kind=t5")
     code = start_ranks(["generate", *argv, f"--prompt={prompt}"], parallel)
     if code is not None:
         return code

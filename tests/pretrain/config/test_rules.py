@@ -149,7 +149,23 @@ INVALID = [
     ("parallel.tensor=2 attention.num_query_groups=3", "parallel.tensor=2, attention.num_query_groups=3"),
     ("parallel.tensor=2 model.sequence_length=255", "parallel.tensor=2, model.sequence_length=255"),
     ("parallel.tensor=2 model.kind=t5 model.sequence_length=200", "parallel.tensor=2, decoder tokens per sample=45"),
-    ("parallel.pipeline=2 model.kind=t5", "parallel.pipeline=2, model.kind=t5"),
+    (
+        "parallel.pipeline=2 parallel.virtual_pipeline=2 model.kind=t5",
+        "parallel.virtual_pipeline=2, model.kind=t5",
+    ),
+    ("parallel.pipeline=2 parallel.balance_stages=true model.kind=t5", "parallel.balance_stages, model.kind=t5"),
+    (
+        "parallel.pipeline=3 model.kind=t5 model.num_decoder_layers=3",
+        "parallel.pipeline=3, model.num_layers + model.num_decoder_layers=7",
+    ),
+    (
+        "parallel.pipeline=2 parallel.stage_layers=2,2 model.kind=t5",
+        "parallel.stage_layers=[2, 2], model.num_layers + model.num_decoder_layers=8",
+    ),
+    (
+        "parallel.pipeline=2 parallel.overlap_gradients=true model.kind=t5 position.encoding=relative",
+        "parallel.pipeline=2, parallel.overlap_gradients, position.encoding=relative",
+    ),
     ("parallel.sequence=true", "parallel.sequence=true, parallel.tensor > 1"),
     ("parallel.context=2 model.kind=t5", "parallel.context=2, model.kind=gpt, not t5"),
     ("parallel.context=2 model.kind=bert", "parallel.context=2, model.kind=gpt, not bert"),

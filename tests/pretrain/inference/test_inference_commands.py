@@ -166,6 +166,8 @@ def test_models_of_all_kinds(forks, recipe_file, values, command, tiny_corpus, t
         assert end.out == sample["text"] + "\n" and not end.err
         with pytest.raises(UserError, match="has no <extra_id_0>"):
             cli.generate([str(folder), "--prompt", PROMPT])
+        with pytest.raises(UserError, match=r"parallel\.pipeline=3"):
+            cli.generate([str(folder), "--prompt", prompt, "--parallel.pipeline", "3"])
     else:
         ways = [values("generate", folder, "--prompt", PROMPT, "--temperature", "0", *o) for o in ([], ["--no-cache"])]
         if kind != "bf16":  # whose logits are rounded, the same ones otherwise

@@ -229,13 +229,14 @@ def t5_steps(_):
         expected = model(tokens.unsqueeze(0), ids, None, None, None)[0, -1]
         for row in decoder(ids.expand(2, -1)):
             worst = max(worst, (row - expected).norm().item() / expected.norm().item())
-    return worst, greedy(T5Decoder(model, tokens, 1), [0], 12), greedy(T5Decoder(model, tokens.flip(0), 1), [0], 12)
+    flipped = T5Decoder(model, tokens.flip(0), 1)(ids)[0]
+    return worst, (flipped - row).norm().item() / row.norm().item()
 
 
 def test_a_t5_decodes_what_a_full_pass_gives(forks):
-    worst, tokens, others = only(forks.run(1, t5_steps, None))
+    worst, change = only(forks.run(1, t5_steps, None))
     assert worst < 2e-5
-    assert tokens != others, "the encoder's output is not looked at"
+    assert change > 1e-3, "the encoder's output is not looked at"
 
 
 def refusal(gate, weight):
