@@ -106,6 +106,7 @@ def _recipe(arguments) -> Recipe:
 def _steps(arguments, stages: int) -> SimpleNamespace:
     """Return arguments of `pipeline.measure`: small models, whose layers divide into the stages."""
     sizes = {"layers": 4, "hidden_size": 192, "sequence_length": 256, "micro_batches": [1, 4]}
+    sizes |= {"schedules": ["gpipe"], "sleep": 0.0}
     return SimpleNamespace(stages=stages, rounds=arguments.rounds, warmup=arguments.warmup, **sizes)
 
 
