@@ -7,7 +7,9 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from fmoe.runtime import phases
+from fmoe.runtime.deferral import WeightGradients
 from pretrain.callbacks.base import Callback, Loop, Metrics
+from pretrain.engine import pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ class Phases(Callback):
 
     def before_step(self, trainer: Loop) -> None:
         if (trainer.step + 1) % self.every == 0:
-            phases.start(trainer.processes.device, (schedules, "backward_step"))
+            split = (pipeline, "backward_inputs"), (WeightGradients, "run")  # with parallel.schedule=zero_bubble
+            phases.start(trainer.processes.device, (schedules, "backward_step"), *split)
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.step % self.every:
