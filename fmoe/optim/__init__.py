@@ -8,6 +8,7 @@ from fmoe.optim.layout import Blocks, Layout, Shards, is_matrix, is_stacked, par
 from fmoe.optim.matrices import Matrices, hidden_matrices, orthogonalize
 from fmoe.optim.muon import Muon
 from fmoe.optim.one_bit import OneBitAdam, OneBitLamb
+from fmoe.optim.rows import RowAdagrad, RowAdam
 
 __all__ = [
     "Adafactor",
@@ -20,6 +21,8 @@ __all__ = [
     "Muon",
     "OneBitAdam",
     "OneBitLamb",
+    "RowAdagrad",
+    "RowAdam",
     "Shards",
     "hidden_matrices",
     "is_matrix",

@@ -1,0 +1,64 @@
+"""Optimizers of tables of which a step touches few rows (`fmoe.parallel.ShardedEmbedding`)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.optim.checks import check
+
+
+class RowAdagrad(torch.optim.Optimizer):
+    """Adagrad on the rows with a gradient, with one accumulator per row, as in FBGEMM and torchrec.
+
+    The formula for row r::
+
+        sum[r] = sum[r] + mean(g[r]^2)
+        w[r] = w[r] - lr * g[r] / (sqrt(sum[r]) + eps)
+
+    Other rows and their accumulators stay as they are. Gradients must be sparse tensors.
+
+    Raises:
+        UserError: an argument is out of range; from ``step``, a gradient is not sparse.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.01, eps: float = 1e-8):
+        check(lr=lr, eps=eps)
+        super().__init__(params, {"lr": lr, "eps": eps})
+        for weight in _weights(self):
+            self.state[weight] = {"sum": weight.detach().new_zeros(len(weight))}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the rows that have a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                if not weight.grad.is_sparse:
+                    raise UserError(f"the gradient of a table is {weight.grad.layout}; it must be sparse")
+                gradient = weight.grad.coalesce()
+                rows = gradient.indices()[0]
+                sums = self.state[weight]["sum"]
+                sums.index_add_(0, rows, gradient.values().square().mean(1))
+                scale = sums[rows].sqrt() + group["eps"]
+                weight.index_add_(0, rows, gradient.values() / scale[:, None], alpha=-group["lr"])
+
+
+class RowAdam(torch.optim.SparseAdam):
+    """torch's SparseAdam, Adam on the rows with a gradient, with a state that exists before the first step.
+
+    Moments of other rows do not decay. The bias correction counts all steps of the table.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+        super().__init__(params, lr, betas, eps)
+        for weight in _weights(self):
+            step = torch.zeros((), dtype=torch.float64, device="cpu")
+            moments = {name: torch.zeros_like(weight, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[weight] = {"step": step} | moments
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
