@@ -3,9 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fmoe.errors import UserError
 from fmoe.optim.checks import check
 
 
@@ -20,14 +18,19 @@ class RowAdagrad(torch.optim.Optimizer):
     Other rows and their accumulators stay as they are. Gradients must be sparse tensors.
 
     Raises:
-        UserError: an argument is out of range; from ``step``, a gradient is not sparse.
+        UserError: an argument is out of range.
+        RuntimeError: from ``step``, a gradient is not sparse.
     """
 
     def __init__(self, params: Any, lr: float = 0.01, eps: float = 1e-8):
         check(lr=lr, eps=eps)
         super().__init__(params, {"lr": lr, "eps": eps})
-        for weight in _weights(self):
-            self.state[weight] = {"sum": weight.detach().new_zeros(len(weight))}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add tables, with their state."""
+        super().add_param_group(param_group)
+        for weight in self.param_groups[-1]["params"]:
+            self.state[weight] = {"sum": weight.new_zeros(len(weight))}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -36,8 +39,6 @@ class RowAdagrad(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                if not weight.grad.is_sparse:
-                    raise UserError(f"the gradient of a table is {weight.grad.layout}; it must be sparse")
                 gradient = weight.grad.coalesce()
                 rows = gradient.indices()[0]
                 sums = self.state[weight]["sum"]
@@ -52,13 +53,9 @@ class RowAdam(torch.optim.SparseAdam):
     Moments of other rows do not decay. The bias correction counts all steps of the table.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
-        super().__init__(params, lr, betas, eps)
-        for weight in _weights(self):
-            step = torch.zeros((), dtype=torch.float64, device="cpu")
-            moments = {name: torch.zeros_like(weight, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[weight] = {"step": step} | moments
-
-
-def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add tables, with their state."""
+        super().add_param_group(param_group)
+        for weight in self.param_groups[-1]["params"]:
+            moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[weight] = moments | {"step": torch.zeros((), dtype=torch.float64, device="cpu")}

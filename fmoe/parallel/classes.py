@@ -35,7 +35,7 @@ class ShardedClassifier(ShardedRows):
         scale: factor of the cosines.
         angle: margin that is added to the label's angle, in [0, pi / 2].
         cosine: margin that is subtracted from the label's cosine.
-        sample: probability of a class without samples to take part in a step, in (0, 1].
+        sample: probability of a class without samples to take part in a step, in [0, 1].
 
     Raises:
         UserError: an argument is out of range.
@@ -53,10 +53,9 @@ class ShardedClassifier(ShardedRows):
         sample: float = 1.0,
         **options: Any,
     ):
-        if not 0 < sample <= 1:
-            raise UserError(f"sample={sample} must be above 0 and at most 1")
-        if not 0 <= angle <= math.pi / 2:
-            raise UserError(f"angle={angle} must be from 0 to pi / 2")
+        for name, value, limit in (("sample", sample, 1.0), ("angle", angle, math.pi / 2)):
+            if not 0 <= value <= limit:
+                raise UserError(f"{name}={value} must be from 0 to {limit}")
         super().__init__(num_classes, dim, group, **options)
         self.scale = scale
         self.angle = angle
@@ -95,8 +94,8 @@ class ShardedClassifier(ShardedRows):
         """Return the local indices of the classes that take part, in ascending order."""
         takes_part = torch.ones(len(self.weight), dtype=torch.bool, device=labels.device)
         if self.sample < 1 and self.training:
-            key = labels.new_full((1,), int(random.noise_key(self.seed, is_traceable=False)))
-            takes_part = random.uniform(key, len(self.weight), self.first_row)[0] < self.sample
+            key = random.derive(random.noise_key(self.seed), "classes", labels.device)
+            takes_part = random.uniform(key[None], len(self.weight), self.first_row)[0] < self.sample
             takes_part[labels] = True
         return takes_part.nonzero()[:, 0]
 

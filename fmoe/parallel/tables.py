@@ -19,7 +19,6 @@ from fmoe.errors import UserError
 from fmoe.exchange.checks import raise_on_all_ranks
 from fmoe.exchange.collectives import all_to_all
 
-_BLOCK = 1 << 16  # rows that are drawn at a time
 _MAX_ROWS = 1 << 31  # `ShardedEmbedding.positions` multiplies two smaller numbers
 
 
@@ -36,7 +35,6 @@ class ShardedRows(nn.Module):
         group: the data parallel group, such as ``fmoe.parallel.init().data_group``.
         std: standard deviation of the initial values, which depend on ``seed`` and the position of a row alone.
         seed: the same on all ranks.
-        device: device of this rank's rows.
 
     Attributes:
         weight: this rank's rows, a leaf tensor.
@@ -54,7 +52,6 @@ class ShardedRows(nn.Module):
         *,
         std: float = 0.01,
         seed: int = 0,
-        device: torch.device | str | None = None,
     ):
         super().__init__()
         if not 1 <= num_rows <= _MAX_ROWS:
@@ -66,16 +63,16 @@ class ShardedRows(nn.Module):
         self.rows_per_rank = -(-num_rows // group.size())
         self.first_row = min(num_rows, self.rows_per_rank * group.rank())
         count = min(self.rows_per_rank, num_rows - self.first_row)
-        self.weight = torch.empty(count, dim, device=device).requires_grad_()
+        self.weight = torch.empty(count, dim).requires_grad_()
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the rows again, in blocks, so that no second copy of them exists."""
-        key = torch.tensor(random.key("rows", self.seed), dtype=torch.int64, device=self.weight.device)
+        key = random.derive(self.seed, "rows", self.weight.device)
         position = self.first_row
-        for block in self.weight.split(_BLOCK):
-            rows = torch.arange(position, position + len(block), dtype=torch.int64, device=key.device)
+        for block in self.weight.split(1 << 16):
+            rows = torch.arange(position, position + len(block), device=key.device)
             block.copy_(random.exact_normal(random.fold(key, rows), block.shape[1]) * self.std)
             position += len(block)
 
@@ -91,12 +88,12 @@ class ShardedRows(nn.Module):
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = DeviceMesh.from_group(self.group, local.device.type)
-        shape = torch.Size((self.num_rows, *local.shape[1:]))
+        shape = torch.Size([self.num_rows, *local.shape[1:]])
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Any, *args: Any) -> Any:
         self.weight.data = fn(self.weight.data)
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, *args)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.whole(self.weight.detach())
@@ -154,7 +151,7 @@ class ShardedEmbedding(ShardedRows):
             one, [A]; the numbers of rows that this rank asks of each rank, and of those that each asks of it.
         """
         error = invalid_index("ids", ids, self.num_rows)
-        distinct, where = self.positions(ids[..., :0] if error else ids).unique(return_inverse=True)
+        distinct, where = self.positions(ids.new_empty(0) if error else ids).unique(return_inverse=True)
         counts = torch.bincount(distinct // self.rows_per_rank, minlength=self.group.size())
         send, receive = exchange_counts(self.group, counts, error)
         return where, all_to_all(self.group, distinct, receive, send).wait() - self.first_row, send, receive
@@ -167,7 +164,7 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(group, rows, receive, send).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _AllToAll.apply(grad, *ctx.reverse), None, None, None
 
 
@@ -203,7 +200,7 @@ class CachedEmbedding(nn.Module):
 
     def _drop(self) -> None:
         self._rows = self.table.weight.detach()[:0]
-        self._ids = torch.empty(0, dtype=torch.int64, device=self._rows.device)
+        self._ids = self._rows.new_empty(0, dtype=torch.int64)
         self._gradients = [(self._ids, self._rows)]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -263,8 +260,8 @@ def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 def invalid_index(name: str, ids: Tensor, limit: int) -> UserError | None:
     """Return an error if a tensor has other values than integers from 0 to ``limit - 1``."""
-    if ids.dtype not in (torch.int32, torch.int64):
-        return UserError(f"{name} are {ids.dtype}; they must be torch.int64")
+    if ids.is_floating_point():
+        return UserError(f"{name} are {ids.dtype}; they must be integers")
     invalid = ids[(ids < 0) | (ids >= limit)].tolist()
     return UserError(f"{name}={invalid[0]} must be from 0 to {limit - 1}") if invalid else None
 

@@ -78,3 +78,10 @@ def test_a_step_without_gradients_changes_nothing():
 def test_wrong_options(options, text):
     with pytest.raises(UserError, match=text):
         RowAdagrad([torch.ones(1, 1, requires_grad=True)], **options)
+
+
+def test_a_dense_gradient_is_refused():
+    weight = torch.ones(2, 3, requires_grad=True)
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        RowAdagrad([weight]).step()

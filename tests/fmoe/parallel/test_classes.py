@@ -228,7 +228,7 @@ def refused(options):
     parallel.ShardedClassifier(CLASSES, DIM, dist.group.WORLD, **options)
 
 
-@pytest.mark.parametrize("options", [{"sample": 0.0}, {"sample": 1.5}, {"angle": -0.1}, {"angle": 2.0}])
+@pytest.mark.parametrize("options", [{"sample": -0.5}, {"sample": 1.5}, {"angle": -0.1}, {"angle": 2.0}])
 def test_wrong_options(two_ranks, options):
     ((key, value),) = options.items()
     for result in two_ranks.run(refused, options):

@@ -142,6 +142,16 @@ def test_initial_rows_do_not_depend_on_ranks(two_ranks):
     assert len(one.unique(dim=0)) == ROWS
 
 
+def scalar():
+    table = make(2, "sgd")[0]
+    return table(torch.tensor(7)).detach(), whole(table)[7]
+
+
+def test_one_id(two_ranks):
+    for row, expected in values(two_ranks.run(scalar)):
+        assert torch.equal(row, expected)
+
+
 def spread(num_rows):
     table = parallel.ShardedEmbedding(num_rows, 1, dist.group.WORLD)
     positions = table.positions(torch.arange(num_rows))
@@ -248,9 +258,10 @@ def invalid(ids):
     [
         (torch.tensor([0, ROWS]), f"ids={ROWS} "),
         (torch.tensor([[-1]]), "ids=-1 "),
+        (torch.tensor(ROWS), f"ids={ROWS} "),
         (torch.tensor([0.5]), "torch.float32"),
     ],
-    ids=["above", "below", "float"],
+    ids=["above", "below", "scalar", "float"],
 )
 def test_an_invalid_id_on_one_rank_raises_on_all(two_ranks, ids, text):
     results = two_ranks.run(invalid, ids)
@@ -268,16 +279,11 @@ def refused(what):
     table = parallel.ShardedEmbedding(ROWS, DIM, group)
     if what == "period":
         parallel.CachedEmbedding(table, period=0)
-    if what == "dense":
-        table.weight.grad = torch.zeros_like(table.weight)
-        RowAdagrad([table.weight]).step()
     if what == "lr":
         RowAdagrad([table.weight], lr=-1.0)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"), [("num_rows", "num_rows=0 "), ("period", "period=0 "), ("dense", "sparse"), ("lr", "lr=-1.0 ")]
-)
+@pytest.mark.parametrize(("what", "text"), [("num_rows", "num_rows=0 "), ("period", "period=0 "), ("lr", "lr=-1.0 ")])
 def test_wrong_arguments(two_ranks, what, text):
     for result in two_ranks.run(refused, what):
         assert isinstance(result, Raised) and issubclass(result.kind, UserError) and text in result.message
