@@ -141,7 +141,7 @@ def setup(app):
 
 NAV = {
     "Start": "quickstart tutorial",
-    "The layer": "layer gates experts losses fmoefy interop parallelism selftest migration",
+    "The layer": "layer gates experts losses fmoefy interop parallelism tables selftest migration",
     "In Megatron-core": "megatron",
     "Pretraining": """pretraining recipes recipe-reference plugins data launch report tracking checkpoints operations
         finetuning inference interchange large-batch communication precision convergence headlines /data/README

@@ -30,6 +30,7 @@ def test_losses_and_bytes_must_agree(loss, held, is_met):
 @pytest.mark.slow
 def test_a_small_run(tmp_path):
     command = [sys.executable, "-m", "bench", "classes", "--step-classes=2048", "--steps=2", "--ranks=8"]
+    command += ["--margin-classes=3001", "--margin-width=8", "--margin-batch=16"]
     command += ["--optimizers=adamw", "--precision=fp32", f"--out={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
@@ -42,3 +43,6 @@ def test_a_small_run(tmp_path):
     assert one["held"] == one["planned"] and two["held"] == two["planned"] < 0.6 * one["held"]
     assert one["losses"][1] < one["losses"][0]
     assert one["sent"] == 0 < two["sent"] < 1e6
+    one, two = rows["margins"]
+    assert (one["held"], two["held"]) == (3001 * 36, 1501 * 36)  # a rank's rows of 8 numbers, and an accumulator each
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5) and one["losses"][1] < one["losses"][0]
