@@ -180,7 +180,7 @@ class CachedEmbedding(nn.Module):
     Call `end_backward` after the backward pass of each step, before the optimizer's step.
 
     Args:
-        table: holds the rows.
+        table: holds the rows, on its final device.
         period: number of steps between reads of the same row.
         local_lr: learning rate of Geo-SGD; assign the attribute to change it.
 

@@ -11,7 +11,7 @@ from bench.studies import recommender
 
 def arguments(**changed):
     options = {"rows": 5_000, "dim": 4, "ranks": 2, "steps": 6, "batch": 32, "drift": 20, "seeds": [0], "experts": 4}
-    options |= {"contenders": ["mmoe", "dense"], "width": 8, "hidden": 4, "lr": 1e-2, "row_lr": 0.1}
+    options |= {"contenders": ["mmoe", "dense"], "width": 8, "hidden": 4, "lr": [1e-2], "row_lr": 0.1}
     return SimpleNamespace(**options | changed)
 
 

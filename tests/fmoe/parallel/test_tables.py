@@ -156,6 +156,9 @@ def spread(num_rows):
     table = parallel.ShardedEmbedding(num_rows, 1, dist.group.WORLD)
     positions = table.positions(torch.arange(num_rows))
     frequent = (positions[: max(2, num_rows // 50)] // table.rows_per_rank).double().mean().item()
+    rows = table(torch.arange(num_rows))  # also if a rank has none of them
+    rows.sum().backward()
+    assert len(rows) == num_rows and table.weight.grad.shape == table.weight.shape
     return positions.sort().values.tolist() == list(range(num_rows)), frequent, len(table.weight)
 
 
