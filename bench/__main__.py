@@ -30,6 +30,7 @@ BENCHMARKS = {
     "savers": "bench.studies.savers",
     "scaling": "bench.studies.scaling",
     "step": "bench.step.main",
+    "tasks": "bench.studies.tasks",
     "zero": "bench.studies.zero",
 }
 

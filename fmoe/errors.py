@@ -176,6 +176,30 @@ def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) 
     table[name] = entry
 
 
+def build_named(
+    table: Mapping[str, Any], key: str, name: str, options_key: str, options: Mapping[str, Any], **arguments: Any
+) -> Any:
+    """Call the entry ``name`` of a table of factories with the arguments, by position, and the options as keywords.
+
+    Args:
+        key, options_key: options or recipe keys that take the name and the options, for messages.
+
+    Raises:
+        UserError: the name is not in the table; the factory does not have an option, or raises TypeError or ValueError.
+    """
+    if name not in table:
+        raise UserError(f"{key}={name} is not known; {known_names(name, sorted(table))}")
+    accepted = option_names(table[name])
+    for option, value in options.items():
+        if accepted is not None and option not in accepted:
+            others = [other for other in accepted if other not in arguments]
+            raise UserError(f"{options_key}.{option}={value} is not an option of {name}; {known_names(option, others)}")
+    try:
+        return table[name](*arguments.values(), **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}={name} fails with the options {dict(options)}: {one_line(error)}") from error
+
+
 def _defined_as(entry: Any) -> tuple[str, ...]:
     if isinstance(entry, ModuleType):
         return (entry.__name__,)

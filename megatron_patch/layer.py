@@ -131,7 +131,7 @@ class MegatronMoE(MoE):
             slice_group=slice_group,
             sequence_group=sequence_group,
             expert_tensor_group=_group(pg_collection, "expt_tp", parallel_state.get_expert_tensor_parallel_group),
-            loss_scale=_megatron_loss_scale,
+            loss_scale=megatron_loss_scale,
             sequence_first=True,
             seed=key("layer", seed, layer_number or 0),
             name=_name(layer_number),
@@ -336,7 +336,7 @@ def _has_router(gate: Any) -> bool:
     return isinstance(cls, type) and "init_method" in (option_names(cls) or ())
 
 
-def _megatron_loss_scale() -> float | Tensor:
+def megatron_loss_scale() -> float | Tensor:
     """Return the factor of auxiliary losses that the schedule set for this micro batch; 1 if it set none."""
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     return 1.0 if scale is None else scale

@@ -75,7 +75,8 @@ class Trainer:
         error = None
         started = []
         try:
-            metrics: Metrics = {"corpus/unigram_entropy": self.inputs.unigram_entropy} if self.step == 0 else {}
+            entropy = self.inputs.unigram_entropy
+            metrics: Metrics = {} if self.step or entropy is None else {"corpus/unigram_entropy": entropy}
             for callback in self.callbacks:
                 started.append(callback)
                 callback.on_start(self, metrics)

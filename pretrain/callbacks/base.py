@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from fmoe.errors import UserError, add_name, known_names, one_line, option_names
+from fmoe.errors import UserError, add_name, build_named
 from pretrain.checkpoint import Snapshot
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.config import Recipe
@@ -125,26 +125,13 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
             raise UserError(f"run.callback_options.{name} is set, but run.callbacks={list(names)} lacks {name}")
     callbacks = []
     for name in names:
-        if name not in CALLBACKS:
-            raise UserError(f"run.callbacks={name} is not known; {known_names(name, sorted(CALLBACKS))}")
         if names.count(name) > 1:
             raise UserError(f"run.callbacks={list(names)} has {name} twice")
         options = tables.get(name, {})
         if not isinstance(options, Mapping):
             raise UserError(f"run.callback_options.{name}={options!r} must be a table")
-        accepted = option_names(CALLBACKS[name])
-        for option, value in options.items():
-            if accepted is not None and option not in accepted:
-                raise UserError(
-                    f"run.callback_options.{name}.{option}={value} is not an option of {name}; "
-                    f"{known_names(option, [other for other in accepted if other != 'recipe'])}"
-                )
-        try:
-            callback = CALLBACKS[name](recipe, **options)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"run.callbacks={name} fails with the options {dict(options)}: {one_line(error)}"
-            ) from error
+        options_key = f"run.callback_options.{name}"
+        callback = build_named(CALLBACKS, "run.callbacks", name, options_key, options, recipe=recipe)
         if not isinstance(callback, Callback):
             raise UserError(
                 f"run.callbacks={name} must build a pretrain.callbacks.Callback, not {type(callback).__name__}"

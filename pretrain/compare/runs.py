@@ -28,6 +28,7 @@ OF_NO_EFFECT = (
 _MEANING = {
     "gpt": ("data.document_mask", "data.chat", "data.bos"),
     "bert": ("data.noise_density",),
+    "classifier": ("model.vocab_size",),
     "t5": ("data.noise_density", "data.mean_span"),
 }
 

@@ -17,6 +17,10 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
         experts: number of routed experts before the split by ``moe.granularity``.
         decoder_length: tokens in a T5's decoder. Learned positions cover the longer of encoder and decoder.
     """
+    if model.kind == "classifier":
+        from pretrain.config import classifier  # imports transformers
+
+        return classifier.num_params(model, experts)
     width = model.hidden_size
     total = model.vocab_size * width
     total += sum(map(sum, _layers(model, experts))) + sum(_norms(model, number) for number in model.layer_numbers)
@@ -46,6 +50,10 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     biases, embeddings and Transformer-XL's projection of relative positions are not counted. For a T5, returns the mean
     over the tokens of both stacks.
     """
+    if model.kind == "classifier":
+        from pretrain.config import classifier
+
+        return classifier.flops_per_token(model)
     width = model.hidden_size
     length = model.sequence_length
     heads = model.attention.num_heads * (model.head_width + model.value_width)

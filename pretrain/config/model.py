@@ -178,9 +178,14 @@ class ModelConfig(Section):
 
     kind: Name = "gpt"
     """Architecture and objective: gpt predicts the next token, t5 (encoder and decoder) predicts masked spans, bert
-    predicts masked tokens; or a registered kind, which predicts the next token."""
+    predicts masked tokens; classifier is a classifier of images in
+    transformers, which `config` describes; or a registered kind,
+    which predicts the next token."""
+    config: Table = field(default_factory=dict)
+    """Table of the configuration of a classifier: ``model_type``, such as vit or swin, and keys of its configuration in
+    transformers. Needs kind=classifier and data.samples."""
     num_layers: Annotated[int, Interval(ge=1, le=2**16)] = 4
-    """Transformer layers; for t5, those of the encoder."""
+    """Transformer layers; for t5, those of the encoder; for a classifier, its feed-forward blocks."""
     num_decoder_layers: Annotated[int, Interval(ge=1, le=2**16)] | None = None
     """Layers of a t5's decoder; None for num_layers."""
     hidden_size: Positive = 192
@@ -190,9 +195,9 @@ class ModelConfig(Section):
     dense_ffn_hidden_size: Positive | None = None
     """Hidden width of the feed-forward block in layers without experts; None for ffn_hidden_size."""
     sequence_length: Annotated[int, Interval(ge=1, le=2**28)] = 256
-    """Tokens per training sequence; for t5, those of the encoder."""
+    """Tokens per training sequence; for t5, those of the encoder; for a classifier, tokens that count as one sample."""
     vocab_size: Positive = 2048
-    """Rows of the embedding; at least the size of the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the size of the tokenizer's vocabulary. For a classifier, number of classes."""
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu_oai"] = "gelu"
     """Activation of the feed-forward blocks. gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1.
     swiglu_oai, for gated blocks, is the activation of GPT-OSS: (v + 1) g sigmoid(1.702 g), with the gate g limited to
@@ -246,8 +251,8 @@ class ModelConfig(Section):
 
     @property
     def objective(self) -> str:
-        """Prediction task: ``t5``, ``bert`` or, for any other kind of model, ``gpt``."""
-        return self.kind if self.kind in ("t5", "bert") else "gpt"
+        """Prediction task: ``t5``, ``bert``, ``classifier`` or, for any other kind of model, ``gpt``."""
+        return self.kind if self.kind in ("t5", "bert", "classifier") else "gpt"
 
     @property
     def head_width(self) -> int:

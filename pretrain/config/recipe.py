@@ -57,7 +57,9 @@ class Recipe:
     @property
     def decoder_length(self) -> int:
         """Tokens per sample in a t5's decoder; 0 for other models."""
-        return self.spans.targets if self.model.kind == "t5" else 0
+        if self.model.kind != "t5":
+            return 0
+        return self.spans.targets if self.data.samples is None else self.model.sequence_length
 
     @property
     def streams(self) -> int:

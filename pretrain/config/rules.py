@@ -83,6 +83,17 @@ model.mtp_loss needs model.mtp_layers>0
 model.mtp_layers excludes position.encoding=transformer_xl: use model.mtp_layers=0
 model.mtp_layers less than model.sequence_length: no token would be left to predict
 model.kind=bert needs model.sequence_length>2: CLS, text and SEP
+model.config needs model.kind=classifier
+model.kind=classifier needs model.config, data.samples, data.tokenizer=
+model.kind=classifier excludes model.hidden_size, model.ffn_hidden_size, model.dense_ffn_hidden_size, model.activation,
+    model.gated, model.norm, model.norm_eps, model.dropout, model.tie_embeddings, model.init, model.init_std,
+    attention.num_heads, attention.num_query_groups, attention.head_dim, attention.qk_norm, attention.qkv_bias,
+    attention.scale, position.encoding, position.rope_theta, position.rotary_fraction: set the keys of model.config
+model.kind=classifier excludes moe.expert, moe.expert_options, moe.granularity, moe.num_shared_experts: experts are
+    those of fmoe.fmoefy, of the sizes of the blocks
+model.kind=classifier excludes parallel.tensor>1, parallel.pipeline>1, parallel.context>1, parallel.shard=gradients,
+    parallel.shard=parameters, parallel.recompute=selective, parallel.recompute=full: use parallel.expert and data
+evaluation.tasks excludes model.kind=classifier: the harness's requests are those of a GPT
 
 # Experts
 moe.top_k at most moe.num_experts if moe.num_experts>0
@@ -93,6 +104,10 @@ moe.shared_ffn_hidden_size, moe.shared_expert_gate needs moe.num_shared_experts>
 # Data and batches
 data.document_mask, data.chat, data.bos excludes model.kind=t5, model.kind=bert: use model.kind=gpt
 data.document_mask, data.chat excludes model.mtp_layers: they would predict tokens of the next document
+data.samples_options needs data.samples
+data.samples excludes data.weights, data.document_mask, data.bos, data.chat, position.memory_length: the source makes
+    whole samples; leave it out
+data.noise_density, data.mean_span excludes data.samples: the source makes whole samples; leave it out
 data.document_mask, data.chat, data.weights, train.ramp_batch excludes position.memory_length: leave it out
 train.ramp_batch needs train.ramp_increment
 train.ramp_increment needs train.ramp_samples

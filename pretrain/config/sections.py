@@ -32,11 +32,16 @@ class DataConfig(Section):
 
     tokenizer: Annotated[AnyPath, OnResume("none: the content must be the same")] = "data/pylib/out/tokenizer.model"
     """Tokenizer file: a sentencepiece model, or a tokenizer.json of Hugging Face tokenizers; ``fmoe data tokenizer``
-    trains both kinds."""
+    trains both kinds. Empty for no tokenizer (needs samples)."""
     train: Annotated[tuple[Corpus, ...], MinLen(1), OnResume("none: the content must be the same")] = (
         "data/pylib/out/train",
     )
     """Training corpora: prefixes of .bin/.idx pairs, which ``fmoe data prepare`` writes."""
+    samples: Name | None = None
+    """Name of a registered source of samples, such as sentence pairs or images with classes, which reads the entries of
+    `train` and `validation` (docs/plugins.md); None for corpora of tokens."""
+    samples_options: Table = field(default_factory=dict)
+    """Table of options of the source of samples."""
     weights: tuple[float, ...] = ()
     """Proportions in which samples are taken from the corpora of `train`, in any unit; empty to join the corpora."""
     validation: Annotated[tuple[Corpus, ...], OnResume("validation only")] = ("data/pylib/out/validation",)

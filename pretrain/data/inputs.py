@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from pretrain.config import Recipe
 from pretrain.data.blend import Blend
 from pretrain.data.conversations import Conversations
 from pretrain.data.counting import check_ids, count_missing, unigram_entropy
+from pretrain.data.custom import open_source
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.opening import bos_of, naming, open_corpus, open_tokenizer
 from pretrain.data.samples import GPTSamples, Samples
@@ -71,18 +73,34 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """
     _check_machine(recipe)
     vocab_size = recipe.model.vocab_size
-    tokenizer = open_tokenizer(recipe)
+    needs_tokenizer = recipe.data.tokenizer or recipe.data.samples is None
+    tokenizer: Any = open_tokenizer(recipe) if needs_tokenizer else None
+    samples: Samples
+    corpora: list[IndexedCorpus] = []
+    epochs_per_sample: tuple[float, ...] = ()
+    entropy = None
     with naming("data.train"):
-        corpora = _open_corpora(recipe, recipe.data.train, tokenizer)
-        samples, epochs_per_sample = _build_samples(recipe, corpora, tokenizer, recipe.train.seed, recipe.data.weights)
-        check_ids(corpora, vocab_size)
-        has_counts = all(corpus.counts for corpus in corpora)
-        entropy = unigram_entropy(corpora, vocab_size) if has_counts else None
+        if recipe.data.samples is not None:
+            samples, fingerprints = open_source(recipe, recipe.data.train, recipe.train.seed)
+        else:
+            corpora = _open_corpora(recipe, recipe.data.train, tokenizer)
+            seed = recipe.train.seed
+            samples, epochs_per_sample = _build_samples(recipe, corpora, tokenizer, seed, recipe.data.weights)
+            check_ids(corpora, vocab_size)
+            if all(corpus.counts for corpus in corpora):
+                entropy = unigram_entropy(corpora, vocab_size)
+            fingerprints = _fingerprints(recipe, corpora)
     validation = None
     held_out: tuple[str | None, ...] = ()
     if recipe.data.validation:
         validation, held_out = open_validation(recipe, tokenizer)
-    fingerprints = _fingerprints(recipe, corpora)
+    warnings: tuple[str, ...] = ()
+    if recipe.data.samples is None:
+        warnings = (
+            *_conversation_doubts("data.train", samples),
+            *_conversation_doubts("data.validation", validation),
+            *_doubts(recipe, validation, fingerprints, held_out),
+        )
     return Inputs(
         train=samples,
         validation=validation,
@@ -90,24 +108,25 @@ def open_inputs(recipe: Recipe) -> Inputs:
         unigram_entropy=entropy,
         fingerprints=fingerprints,
         validation_fingerprints=held_out,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        end_of_document=tokenizer.end_of_document,
+        tokenizer_fingerprint=getattr(tokenizer, "fingerprint", None),
+        end_of_document=getattr(tokenizer, "end_of_document", None),
         epochs_per_sample=epochs_per_sample,
-        warnings=(
-            *_conversation_doubts("data.train", samples),
-            *_conversation_doubts("data.validation", validation),
-            *_doubts(recipe, validation, fingerprints, held_out),
-        ),
+        warnings=warnings,
     )
 
 
-def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tuple[str | None, ...]]:
+def open_validation(recipe: Recipe, tokenizer: Any) -> tuple[Samples, tuple[str | None, ...]]:
     """Return a recipe's validation samples, and the SHA-256 of each validation corpus's tokens (None if unknown).
+
+    Args:
+        tokenizer: may be None with ``data.samples``.
 
     Raises:
         UserError: as for `open_inputs`; the message begins with ``data.validation``.
     """
     with naming("data.validation"):
+        if recipe.data.samples is not None:
+            return open_source(recipe, recipe.data.validation, VALIDATION_SEED)
         corpora = _open_corpora(recipe, recipe.data.validation, tokenizer)
         samples, _ = _build_samples(recipe, corpora, tokenizer, VALIDATION_SEED)
         check_ids(corpora, recipe.model.vocab_size)
@@ -122,6 +141,8 @@ def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
     Raises:
         UserError: a token id is outside the model's vocabulary; raised on every rank.
     """
+    if not inputs.corpora:  # samples of a registered source
+        return inputs
     count_missing(inputs.corpora, vocab_size)
     with naming("data.train"):
         return replace(inputs, unigram_entropy=unigram_entropy(inputs.corpora, vocab_size))

@@ -120,9 +120,8 @@ def hold(engine: Engine) -> Holding:
     distinct = [(p, _parts(p)) for p in parameters if not getattr(p, "shared", False)]
     memory = sum(memory.length * len(memory.layers) for memory in engine.memories)  # hidden states of one stream
     memory *= engine.recipe.model.hidden_size * engine.config.params_dtype.itemsize * engine.recipe.streams
-    layers = sorted(layer.layer_number + offset for layer, offset in _layers(engine))
     return Holding(
-        layers=tuple(layers),
+        layers=tuple(sorted(_layer_numbers(engine))),
         experts=max((layer.num_local_experts for layer in engine.moe_layers), default=0),
         parameters=sum(p.numel() for p in parameters),
         weights=weights,
@@ -136,11 +135,14 @@ def hold(engine: Engine) -> Holding:
     )
 
 
-def _layers(engine: Engine) -> Iterator[tuple[Any, int]]:
+def _layer_numbers(engine: Engine) -> Iterator[int]:
+    if engine.recipe.model.kind == "classifier":
+        yield from engine.recipe.model.layer_numbers
+        return
     for chunk in engine.chunks:
         for stack in stacks(chunk):
             for layer in stack.layers:
-                yield layer, stack.offset
+                yield layer.layer_number + stack.offset
 
 
 def _parts(parameter: Tensor) -> int:

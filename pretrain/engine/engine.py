@@ -13,12 +13,12 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fmoe import end_step, random
+from fmoe import MoE, end_step, random
 from fmoe.activations import SavedActivations
 from fmoe.gates import skip_step
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from fmoe.runtime.phases import phase
-from megatron_patch import MegatronMoE, bf16_linear, mtp
+from megatron_patch import bf16_linear, mtp
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import clip_gradients
 from pretrain.config import Recipe
@@ -112,7 +112,7 @@ class Engine:
                 bf16_linear.mark_weights(chunk)
         self.gpt = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.config = self.chunks[0].config
-        self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronMoE)]
+        self.moe_layers: list[Any] = [module for module in self.gpt.modules() if isinstance(module, MoE)]
         self.model: list[Any] = [wrap(recipe, chunk, index) for index, chunk in enumerate(self.chunks)]
         self.memories: list[Memory] = self.kind.memories(recipe, self.chunks)
         encoding = recipe.train.activations

@@ -18,7 +18,6 @@ from fmoe.errors import UserError, one_line
 from fmoe.exchange import build_exchange
 from fmoe.experts import FFNExperts
 from fmoe.gates import GATES, HashRouter, build_gate
-from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
 from megatron_patch.fsdp import FullyShardedDataParallel
 from pretrain.config import ModelConfig, Recipe
@@ -43,7 +42,8 @@ def build_model(
     # Megatron-core warns about every unknown module, and from 0.19 on about its GPTModel.
     for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
-    module = kind_of(recipe).build(recipe, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+    kind = kind_of(recipe)
+    module = kind.build(recipe, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if model.dropout:
         key_dropout(module, recipe.train.seed)
     if model.moe.num_experts:
@@ -51,7 +51,7 @@ def build_model(
         if model.moe.balance_scope != "routing_group":
             ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
             options["gate_options"] = options["gate_options"] | {"balance_group": ranks}
-        fmoefy(
+        kind.fmoefy(
             module,
             model.routed_experts,
             layers=model.layers_with_experts,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,6 @@ from megatron.core import parallel_state
 
 from fmoe.metrics import LayerMetrics, LayerReport
 from fmoe.routing import sum_dtype
-from megatron_patch import MegatronMoE
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RoutingReports:
     Tensor and context parallel ranks count the same tokens, so nothing is summed over them.
 
     Args:
-        layers: the MoE layers on this rank.
+        layers: the MoE layers on this rank, with their ``layer_number``.
         num_layers: number of layers of the whole model; they are numbered from 1.
         num_experts: number of routed experts in each MoE layer; 0 for a model without MoE layers.
         loss_names: names of the auxiliary losses, in the layers' order.
@@ -41,7 +41,7 @@ class RoutingReports:
 
     def __init__(
         self,
-        layers: Sequence[MegatronMoE],
+        layers: Sequence[Any],
         num_layers: int,
         num_experts: int,
         loss_names: Sequence[str],

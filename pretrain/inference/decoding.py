@@ -119,16 +119,16 @@ class T5Decoder:
 
     Args:
         model: a T5 without expert capacity limits (``load_model(..., drops=False)``).
-        inputs_S: the encoder's tokens.
-        num_samples: number of samples to decode from these tokens.
+        inputs_BS: the encoder's tokens of B texts, without padding.
+        num_samples: number of samples to decode: B, or any number if B is 1.
     """
 
-    def __init__(self, model: Any, inputs_S: Tensor, num_samples: int):
+    def __init__(self, model: Any, inputs_BS: Tensor, num_samples: int):
         refuse_expert_choice(model.decoder)  # the encoder sees all of its tokens at once
         self._model = model
         with torch.no_grad():
-            encoded_S1D = model(inputs_S.unsqueeze(0), None, None, None, None, output_encoder_hidden_only=True)
-        self._encoded_SND = encoded_S1D.expand(-1, num_samples, -1).contiguous()
+            encoded_SBD = model(inputs_BS, None, None, None, None, output_encoder_hidden_only=True)
+        self._encoded_SND = encoded_SBD.expand(-1, num_samples, -1).contiguous()
 
     def __call__(self, tokens_NS: Tensor) -> Tensor:
         encoded_SND = self._encoded_SND

@@ -14,6 +14,7 @@ from pretrain.config import ParallelConfig
 from pretrain.inference import report
 from pretrain.inference.evaluation import evaluate
 from pretrain.inference.load import Trained, load_model, open_run, process_groups, start_ranks
+from pretrain.inference.scores import score
 from pretrain.start.process import Processes
 
 
@@ -50,8 +51,9 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
     with process_groups(parallel) as processes:
         for trained, data in zip(runs, data_of_runs, strict=True):
             with _progress(trained.name, data.count, processes) as on_progress:
+                model = load_model(trained, processes, drops=True)
                 evaluation = evaluate(
-                    load_model(trained, processes, drops=True),
+                    model,
                     trained.recipe,
                     data.samples,
                     streams=data.streams,
@@ -60,7 +62,8 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
                     device=processes.device,
                     on_progress=on_progress,
                 )
-            results.append(report.RunEvaluation(trained, data, evaluation))
+            figures = () if data.source is None else score(model, trained, data.source, evaluation.sequences, processes)
+            results.append(report.RunEvaluation(trained, data, evaluation, *figures))
     if not processes.is_main:
         return 0
     if arguments.json:
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
 
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
-    """Return the number of UTF-8 bytes of every token's text; None for a T5 or a BERT."""
+    """Return the number of UTF-8 bytes of every token's text; None if the model does not predict text."""
     if trained.recipe.model.objective != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths

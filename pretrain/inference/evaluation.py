@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,15 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fmoe import MoE
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from fmoe.metrics import LayerReport, counting
-from megatron_patch import MegatronMoE
 from megatron_patch.transformer_xl import StreamMemory
 from pretrain.config import Recipe
 from pretrain.config.layer import loss_weights
 from pretrain.engine.routing import RoutingReports
+from pretrain.inference.decoding import T5Decoder, generate
+from pretrain.inference.sampling import Sampling
 from pretrain.inference.stages import run_stages
 from pretrain.inference.windows import Sample
 from pretrain.models import kind_of
@@ -99,7 +102,7 @@ def evaluate(
     data_group = parallel_state.get_data_parallel_group()
     # Streams are not divided: all data parallel ranks read them, and the first counts.
     num_parts = data_group.size() if memory is None else 1
-    layers = [module for module in model.modules() if isinstance(module, MegatronMoE)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
     reports = _reports(layers, recipe, device)
     sums = Evaluation(bytes=None if byte_lengths is None else 0)
     done = 0
@@ -113,7 +116,7 @@ def evaluate(
             if memory is not None:
                 is_start = "starts" in batch and bool(batch.pop("starts").any())
                 memory.enter(done, is_start, len(batch["tokens"]))
-            done += sum(len(part["tokens"]) for part in group)
+            done += sum(len(part["labels"]) for part in group)
             labels = batch.pop("labels")
             mask = batch.pop("loss_mask", None)
             moved = to_device(batch, device)
@@ -122,8 +125,8 @@ def evaluate(
                 return forward(stage, moved)
 
             # Stages exchange hidden states of a T5's encoder and decoder together.
-            tokens_BS = torch.cat([moved[name] for name in ("tokens", "decoder_tokens") if name in moved], dim=1)
-            logits_BSV = run_stages(model, run, tokens_BS, recipe.model.vocab_size)
+            parts = [moved[name] for name in ("tokens", "decoder_tokens") if name in moved] or [labels]
+            logits_BSV = run_stages(model, run, torch.cat(parts, dim=1), recipe.model.vocab_size)
             if is_counted and logits_BSV is not None:
                 masks = [None] * len(labels) if mask is None else mask
                 for logits_SV, labels_S, mask_S in zip(logits_BSV, labels, masks, strict=True):
@@ -137,7 +140,51 @@ def evaluate(
     return replace(_summed(sums, device), layers={number: collected[number] for number in numbers})
 
 
-def _reports(layers: list[MegatronMoE], recipe: Recipe, device: torch.device | str) -> RoutingReports:
+def predict(
+    model: nn.Module, recipe: Recipe, tokenizer: Any, samples: Iterable[Sample], device: torch.device
+) -> list[list[int]]:
+    """Return the predicted tokens of each sample. Collective: data parallel ranks all predict all samples.
+
+    Consecutive samples of equal length form micro batches. A T5 decodes greedily from ``tokens``, up to the end token,
+    which is left out, or to ``model.sequence_length`` tokens. Another model predicts the most probable token at each
+    position that has a label and no 0 in ``loss_mask``.
+
+    Args:
+        model: for a T5, loaded without expert capacity limits (``load_model(..., drops=False)``).
+    """
+    forward = kind_of(recipe).forward
+    predicted: list[list[int]] = []
+    for batch in batches(samples, recipe.train.micro_batch, recipe.model.vocab_size):
+        if recipe.model.kind == "t5":
+            tokens_BS = batch["tokens"].to(device)
+            steps = generate(
+                T5Decoder(model, tokens_BS, len(tokens_BS)),
+                [tokenizer.role("pad")],
+                Sampling(temperature=0),
+                max_tokens=recipe.model.sequence_length,
+                end=tokenizer.end_of_document,
+                vocab_size=tokenizer.vocab_size,
+                num_samples=len(tokens_BS),
+                device=device,
+            )
+            for row in zip(*steps, strict=True):
+                predicted.append([token for token in row if token not in (None, tokenizer.end_of_document)])
+            continue
+        labels_BS = batch.pop("labels")
+        mask_BS = batch.pop("loss_mask", torch.ones_like(labels_BS)).bool()
+        moved = to_device(batch, device)
+
+        def run(stage: nn.Module, moved: Batch = moved) -> Tensor:
+            return forward(stage, moved)
+
+        logits_BSV = run_stages(model, run, labels_BS, recipe.model.vocab_size)
+        assert logits_BSV is not None  # a single stage
+        best_BS = logits_BSV.argmax(-1).cpu()
+        predicted += [best_S[mask_S].tolist() for best_S, mask_S in zip(best_BS, mask_BS, strict=True)]
+    return predicted
+
+
+def _reports(layers: list[Any], recipe: Recipe, device: torch.device | str) -> RoutingReports:
     model = recipe.model
     return RoutingReports(
         layers,

@@ -90,7 +90,7 @@ def _decoder(
         raise UserError(f"--no-cache is not supported with position.memory_length={model.position.memory_length}")
     module = load_model(trained, processes, drops=False)
     if model.kind == "t5":
-        inputs = torch.tensor(ids, device=processes.device, dtype=torch.int64)
+        inputs = torch.tensor([ids], device=processes.device, dtype=torch.int64)
         # Learned positions, if the model has any, end there.
         max_tokens = min(arguments.max_tokens, max(model.sequence_length, trained.recipe.decoder_length))
         return decoding.T5Decoder(module, inputs, arguments.num_samples), [trained.tokenizer.role("pad")], max_tokens
@@ -125,8 +125,8 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     tokenizer = trained.tokenizer
     kind = trained.recipe.model.kind
     length = trained.recipe.model.sequence_length
-    if kind == "bert":
-        raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a run of a gpt or t5")
+    if kind in ("bert", "classifier"):
+        raise UserError(f"{trained.name} has model.kind={kind}, which does not generate text: use a run of a gpt or t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if not ids:
         raise UserError(f"the prompt has no tokens with the tokenizer {tokenizer.path}: use another prompt")

@@ -16,7 +16,6 @@ from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import OptimizerConfig, ParallelConfig, Recipe, TrainConfig, build_recipe
 from pretrain.config.imports import import_plugins, import_stored
 from pretrain.data.opening import open_trained_tokenizer
-from pretrain.data.tokenizers import Tokenizer
 from pretrain.start import process, ranks
 from pretrain.start.job import Job
 from pretrain.start.launch import rendezvous
@@ -33,14 +32,15 @@ class Trained:
     Attributes:
         name: the path as the user spelled it.
         recipe: the checkpoint's recipe, with the split `open_run` was given.
-        tokenizer: the run's tokenizer, verified by its SHA-256 if that is recorded.
+        tokenizer: the run's tokenizer, verified by its SHA-256 if that is recorded; None if
+            ``data.tokenizer`` is empty.
         run_data: the record ``data`` in the run's ``run.json``; empty if the file is missing.
     """
 
     name: str
     checkpoint: Checkpoint
     recipe: Recipe
-    tokenizer: Tokenizer
+    tokenizer: Any
     run_data: dict[str, Any]
 
 
@@ -74,7 +74,9 @@ def open_run(
     run_data = _run_data(checkpoint.path)
     data = checkpoint.state.get("data", {})
     try:
-        opened = open_trained_tokenizer(recipe, tokenizer, data, run_data.get("tokenizer"))
+        opened = None
+        if recipe.data.tokenizer:
+            opened = open_trained_tokenizer(recipe, tokenizer, data, run_data.get("tokenizer"))
     except UserError as error:
         hint = "" if tokenizer else "; if the file has moved, pass --tokenizer FILE"
         raise UserError(f"{path}: {error}{hint}") from error

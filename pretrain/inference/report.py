@@ -1,18 +1,20 @@
 """Evaluation reports: the data to evaluate on, and the results as text and as JSON values."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError
 from fmoe.metrics import LayerReport
+from pretrain.data.custom import SourceSamples
 from pretrain.data.inputs import open_validation
 from pretrain.data.opening import bos_of
 from pretrain.formats import finite, markdown
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
+from pretrain.inference.scores import Loads
 from pretrain.inference.windows import Text, samples_of
 from pretrain.models import kind_of
 from pretrain.tracking.metrics import DECLARED, Metric
@@ -27,12 +29,14 @@ class EvaluationData:
         count: number of sequences, or an upper bound on it; None if neither is known before the text is read.
         samples: iterator over the sequences.
         streams: for a model with memory, number of streams of text; sequence i continues stream ``i % streams``.
+        source: the samples, if they are those of a registered source; else None.
     """
 
     paths: tuple[str, ...]
     count: int | None
     samples: Iterator
     streams: int = 1
+    source: SourceSamples | None = None
 
 
 def open_data(
@@ -76,7 +80,11 @@ def open_data(
         count = recipe.train.validation_sequences
         if max_sequences is not None:
             count = min(max_sequences, samples.samples_per_epoch)
-        return EvaluationData(recipe.data.validation, count, (samples[n] for n in range(count)), recipe.streams or 1)
+        source = samples if isinstance(samples, SourceSamples) else None
+        rows = (samples[n] for n in range(count))
+        return EvaluationData(recipe.data.validation, count, rows, recipe.streams or 1, source)
+    if recipe.data.samples is not None:
+        raise UserError(f"--data is not supported with data.samples={recipe.data.samples} of {trained.name}")
     if stride is not None:
         _check_stride(stride, trained)
     text = Text(data, trained.tokenizer, model.vocab_size, text_key, format, bos_of(recipe, trained.tokenizer))
@@ -116,6 +124,8 @@ class RunEvaluation:
     trained: Trained
     data: EvaluationData
     evaluation: Evaluation
+    scores: dict[str, float] = field(default_factory=dict)
+    loads: Loads = field(default_factory=dict)
 
 
 def text(runs: Sequence[RunEvaluation]) -> str:
@@ -137,6 +147,14 @@ def text(runs: Sequence[RunEvaluation]) -> str:
         )
     parts = [markdown(rows)]
     for run in runs:
+        if run.scores:
+            parts.append(
+                markdown([["run", *run.scores], [run.trained.name, *(f"{x:.4g}" for x in run.scores.values())]])
+            )
+        for number in run.evaluation.layers if run.loads else ():
+            rows = [[str(label), *(f"{share:.1%}" for share in layers[number])] for label, layers in run.loads.items()]
+            experts = [f"expert {expert}" for expert in range(len(rows[0]) - 1)]
+            parts.append(markdown([[f"{run.trained.name}, layer {number}, class", *experts], *rows]))
         rows = []
         for number, layer in run.evaluation.layers.items():
             numbers = {metric: value for metric, value in _layer_values(layer).items() if not isinstance(value, list)}
@@ -157,7 +175,7 @@ def notes(runs: Sequence[RunEvaluation]) -> list[str]:
     lines = []
     if len({run.trained.recipe.model.kind for run in runs}) > 1:
         lines.append("the models are of different kinds: their losses are not comparable")
-    elif len({run.trained.tokenizer.fingerprint for run in runs}) > 1:
+    elif len({getattr(run.trained.tokenizer, "fingerprint", None) for run in runs}) > 1:
         lines.append("the tokenizers differ: losses per token are not comparable, bits per byte (of a GPT) are")
     if len({run.data.paths for run in runs}) > 1:
         lines.append(
@@ -181,6 +199,8 @@ def _values(run: RunEvaluation) -> dict[str, Any]:
         "precision": run.trained.recipe.train.precision,
         "data": list(run.data.paths),
         **{name: finite(getattr(sums, name)) for name in _SUMS},
+        "scores": {name: finite(value) for name, value in run.scores.items()},
+        "loads_by_class": run.loads,
         "layers": [
             {"layer": number} | {metric.name: finite(value) for metric, value in _layer_values(layer).items()}
             for number, layer in sums.layers.items()

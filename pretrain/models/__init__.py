@@ -18,6 +18,7 @@ KINDS: dict[str, Any] = {
     "gpt": "pretrain.models.gpt",
     "t5": "pretrain.models.t5",
     "bert": "pretrain.models.bert",
+    "classifier": "pretrain.models.classifier",
 }
 """Kinds of models by name: modules, by their names, and registered objects."""
 
@@ -30,6 +31,8 @@ class Kind:
         build: ``build(recipe, *, pre_process, post_process, vp_stage)`` builds Megatron-core's model on the host, once
             per pipeline chunk of a rank. The model has dense feed-forward blocks, but may have none where experts will
             be.
+        fmoefy: ``fmoefy(model, num_experts, *, layers, overlap_shared, exchange, exchange_options, seed, **options)``
+            replaces the blocks of ``layers`` (from 1) by experts; by default `megatron_patch.fmoefy`.
         forward: ``forward(model, batch)`` runs a chunk on a micro batch from `pretrain.models.batch.collate`: b
             sequences of s tokens (of a T5, s tokens in the decoder). The last chunk returns losses [b, s], or logits
             [b, s, vocabulary] if the batch has no ``labels``. Other chunks return activations. ``model`` may be wrapped
@@ -44,6 +47,7 @@ class Kind:
     """
 
     build: Callable[..., nn.Module]
+    fmoefy: Callable[..., nn.Module]
     forward: Callable[[nn.Module, Batch], Tensor]
     block_length: Callable[[Recipe], int]
     samples: Callable[..., Any]

@@ -44,6 +44,17 @@ def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: i
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
+def other_document(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return Megatron's attention mask, bool [b, 1, s of queries, s of keys], from the document numbers of tokens.
+
+    The mask is True where a query must not see a key, because the key is in another document.
+
+    Args:
+        queries, keys: document numbers [b, s].
+    """
+    return (queries.unsqueeze(2) != keys.unsqueeze(1)).unsqueeze(1)
+
+
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """Move a batch to a device; to a GPU in a single asynchronous transfer from pinned memory."""
     device = torch.device(device)

@@ -15,7 +15,7 @@ from pretrain.config import Recipe
 from pretrain.data.masking import Masking
 from pretrain.data.samples import TokenBlocks
 from pretrain.data.tokenizers import Tokenizer
-from pretrain.models.batch import Batch
+from pretrain.models.batch import Batch, other_document
 from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 
 
@@ -31,7 +31,7 @@ class UnpaddedBert(BertModel):
         return "b1ss"
 
     def bert_extended_attention_mask(self, attention_mask: Tensor | None) -> Tensor | None:
-        return None if attention_mask is None else super().bert_extended_attention_mask(attention_mask)
+        return attention_mask  # of `other_document`
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None, tokentype_ids: Tensor | None = None, **options):
         if tokentype_ids is None and self.pre_process and self.embedding.num_tokentypes:
@@ -72,7 +72,9 @@ def build(
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """Run a BERT on a micro batch; see `pretrain.models`."""
-    output = model(batch["tokens"], None, lm_labels=batch.get("labels"))
+    documents = batch.get("documents")  # of a registered source
+    mask = None if documents is None else other_document(documents, documents)
+    output = model(batch["tokens"], mask, lm_labels=batch.get("labels"))
     # The last stage returns losses or logits, and the output of an unused binary head.
     return output[0] if isinstance(output, tuple) else output
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from fmoe import random
+from megatron_patch import fmoefy as fmoefy  # of `Kind`
 from megatron_patch import patches
 from megatron_patch.attention import SDPAttention
 from megatron_patch.biases import BiasedRowParallelLinear, add_output_bias
@@ -22,7 +23,7 @@ from pretrain.config import Recipe
 from pretrain.data.packing import DocumentMask
 from pretrain.data.samples import GPTSamples, Samples, Segments, TokenBlocks
 from pretrain.data.tokenizers import Tokenizer
-from pretrain.models.batch import Batch
+from pretrain.models.batch import Batch, other_document
 from pretrain.models.config import norm_class, own_norms, transformer_config
 from pretrain.models.memory import Memory
 from pretrain.models.yarn import scale_positions
@@ -148,4 +149,4 @@ def document_mask(documents: Tensor) -> Tensor:
     # Rotary positions need not restart in each document: scores depend only on differences of positions.
     length = documents.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
-    return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)
+    return later | other_document(documents, documents)

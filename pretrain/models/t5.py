@@ -24,8 +24,9 @@ from pretrain.config import Recipe
 from pretrain.data.samples import TokenBlocks
 from pretrain.data.spans import SpanCorruption, Spans
 from pretrain.data.tokenizers import Tokenizer
-from pretrain.models.batch import Batch
+from pretrain.models.batch import Batch, other_document
 from pretrain.models.config import own_norms, set_rope_theta, transformer_config
+from pretrain.models.gpt import document_mask
 
 
 def build(
@@ -135,7 +136,12 @@ class StagedT5(T5Model):
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """Run a T5 on a micro batch; see `pretrain.models`."""
-    return model(batch["tokens"], batch["decoder_tokens"], None, None, None, lm_labels=batch.get("labels"))
+    masks: list[Tensor | None] = [None, None, None]
+    if "documents" in batch:  # of a registered source
+        encoder = batch["documents"]
+        decoder = batch["decoder_documents"]
+        masks = [other_document(encoder, encoder), document_mask(decoder), other_document(decoder, encoder)]
+    return model(batch["tokens"], batch["decoder_tokens"], *masks, lm_labels=batch.get("labels"))
 
 
 def block_length(recipe: Recipe) -> int:

@@ -222,14 +222,14 @@ def t5_steps(_):
     model = model_of(recipe)
     tokens = torch.from_numpy(samples_of(recipe)[0]["tokens"])
     expected_inputs = samples_of(recipe)[0]["decoder_tokens"].tolist()
-    decoder = T5Decoder(model, tokens, 2)
+    decoder = T5Decoder(model, tokens[None], 2)
     worst = 0.0
     for count in range(1, len(expected_inputs) + 1):
         ids = torch.tensor([expected_inputs[:count]])
         expected = model(tokens.unsqueeze(0), ids, None, None, None)[0, -1]
         for row in decoder(ids.expand(2, -1)):
             worst = max(worst, (row - expected).norm().item() / expected.norm().item())
-    flipped = T5Decoder(model, tokens.flip(0), 1)(ids)[0]
+    flipped = T5Decoder(model, tokens.flip(0)[None], 1)(ids)[0]
     return worst, (flipped - row).norm().item() / row.norm().item()
 
 

@@ -68,7 +68,7 @@ def judged(recipe, streams):
     prompt = [9, 8, 7]
     if model.kind == "t5":
         prompt = [0]
-        decoder = T5Decoder(module, torch.tensor([15, 16, SENTINELS[0], 18, END]), 3)
+        decoder = T5Decoder(module, torch.tensor([[15, 16, SENTINELS[0], 18, END]]), 3)
     elif model.position.memory_length:
         decoder = MemoryDecoder(module, model.position.memory_length)
     else:

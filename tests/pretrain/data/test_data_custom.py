@@ -1,0 +1,271 @@
+"""Samples of registered sources: their order, errors, and runs on the source of docs/plugins.md and on pairs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forks import only
+from runs import steps, tensor_hash
+
+from fmoe.errors import UserError
+from pretrain.config import DataConfig, Recipe
+from pretrain.config.load import load_recipe
+from pretrain.data.custom import SOURCES, SourceSamples, open_source
+from pretrain.data.inputs import open_inputs
+
+PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
+COPIES = '''
+"""Pairs whose target is the source, both followed by the end of document."""
+import numpy as np
+from pretrain.data.custom import register_samples
+from pretrain.data.opening import open_tokenizer
+
+
+class Copies:
+    def __init__(self, recipe, names, size=12):
+        self.tokenizer = open_tokenizer(recipe)
+        self.size = size
+        self.seed = names == ("held out",)
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        text = self.text(i)
+        full = np.zeros(16, np.int64)
+        full[: len(text)] = text
+        numbers = (np.arange(16) >= len(text)).astype(np.int64)
+        labels = full.copy()
+        return {
+            "tokens": full,
+            "documents": numbers,
+            "decoder_tokens": np.concatenate([[self.tokenizer.role("pad")], full[:-1]]),
+            "decoder_documents": np.zeros(16, np.int64),
+            "labels": full,
+            "loss_mask": 1 - numbers,
+        }
+
+    def text(self, i):
+        words = np.random.default_rng([i, self.seed]).integers(300, 308, 2 + i % 5)
+        return [*words.tolist(), self.tokenizer.end_of_document]
+
+    def score(self, numbers, predict):
+        texts = [self.text(i) for i in numbers]
+        predicted = predict({"tokens": np.array(text)} for text in texts)
+        assert len(predicted) == len(texts)
+        exact = [text[:-1] == tokens for text, tokens in zip(texts, predicted)]
+        return {"exact": sum(exact) / len(exact), "tokens": sum(map(len, predicted))}
+
+
+register_samples("copies", Copies)
+'''
+
+
+class Numbers:
+    """Source of numbers, which counts how often it is built."""
+
+    def __init__(self, recipe, names, size=5):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return {"x": np.array([i])}
+
+
+@pytest.fixture
+def numbers(monkeypatch):
+    monkeypatch.setitem(SOURCES, "numbers", Numbers)
+
+
+def test_each_epoch_has_all_samples_in_another_order():
+    samples = SourceSamples(Numbers(None, ()), seed=3)
+    order = [int(samples[n]["x"][0]) for n in range(15)]
+    epochs = [order[start : start + 5] for start in (0, 5, 10)]
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    again = SourceSamples(Numbers(None, ()), seed=3)
+    assert [int(again[n]["x"][0]) for n in reversed(range(15))] == order[::-1]  # sample n depends only on n
+    other = SourceSamples(Numbers(None, ()), seed=4)
+    assert [int(other[n]["x"][0]) for n in range(15)] != order
+
+
+def recipe_with(**data):
+    return replace(Recipe(), data=replace(DataConfig(), **data))
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        ({"samples": "number"}, ["data.samples=number", "did you mean 'numbers'"]),
+        ({"samples_options": {"sise": 3}}, ["data.samples_options.sise=3", "did you mean 'size'"]),
+        ({"samples_options": {"size": 0}}, ["data.samples=numbers", "no samples"]),
+        ({"samples_options": {"names": 1}}, ["data.samples=numbers", "names"]),
+    ],
+    ids=["unknown name", "unknown option", "empty", "fails"],
+)
+def test_a_wrong_source_is_one_line(numbers, data, parts):
+    with pytest.raises(UserError) as caught:
+        open_source(recipe_with(**{"samples": "numbers", **data}), ("a",), 1)
+    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "keys"),
+    [
+        ({"samples_options": {"a": 1}}, ["data.samples_options", "data.samples"]),
+        ({"samples": "numbers", "weights": (1.0,)}, ["data.samples=numbers", "data.weights"]),
+        ({"samples": "numbers", "chat": True}, ["data.samples=numbers", "data.chat=true"]),
+        ({"samples": "numbers", "mean_span": 4.0}, ["data.mean_span=4.0", "data.samples=numbers"]),
+    ],
+    ids=["options alone", "weights", "chat", "spans"],
+)
+def test_keys_that_do_not_go_together(data, keys):
+    with pytest.raises(UserError) as caught:
+        recipe_with(**data).check()
+    assert all(key in str(caught.value) for key in keys)
+
+
+def test_corpora_need_a_tokenizer():
+    with pytest.raises(UserError, match=r"^data\.tokenizer"):
+        open_inputs(recipe_with(tokenizer=""))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with both plugins, and labelled lines whose label is whether the text has a word."""
+    folder = tmp_path_factory.mktemp("samples")
+    (code,) = re.findall(r'```python\n("""my_samples.py: .*?)```', PAGE.read_text(), re.DOTALL)
+    (folder / "my_samples.py").write_text(code)
+    (folder / "copies.py").write_text(COPIES)
+    for split, seed in (("train", 0), ("validation", 1)):
+        draw = np.random.default_rng(seed)
+        words = draw.choice(["def", "return", "self", "json"], (16, 3))
+        rows = [f"{'yes' if 'def' in row else 'no'}\t{' '.join(row)}\n" for row in words]
+        (folder / f"{split}.tsv").write_text("".join(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(forks, folder, write_tiny_recipe):
+    """``run(kind, name, *options)`` trains a kind in ``folder/name``; returns its rows and the process's end."""
+    data = {
+        "bert": {"samples": "labelled_lines", "train": ("train.tsv",), "validation": ("validation.tsv",)},
+        "t5": {"samples": "copies", "train": ("train",), "validation": ("held out",)},
+    }
+    plugins = {"bert": "my_samples.py", "t5": "copies.py"}
+
+    def start(kind, name, *options, size=1, code=0):
+        recipe = write_tiny_recipe(
+            folder / f"{kind}.toml",
+            checkpoint={"every": 2, "keep": 0},
+            model={"kind": kind, "moe.capacity_factor": None, "moe.eval_capacity_factor": None},
+            data=data[kind],
+            run={"imports": (plugins[kind],)},
+        )
+        ends = forks.command("pretrain", recipe, "--run.folder", folder / name, *options, size=size, folder=folder)
+        assert [end.code for end in ends] == [code] * size, ends
+        return steps(folder / name) if code == 0 else ends[0]
+
+    return start
+
+
+@pytest.fixture(scope="module", params=["bert", "t5"])
+def whole(request, run):
+    return request.param, run(request.param, f"{request.param}-whole")
+
+
+def test_a_run_resumes_bit_for_bit(whole, run, folder):
+    kind, rows = whole
+    run(kind, f"{kind}-half", "--train.steps", "2", "--optimizer.decay-steps", "4")
+    found = run(kind, f"{kind}-half", "--resume", "--optimizer.decay-steps", "4")
+    assert found[4] == rows[4]
+    assert tensor_hash(folder / f"{kind}-half") == tensor_hash(folder / f"{kind}-whole")
+
+
+@pytest.mark.parametrize("axis", ["data", "expert"])
+def test_two_ranks_equal_one(whole, run, axis):
+    kind, rows = whole
+    found = run(kind, f"{kind}-{axis}", f"--parallel.{axis}", "2", size=2)
+    for step, row in rows.items():
+        for name in {"loss", "val/loss", "grad_norm", "moe/entropy"} & row.keys():
+            assert found[step][name] == pytest.approx(row[name], rel=1e-5), (step, name)
+
+
+def test_a_resume_refuses_other_samples(run, folder):
+    run("bert", "other", "--train.steps", "2", "--optimizer.decay-steps", "4")
+    text = (folder / "train.tsv").read_text()
+    (folder / "train.tsv").write_text(text.replace("yes\t", "no\t", 1))
+    end = run("bert", "other", "--resume", "--optimizer.decay-steps", "4", code=2)
+    (folder / "train.tsv").write_text(text)
+    assert "data.train has changed" in end.err and end.err.count("\n") == 1, end.err
+
+
+def test_an_evaluation_scores_the_samples(forks, whole, folder):
+    kind, rows = whole
+    (end,) = forks.command("fmoe", "evaluate", folder / f"{kind}-whole", "--json", folder=folder)
+    assert end.code == 0, end.err
+    (told,) = json.loads(end.out)["runs"]
+    assert told["loss"] == pytest.approx(rows[4]["val/loss"], rel=1e-6)
+    if kind == "bert":
+        assert told["scores"]["top1"] == told["accuracy"]  # the label is the only predicted token
+        assert all(sum(load) == pytest.approx(1) for load in told["loads_by_class"]["0"].values())
+    else:
+        assert told["scores"].keys() == {"exact", "tokens"} and told["loads_by_class"] == {}
+    (end,) = forks.command("fmoe", "evaluate", folder / f"{kind}-whole", folder=folder)
+    assert ("top1" if kind == "bert" else "exact") in end.out, end
+    (end,) = forks.command("fmoe", "evaluate", folder / f"{kind}-whole", "--data", "x", folder=folder)
+    assert end.code == 2 and "data.samples=" in end.err and "--data" in end.err, end
+
+
+def decoded(path):
+    """Greedy tokens of a T5 from a plain loop over its padded samples, and those of `predict`."""
+    from megatron_patch import cpu
+    from pretrain.data.inputs import open_validation
+    from pretrain.engine import init_parallel
+    from pretrain.inference.evaluation import predict
+    from pretrain.inference.load import load_model, open_run
+    from pretrain.models.t5 import forward
+    from pretrain.start.process import Processes
+
+    cpu.install()
+    trained = open_run(path)
+    init_parallel(trained.recipe)
+    device = torch.device("cpu")
+    model = load_model(trained, Processes(0, 1, device), drops=False)
+    samples, _ = open_validation(trained.recipe, trained.tokenizer)
+    texts = [samples.source.text(i) for i in range(6)]
+    found = predict(model, trained.recipe, trained.tokenizer, ({"tokens": np.array(t)} for t in texts), device)
+    expected = []
+    for i in range(6):
+        batch = {name: torch.from_numpy(array)[None] for name, array in samples.source[i].items()}
+        del batch["labels"], batch["loss_mask"]
+        tokens = []
+        for at in range(16):  # the decoder sees padding behind its tokens, which causal attention hides
+            batch["decoder_tokens"][0, 1 : 1 + at] = torch.tensor(tokens)
+            with torch.no_grad():
+                tokens.append(int(forward(model, batch)[0, at, : trained.tokenizer.vocab_size].argmax()))
+            if tokens[-1] == trained.tokenizer.end_of_document:
+                tokens.pop()
+                break
+        expected.append(tokens)
+    return found, expected
+
+
+def test_greedy_decoding_is_that_of_padded_samples(forks, run, folder):
+    run("t5", "decoded", "--train.steps", "30", "--optimizer.lr", "3e-3", "--checkpoint.every", "30")
+    found, expected = only(forks.run(1, decoded, folder / "decoded"))
+    assert found == expected and len(set(map(tuple, found))) > 1
+
+
+def test_the_pages_recipe(folder, tmp_path):
+    (text,) = re.findall(r"```toml\n(\[run\]\nimports = \[\"my_samples.py.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "page.toml").write_text(text)
+    recipe = load_recipe(str(tmp_path / "page.toml"))
+    recipe.check()
+    assert recipe.data.samples == "labelled_lines" and recipe.data.samples_options == {"labels": ["no", "yes"]}
