@@ -64,6 +64,11 @@ def open_data(
     """
     recipe = trained.recipe
     model = recipe.model
+    if recipe.data.samples is not None and recipe.parallel.pipeline > 1:
+        raise UserError(
+            f"--parallel.pipeline {recipe.parallel.pipeline} is not supported with data.samples="
+            f"{recipe.data.samples} of {trained.name}"
+        )
     if data is None:
         if not recipe.data.validation:
             raise UserError(f"{trained.name} has no data.validation: pass text with --data")

@@ -221,6 +221,8 @@ def test_an_evaluation_scores_the_samples(forks, whole, folder):
     assert ("top1" if kind == "bert" else "exact") in end.out, end
     (end,) = forks.command("fmoe", "evaluate", folder / f"{kind}-whole", "--data", "x", folder=folder)
     assert end.code == 2 and "data.samples=" in end.err and "--data" in end.err, end
+    (end,) = forks.command("fmoe", "evaluate", folder / f"{kind}-whole", "--parallel.pipeline", "2", folder=folder)
+    assert end.code == 2 and "data.samples=" in end.err and "--parallel.pipeline 2" in end.err, end
 
 
 def decoded(path):
