@@ -46,6 +46,8 @@ _current: WeightGradients | None = None
 def backward_inputs(output: Tensor, grad: Tensor | None) -> WeightGradients:
     """Run the backward pass of ``output``, except for gradients of weights that only deferrable Functions use.
 
+    These Functions must have an input whose gradient is needed: otherwise their weights are not left out either.
+
     Args:
         output: result of a forward pass on an input that requires a gradient.
         grad: gradient of ``output``; None for a scalar.
@@ -55,7 +57,7 @@ def backward_inputs(output: Tensor, grad: Tensor | None) -> WeightGradients:
     """
     global _current
     others, weights = _leaves(output)
-    _current = WeightGradients(weights - others)
+    _current = WeightGradients(weights)
     try:
         torch.autograd.backward(output, grad, inputs=list(others))
         return _current
@@ -91,18 +93,32 @@ def deferrable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaves(output: Tensor) -> tuple[set[Tensor], set[Tensor]]:
-    """Return the leaves of a graph in two sets: used by other Functions, and used by deferrable ones."""
-    leaves: tuple[set[Tensor], set[Tensor]] = (set(), set())
+    """Return the leaves of a graph in two sets: those of the first part of the backward pass, and weights to leave out.
+
+    Weights are left out if all nodes that use them are deferrable and run in the first part. These lead to a leaf of
+    the first part: a product with a constant does not.
+    """
     nodes: list[Any] = [output.grad_fn]
-    visited = set(nodes)
+    callers: dict[Any, list[Any]] = {output.grad_fn: []}  # the nodes from which each node gets its gradient
+    users: dict[Tensor, list[Any]] = {}
     for node in nodes:
         for following, _ in node.next_functions:
             if hasattr(following, "variable"):
-                leaves[getattr(node, "is_deferrable", False)].add(following.variable)
-            elif following is not None and following not in visited:
-                visited.add(following)
-                nodes.append(following)
-    return leaves
+                users.setdefault(following.variable, []).append(node)
+            elif following is not None:
+                if following not in callers:
+                    callers[following] = []
+                    nodes.append(following)
+                callers[following].append(node)
+    others = {leaf for leaf, by in users.items() if not all(getattr(node, "is_deferrable", False) for node in by)}
+    pending = [node for leaf in others for node in users[leaf]]
+    visited = set(pending)
+    while pending:
+        above = set(callers[pending.pop()]) - visited
+        visited |= above
+        pending += above
+    others |= {leaf for leaf, by in users.items() if not visited.issuperset(by)}
+    return others, users.keys() - others
 
 
 class _Accumulate(torch.autograd.Function):

@@ -69,6 +69,26 @@ def test_weights_of_deferrable_functions_come_later_and_once():
     assert Linear.calls == [(True, True)] * 4
 
 
+def test_weights_of_products_with_constants_get_their_gradients():
+    torch.manual_seed(0)
+    x, scale, later, first, second = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(5))
+
+    def run():
+        constant = Linear.apply(Linear.apply(torch.ones_like(x), first).tanh(), second)
+        return (Linear.apply(x * scale, later) + constant).sin().sum()
+
+    tensors = (x, scale, later, first, second)
+    run().backward()
+    expected = gradients(tensors)
+    for t in tensors:
+        t.grad = None
+    remaining = backward_inputs(run(), None)
+    assert remaining.weights == {later}
+    remaining.run()
+    for found, wanted in zip(gradients(tensors), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("activation", [F.silu, torch.tanh], ids=["one operation", "two maps"])
 def test_experts_defer_their_weights(backend, activation):

@@ -55,6 +55,15 @@ def deferred_weights(recipe):
 
 
 @pytest.mark.slow
+def test_weights_of_products_with_constants_get_their_gradients(forks):
+    # Transformer-XL projects encodings of distances, which have no gradient.
+    model = DEEP.model.with_values({"num_layers": 2, "position.encoding": "transformer_xl"})
+    recipe = with_parallel({"pipeline": 2}, replace(DEEP, model=model))
+    expected = only(forks.run(1, figures, replace(recipe, parallel=ParallelConfig()), False))
+    assert_figures(values(forks.run(2, figures, recipe, False)), expected)
+
+
+@pytest.mark.slow
 def test_all_matrices_but_routers_are_deferred(forks):
     first, last = values(forks.run(2, deferred_weights, with_parallel({"pipeline": 2})))
     assert first[1] == [], "no stage waits for the first"
