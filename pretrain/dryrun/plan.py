@@ -111,7 +111,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Group pipeline stages by the positions of their layers with experts. First and last stage stay separate."""
+    """Group pipeline stages by the kinds of their layers, in order. First and last stage stay separate."""
     model = recipe.model
     parallel = recipe.parallel
     stages = parallel.pipeline
@@ -121,6 +121,9 @@ def _alike(recipe: Recipe) -> list[list[int]]:
     chunks = [range(begin + 1, end + 1) for begin, end in itertools.pairwise(ends)]
     alike: dict[tuple, list[int]] = {}
     for stage in range(stages):
-        sorts = tuple(number in model.layers_with_experts for chunk in chunks[stage::stages] for number in chunk)
-        alike.setdefault((stage == 0, stage == stages - 1, sorts), []).append(stage)
+        numbers = [number for chunk in chunks[stage::stages] for number in chunk]
+        experts = tuple(number in model.layers_with_experts for number in numbers)
+        in_decoder = tuple(number > model.num_layers for number in numbers)  # of a T5
+        ends_encoder = model.num_layers in numbers  # which has a norm at its end
+        alike.setdefault((stage == 0, stage == stages - 1, experts, in_decoder, ends_encoder), []).append(stage)
     return list(alike.values())

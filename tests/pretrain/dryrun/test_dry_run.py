@@ -69,6 +69,11 @@ GRIDS = {
         "model": T5,
         "train": BF16,
     },
+    "t5, pipeline 4": {
+        "parallel": {"pipeline": 4, "data": 2, "shard": "optimizer"},
+        "model": {**T5, "num_decoder_layers": 4, "position.encoding": "relative"},
+        "train": BF16,
+    },
     "bert, pipeline 2, data 2": {
         "parallel": {"pipeline": 2, "data": 2, "shard": "optimizer"},
         "model": {"kind": "bert"},
