@@ -147,6 +147,8 @@ parallel.schedule=zero_bubble excludes parallel.recompute=selective, parallel.re
     activations after the backward pass; use parallel.recompute=none
 parallel.schedule=zero_bubble excludes parallel.shard=gradients, parallel.shard=parameters: which reduce gradients in
     the backward pass; use parallel.shard=optimizer
+parallel.schedule=zero_bubble excludes parallel.shadow if parallel.overlap_gradients=true: weights of a shadowed expert
+    are reduced before their deferred gradients of earlier micro batches; use parallel.shadow=0
 parallel.expert divides moe.num_experts x moe.granularity
 parallel.expert, parallel.expert_tensor needs moe.num_experts>0
 parallel.expert_tensor equals parallel.tensor if parallel.expert_tensor: or 1

@@ -217,6 +217,10 @@ INVALID = [
         "parallel.schedule=zero_bubble, parallel.shard=parameters",
     ),
     (
+        "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.shadow=1 parallel.overlap_gradients=true",
+        "parallel.schedule=zero_bubble, parallel.shadow, parallel.overlap_gradients",
+    ),
+    (
         "parallel.pipeline=2 parallel.virtual_pipeline=2 train.global_batch=24",
         "train.global_batch=24, 3 micro batches, parallel.pipeline=2, parallel.virtual_pipeline=2",
     ),
