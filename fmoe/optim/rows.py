@@ -1,10 +1,12 @@
 """Optimizers of tables of which a step touches few rows (`fmoe.parallel.ShardedEmbedding`)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fmoe.optim.checks import check
+from fmoe.optim.trust import load_state_in_its_dtypes, stepped_dtype
 
 
 class RowAdagrad(torch.optim.Optimizer):
@@ -15,7 +17,8 @@ class RowAdagrad(torch.optim.Optimizer):
         sum[r] = sum[r] + mean(g[r]^2)
         w[r] = w[r] - lr * g[r] / (sqrt(sum[r]) + eps)
 
-    Other rows and their accumulators stay as they are. Gradients must be sparse tensors.
+    Other rows and their accumulators stay as they are. Gradients must be sparse tensors. Accumulators are in at least
+    float32.
 
     Raises:
         UserError: an argument is out of range.
@@ -30,11 +33,19 @@ class RowAdagrad(torch.optim.Optimizer):
         """Add tables, with their state."""
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
-            self.state[weight] = {"sum": weight.new_zeros(len(weight))}
+            self.state[weight] = {"sum": weight.new_zeros(len(weight), dtype=stepped_dtype(weight))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        load_state_in_its_dtypes(self, state_dict, ("sum",))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the rows that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -42,9 +53,11 @@ class RowAdagrad(torch.optim.Optimizer):
                 gradient = weight.grad.coalesce()
                 rows = gradient.indices()[0]
                 sums = self.state[weight]["sum"]
-                sums.index_add_(0, rows, gradient.values().square().mean(1))
+                values = gradient.values().to(sums.dtype)
+                sums.index_add_(0, rows, values.square().mean(1))
                 scale = sums[rows].sqrt() + group["eps"]
-                weight.index_add_(0, rows, gradient.values() / scale[:, None], alpha=-group["lr"])
+                weight.index_add_(0, rows, (values / scale[:, None]).to(weight.dtype), alpha=-group["lr"])
+        return loss
 
 
 class RowAdam(torch.optim.SparseAdam):

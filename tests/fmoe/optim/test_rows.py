@@ -68,6 +68,34 @@ def test_a_state_continues(make):
     assert torch.equal(weight.detach(), whole)
 
 
+def test_accumulators_of_16_bit_tables_are_float32():
+    """One that has grown still sees small gradients, also after a load."""
+    weight = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = RowAdagrad([weight])
+    for step in range(300):
+        if step == 150:
+            state = optimizer.state_dict()
+            optimizer = RowAdagrad([weight])
+            optimizer.load_state_dict(state)
+        values = torch.ones(1, 4, dtype=torch.bfloat16)
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), values, (2, 4), check_invariants=True)
+        optimizer.step()
+    assert optimizer.state[weight]["sum"].tolist() == [0, 300]
+    assert weight.dtype == torch.bfloat16 and (weight[0] == 1).all() and (weight[1] < 1).all()
+
+
+def test_a_closure_computes_gradients():
+    weight = torch.ones(ROWS, DIM, requires_grad=True)
+
+    def closure():
+        loss = torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum()
+        loss.backward()
+        return loss
+
+    assert RowAdagrad([weight], lr=0.5).step(closure).item() == DIM
+    assert weight.detach()[1].tolist() == [0.5] * DIM
+
+
 def test_a_step_without_gradients_changes_nothing():
     weight = torch.ones(2, 3, requires_grad=True)
     RowAdagrad([weight]).step()
