@@ -215,7 +215,7 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
     spread = []
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, MoE):
-            path = ".".join([*_path(model, name), ""])
+            path = ".".join([*path_in_state(model, name), ""])
             prefix = f"{path}experts."
             if adapted(layer.experts) is not layer.experts:
                 raise UserError(
@@ -231,8 +231,8 @@ def _layers(model: nn.Module, groups: ParallelGroups) -> list[_Experts]:
     return spread
 
 
-def _path(model: nn.Module, name: str) -> list[str]:
-    """Return the parts of a module's name that are part of the names in a state."""
+def path_in_state(model: nn.Module, name: str) -> list[str]:
+    """Return the parts of a module's name that are part of the names in a state: those of wrappers are not."""
     path = []
     module = model
     for part in name.split(".") if name else []:

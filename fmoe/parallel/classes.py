@@ -32,9 +32,9 @@ class ShardedClassifier(ShardedRows):
     Args:
         num_classes, dim: shape of the matrix of class centers.
         group, options: as in `ShardedRows`.
-        scale: factor of the cosines.
+        scale: factor of the cosines, at least 0.
         angle: margin that is added to the label's angle, in [0, pi / 2].
-        cosine: margin that is subtracted from the label's cosine.
+        cosine: margin that is subtracted from the label's cosine, in [0, 2].
         sample: probability of a class without samples to take part in a step, in [0, 1].
 
     Raises:
@@ -53,7 +53,8 @@ class ShardedClassifier(ShardedRows):
         sample: float = 1.0,
         **options: Any,
     ):
-        for name, value, limit in (("sample", sample, 1.0), ("angle", angle, math.pi / 2)):
+        limits = {"scale": math.inf, "angle": math.pi / 2, "cosine": 2.0, "sample": 1.0}
+        for (name, limit), value in zip(limits.items(), (scale, angle, cosine, sample), strict=True):
             if not 0 <= value <= limit:
                 raise UserError(f"{name}={value} must be from 0 to {limit}")
         super().__init__(num_classes, dim, group, **options)
@@ -63,24 +64,31 @@ class ShardedClassifier(ShardedRows):
         self.sample = sample
 
     def forward(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Return the loss of each sample of this rank, [T]. All ranks must call it; their T may differ.
+        """Return the loss of each sample of this rank, [T], in at least float32.
+
+        All ranks must call it, and run the backward pass if one does; their T may differ.
 
         Raises:
-            UserError: the shape of ``x_TD`` is wrong, or a label is out of range.
+            UserError: the shape of ``x_TD`` or ``labels_T`` is wrong, or a label is out of range.
             PeerError: that of another rank is.
         """
         error = invalid_index("labels", labels_T, self.num_rows)
         shape = (labels_T.numel(), self.weight.shape[1])
-        if x_TD.shape != shape:
+        if labels_T.dim() != 1:
+            error = UserError(f"labels have shape {tuple(labels_T.shape)}; they must have one dimension")
+        elif x_TD.shape != shape:
             error = UserError(f"the input has shape {tuple(x_TD.shape)}; it must be {shape}")
         counts = labels_T.new_full((self.group.size(),), labels_T.numel(), dtype=torch.int64)
         shards = TokenShards(self.group, tuple(exchange_counts(self.group, counts, error)[1]))
-        label_N = shards.all_gather(labels_T).long() - self.first_row
+        label_N = shards.all_gather(labels_T.long()) - self.first_row
         samples = ((label_N >= 0) & (label_N < len(self.weight))).nonzero()[:, 0]  # those with labels on this rank
         classes_C = self._classes(label_N[samples])
         columns = torch.searchsorted(classes_C, label_N[samples])
+        if torch.is_grad_enabled() and x_TD.is_floating_point() and not x_TD.requires_grad:
+            x_TD = x_TD.detach().requires_grad_()  # other ranks' may need gradients, which they reduce with this one
         with torch.autocast(x_TD.device.type, enabled=False):
-            centers_CD = F.normalize(self.take(classes_C), dim=-1)
+            rows_CD = self.take(classes_C)
+            centers_CD = F.normalize(rows_CD.to(torch.promote_types(rows_CD.dtype, torch.float32)), dim=-1)
             cosines_NC = F.normalize(shards.gather(x_TD).to(centers_CD.dtype), dim=-1) @ centers_CD.t()
             margins = self._with_margin(cosines_NC[samples, columns])
             logits_NC = cosines_NC.index_put((samples, columns), margins) * self.scale

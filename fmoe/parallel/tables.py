@@ -5,8 +5,9 @@ sparse tensors of the touched rows. Shape letters: U distinct ids of a rank, A r
 D width.
 """
 
+import copy
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from fmoe import random
 from fmoe.errors import UserError
 from fmoe.exchange.checks import raise_on_all_ranks
 from fmoe.exchange.collectives import all_to_all
+from fmoe.parallel.checkpoint import path_in_state
 
 _MAX_ROWS = 1 << 31  # `ShardedEmbedding.positions` multiplies two smaller numbers
 
@@ -34,7 +36,7 @@ class ShardedRows(nn.Module):
         num_rows, dim: shape of the table; at most 2^31 rows.
         group: the data parallel group, such as ``fmoe.parallel.init().data_group``.
         std: standard deviation of the initial values, which depend on ``seed`` and the position of a row alone.
-        seed: the same on all ranks.
+        seed: the same on all ranks; give each table of a model another one, or their rows begin equal.
 
     Attributes:
         weight: this rank's rows, a leaf tensor.
@@ -56,6 +58,10 @@ class ShardedRows(nn.Module):
         super().__init__()
         if not 1 <= num_rows <= _MAX_ROWS:
             raise UserError(f"num_rows={num_rows} must be from 1 to {_MAX_ROWS}")
+        if dim < 1:
+            raise UserError(f"dim={dim} must be at least 1")
+        if not std >= 0:
+            raise UserError(f"std={std} must be at least 0")
         self.num_rows = num_rows
         self.group = group
         self.std = std
@@ -99,11 +105,24 @@ class ShardedRows(nn.Module):
         destination[f"{prefix}weight"] = self.whole(self.weight.detach())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        value = state_dict.get(f"{prefix}weight")
+        _, _, missing_keys, _, errors = args
+        others = dict(state_dict)
+        value = others.pop(f"{prefix}weight", None)
+        super()._load_from_state_dict(others, prefix, *args)  # reports unknown keys
+        shape = (self.num_rows, self.weight.shape[1])
         if value is None:
-            args[2].append(f"{prefix}weight")  # the missing keys
+            missing_keys.append(f"{prefix}weight")
+        elif value.shape != shape:
+            errors.append(f"{prefix}weight has shape {tuple(value.shape)}; it must be {shape}")
         else:
-            self.weight.data.copy_(value.to_local())
+            is_whole = not hasattr(value, "to_local")
+            self.weight.data.copy_(value[self.first_row :][: len(self.weight)] if is_whole else value.to_local())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # process groups cannot be copied
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
 
 
 class ShardedEmbedding(ShardedRows):
@@ -185,12 +204,15 @@ class CachedEmbedding(nn.Module):
         local_lr: learning rate of Geo-SGD; assign the attribute to change it.
 
     Raises:
-        UserError: ``period`` is below 1; from ``state_dict``, within a period. After whole periods, a resume is exact.
+        UserError: an argument is out of range; from ``state_dict``, within a period. After whole periods, a resume is
+            exact. ``load_state_dict`` drops the copies and begins a period.
     """
 
     def __init__(self, table: ShardedEmbedding, period: int, local_lr: float | None = None):
         if period < 1:
             raise UserError(f"period={period} must be at least 1")
+        if local_lr is not None and not local_lr >= 0:
+            raise UserError(f"local_lr={local_lr} must be at least 0")
         super().__init__()
         self.table = table
         self.period = period
@@ -241,6 +263,11 @@ class CachedEmbedding(nn.Module):
         if self.steps % self.period:
             raise UserError(f"steps={self.steps} must be a multiple of period={self.period} to be saved")
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.steps = 0
+        self._drop()
+
 
 def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state of the optimizer of a model's tables, by name, for `torch.distributed.checkpoint`.
@@ -248,20 +275,22 @@ def optimizer_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     Its tensors share memory with the optimizer: ``torch.distributed.checkpoint.load`` fills it, at any number of ranks.
 
     Args:
-        optimizer: `fmoe.optim.RowAdagrad` or `fmoe.optim.RowAdam`.
+        optimizer: `fmoe.optim.RowAdagrad` or `fmoe.optim.RowAdam`; tables that it does not have are left out.
     """
-    return {
-        f"{name}.{kind}": table.whole(value) if value.dim() else value
-        for name, table in model.named_modules()
-        if isinstance(table, ShardedRows)
-        for kind, value in optimizer.state[table.weight].items()
-    }
+    state = {}
+    for name, table in model.named_modules():
+        if isinstance(table, ShardedRows):
+            for kind, value in optimizer.state.get(table.weight, {}).items():  # `state` adds what [] looks for
+                path = ".".join([*path_in_state(model, name), kind])
+                state[path] = table.whole(value) if value.dim() else value
+    return state
 
 
 def invalid_index(name: str, ids: Tensor, limit: int) -> UserError | None:
     """Return an error if a tensor has other values than integers from 0 to ``limit - 1``."""
     if ids.is_floating_point():
         return UserError(f"{name} are {ids.dtype}; they must be integers")
+    ids = ids.long()  # narrower integers may not hold the limit
     invalid = ids[(ids < 0) | (ids >= limit)].tolist()
     return UserError(f"{name}={invalid[0]} must be from 0 to {limit - 1}") if invalid else None
 

@@ -149,6 +149,40 @@ def test_a_rank_without_samples(two_ranks):
     assert_close(results[1][2] * 2, weight_grad, 1e-10, "gradient of centers")
 
 
+def unlike():
+    """The first rank's features are constants, and its labels narrower; the samples are as in `run`."""
+    layer, group = make(2, {"angle": 0.5})
+    x, labels = batch()
+    mine = part(group, False)
+    first = group.rank() == 0
+    losses = layer(x[mine].requires_grad_(not first), labels[mine].to(torch.uint8 if first else torch.int64))
+    (losses * weights(labels)[mine]).sum().backward()
+    return losses.detach(), layer.whole(layer.weight.grad.to_dense()).full_tensor(), centers(layer)
+
+
+def test_ranks_with_features_and_labels_of_other_kinds(two_ranks):
+    results = values(two_ranks.run(unlike))
+    losses, _, weight_grad = reference(results[0][2], angle=0.5)
+    assert_close(pieces(results, 0, 2), losses, 1e-10, "losses")
+    assert_close(results[0][1] * 2, weight_grad, 1e-10, "gradient of centers")
+
+
+def aligned(dtype):
+    """A sample in the direction of its center, in 16 bits: cosine 1, where the slope of the angle is infinite."""
+    layer = parallel.ShardedClassifier(CLASSES, DIM, dist.group.WORLD, std=1.0, angle=0.5).to(dtype)
+    layer.weight.data.copy_(torch.eye(CLASSES, DIM)[layer.first_row :][: len(layer.weight)] + 0.001)
+    x = torch.eye(1, DIM, dtype=dtype, requires_grad=True)
+    loss = layer(x, torch.tensor([0]))
+    loss.sum().backward()
+    gradients = [x.grad, layer.weight.grad.to_dense()]
+    return loss.dtype, all(gradient.isfinite().all() and gradient.dtype == dtype for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits(two_ranks, dtype):
+    assert values(two_ranks.run(aligned, dtype)) == [(torch.float32, True)] * 2
+
+
 def train(size, begin, end, state=None):
     """Losses of sampled steps from a state on, and the state."""
     layer, group = make(size, {"angle": 0.3, "sample": 0.3})
@@ -215,8 +249,9 @@ def invalid(x, labels):
         (torch.zeros(1, DIM), torch.tensor([-1]), "labels=-1 "),
         (torch.zeros(2, DIM), torch.tensor([1]), f"(2, {DIM})"),
         (torch.zeros(1, DIM + 1), torch.tensor([1]), f"(1, {DIM + 1})"),
+        (torch.zeros(2, DIM), torch.tensor([[1], [2]]), "labels have shape (2, 1)"),
     ],
-    ids=["above", "below", "samples", "width"],
+    ids=["above", "below", "samples", "width", "axes"],
 )
 def test_invalid_input_on_one_rank_raises_on_all(two_ranks, x, labels, text):
     results = two_ranks.run(invalid, x, labels)
@@ -228,7 +263,11 @@ def refused(options):
     parallel.ShardedClassifier(CLASSES, DIM, dist.group.WORLD, **options)
 
 
-@pytest.mark.parametrize("options", [{"sample": -0.5}, {"sample": 1.5}, {"angle": -0.1}, {"angle": 2.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"sample": -0.5}, {"sample": 1.5}, {"angle": -0.1}, {"angle": 2.0}, {"scale": -1.0}, {"cosine": math.nan}],
+    ids=str,
+)
 def test_wrong_options(two_ranks, options):
     ((key, value),) = options.items()
     for result in two_ranks.run(refused, options):

@@ -1,5 +1,7 @@
 """Tables divided among ranks against a dense embedding in one process: values, gradients, updates, checkpoints."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,6 +154,17 @@ def test_one_id(two_ranks):
         assert torch.equal(row, expected)
 
 
+def narrow(dtype):
+    table = parallel.ShardedEmbedding(1000, 2, dist.group.WORLD)
+    ids = torch.tensor([0, 5, 100])
+    return torch.equal(table(ids.to(dtype)), table(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_ids_whose_dtype_does_not_hold_the_number_of_rows(two_ranks, dtype):
+    assert values(two_ranks.run(narrow, dtype)) == [True, True]
+
+
 def spread(num_rows):
     table = parallel.ShardedEmbedding(num_rows, 1, dist.group.WORLD)
     positions = table.positions(torch.arange(num_rows))
@@ -251,6 +264,61 @@ def straight(pool, size, optimizer):
     return values(pool.run(straight_steps, size, optimizer))[0]
 
 
+def loaded(change):
+    """The table after a load of a changed state of another table."""
+    table, other = (parallel.ShardedEmbedding(ROWS, DIM, dist.group.WORLD, seed=seed) for seed in (0, 1))
+    table.load_state_dict(change(other))
+    return torch.equal(whole(table), whole(other)), torch.equal(whole(deepcopy(table)), whole(table))
+
+
+def of_shape(rows, dim):
+    return parallel.ShardedEmbedding(rows, dim, dist.group.WORLD).state_dict()
+
+
+STATES = {
+    "divided": lambda table: table.state_dict(),
+    "plain": lambda table: {"weight": table.state_dict()["weight"].full_tensor()},
+    "unknown": lambda table: table.state_dict() | {"bias": torch.zeros(1)},
+    "missing": lambda table: {},
+    "width": lambda table: of_shape(ROWS, 1),
+    "two rows": lambda table: of_shape(2, DIM),
+    "one row less": lambda table: of_shape(ROWS + 1, DIM),
+}
+REFUSED = {"unknown": '"bias"', "missing": '"weight"'}
+REFUSED |= {"width": f"({ROWS}, 1)", "two rows": f"(2, {DIM})", "one row less": f"({ROWS + 1}, {DIM})"}
+
+
+def load(name):
+    return loaded(STATES[name])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_is_loaded_or_refused_on_all_ranks(two_ranks, name):
+    for result in two_ranks.run(load, name):
+        if name in REFUSED:
+            assert isinstance(result, Raised) and issubclass(result.kind, RuntimeError)
+            assert REFUSED[name] in result.message
+        else:
+            assert result == (True, True)
+
+
+def states_of_two():
+    groups = parallel.init()
+    tables = {name: parallel.ShardedEmbedding(ROWS, DIM, groups.data_group) for name in ("a", "b")}
+    model = torch.nn.ModuleDict(tables | {"linear": torch.nn.Linear(1, 1)})
+    optimizers = RowAdagrad([tables["a"].weight]), RowAdam([tables["b"].weight])
+    wrapped = torch.nn.ModuleDict({"inner": parallel.DistributedDataParallel(model, groups)})
+    names = [sorted(parallel.optimizer_rows(wrapped, optimizer)) for optimizer in optimizers]
+    return names, [len(optimizer.state_dict()["state"]) for optimizer in optimizers]
+
+
+def test_two_optimizers_and_a_wrapper(two_ranks):
+    """Each has the state of its own tables, and names are those of the model without wrapper."""
+    for names, counts in values(two_ranks.run(states_of_two)):
+        assert names == [["inner.a.sum"], ["inner.b.exp_avg", "inner.b.exp_avg_sq", "inner.b.step"]]
+        assert counts == [1, 1]
+
+
 def invalid(ids):
     table = parallel.ShardedEmbedding(ROWS, DIM, dist.group.WORLD)
     return table(ids if dist.get_rank() == 1 else torch.tensor([1]))
@@ -279,17 +347,26 @@ def refused(what):
     group = dist.group.WORLD
     if what == "num_rows":
         parallel.ShardedEmbedding(0, DIM, group)
+    if what == "dim":
+        parallel.ShardedEmbedding(ROWS, 0, group)
+    if what == "std":
+        parallel.ShardedEmbedding(ROWS, DIM, group, std=-1.0)
     table = parallel.ShardedEmbedding(ROWS, DIM, group)
     if what == "period":
         parallel.CachedEmbedding(table, period=0)
+    if what == "local_lr":
+        parallel.CachedEmbedding(table, period=1, local_lr=-1.0)
     if what == "lr":
         RowAdagrad([table.weight], lr=-1.0)
 
 
-@pytest.mark.parametrize(("what", "text"), [("num_rows", "num_rows=0 "), ("period", "period=0 "), ("lr", "lr=-1.0 ")])
-def test_wrong_arguments(two_ranks, what, text):
+@pytest.mark.parametrize(
+    ("what", "value"), [("num_rows", 0), ("dim", 0), ("std", -1.0), ("period", 0), ("local_lr", -1.0), ("lr", -1.0)]
+)
+def test_wrong_arguments(two_ranks, what, value):
     for result in two_ranks.run(refused, what):
-        assert isinstance(result, Raised) and issubclass(result.kind, UserError) and text in result.message
+        assert isinstance(result, Raised) and issubclass(result.kind, UserError)
+        assert result.message.startswith(f"{what}={value} ")
 
 
 def wrapped(kind):
@@ -392,3 +469,17 @@ def test_a_save_within_a_period_is_refused(two_ranks, tmp_path):
     for result in two_ranks.run(cached, 3, None, 4, tmp_path / "a"):
         assert isinstance(result, Raised) and issubclass(result.kind, UserError)
         assert "steps=2 " in result.message and "period=3 " in result.message
+
+
+def loaded_within_a_period():
+    table, other = (parallel.ShardedEmbedding(ROWS, DIM, dist.group.WORLD, seed=seed) for seed in (0, 1))
+    embedding = parallel.CachedEmbedding(table, period=3)
+    embedding(EVERY_ID).sum().backward()
+    embedding.end_backward()
+    embedding.load_state_dict({"table.weight": other.state_dict()["weight"]})
+    embedding.state_dict()  # a period begins
+    return torch.equal(embedding(EVERY_ID), whole(other))
+
+
+def test_a_load_drops_copies(two_ranks):
+    assert values(two_ranks.run(loaded_within_a_period)) == [True, True]
