@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     options.at_least(arguments, margin_classes=0, margin_width=1, margin_batch=arguments.step_ranks, sample=0)
     options.at_least(arguments, steps=1, step_ranks=2, ranks=1, classes=1, step_classes=1, width=8, step_width=8)
+    if arguments.sample > 1:
+        raise UserError(f"--sample={arguments.sample} must be at most 1")
     if arguments.margin_batch % arguments.step_ranks:
         raise UserError(
             f"--margin-batch={arguments.margin_batch} must be a multiple of --step-ranks={arguments.step_ranks}"

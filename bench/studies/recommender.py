@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--row-lr", type=float, default=0.1, help="learning rate of row-wise Adagrad, for the table")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, ranks=1, dim=1, steps=5, drift=0, width=1, hidden=1, rows=2 * (USERS + CATEGORIES))
+    options.at_least(arguments, lr=0, row_lr=0)
     for name in ("batch", "experts"):
         if getattr(arguments, name) < 1 or getattr(arguments, name) % arguments.ranks:
             raise UserError(f"--{name}={getattr(arguments, name)} must be a multiple of --ranks={arguments.ranks}")
