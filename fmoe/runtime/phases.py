@@ -4,8 +4,8 @@
 phase: a phase that begins within another one suspends it. Waits of the host or of a GPU's stream for collectives are
 phases of their own, so the rest is this rank's own work.
 
-Without a measurement, `phase` does nothing. A measurement on a GPU records events on the current stream, and waits for
-the device only in `stop`.
+Without a measurement and in compiled code, `phase` does nothing. A measurement on a GPU records events on the current
+stream, and waits for the device only in `stop`.
 """
 
 import threading
@@ -54,7 +54,7 @@ def stop() -> dict[str, float]:
     if _marks:
         _mark("other")
         if _is_on_gpu:
-            _marks[-1][1].synchronize()
+            torch.cuda.synchronize()  # events may be on several streams, as FSDP starts collectives on its own
     for (name, begin), (_, end) in pairwise(_marks):
         times[name] += begin.elapsed_time(end) if _is_on_gpu else 1e3 * (end - begin)
     _marks.clear()
@@ -65,7 +65,8 @@ def stop() -> dict[str, float]:
 def phase(name: str) -> Iterator[None]:
     """Run a context whose time belongs to the phase ``name``: one of `WORK` or `WAITS`."""
     # Another Python thread may write a checkpoint. Autograd's threads run while the measured one waits for them.
-    if not _marks or type(threading.current_thread()) is threading.Thread:
+    # Compiled code that depended on a measurement would be compiled again, with graph breaks.
+    if torch.compiler.is_compiling() or not _marks or type(threading.current_thread()) is threading.Thread:
         yield
         return
     outer = _marks[-1][0]
@@ -74,7 +75,8 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _mark(outer)
+        if _marks:  # empty if `stop` was called meanwhile: a mark would begin another measurement
+            _mark(outer)
 
 
 def _mark(name: str) -> None:

@@ -82,6 +82,35 @@ def test_nothing_is_measured_before_and_after(seconds):
     assert set(phases.stop().values()) == {0.0}
 
 
+def test_a_phase_that_outlives_the_measurement_begins_no_other(seconds):
+    phases.start(CPU)
+    with phases.phase("forward"):
+        phases.stop()
+    seconds[0] += 1
+    assert set(phases.stop().values()) == {0.0}
+
+
+def test_compiled_code_is_the_same_in_a_measurement(seconds):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def double(x):
+        with phases.phase("experts"):
+            return 2 * x
+
+    one = torch.ones((), dtype=torch.float32, device=CPU)
+    for _ in range(2):
+        assert double(one) == 2
+        phases.start(CPU)
+        assert double(one) == 2
+        phases.stop()
+    assert len(graphs) == 1
+
+
 def of_rank():
     x = torch.ones(4, dtype=torch.float32, device=CPU)
     dist.all_reduce(x)
