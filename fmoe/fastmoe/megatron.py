@@ -322,9 +322,10 @@ def patch_forward_step(
     """Return ``forward_step_func``: layers of a megatron-core model apply their losses themselves.
 
     Raises:
-        UserError: ``Megatron_Version`` is set, to a version in which the function has to add the losses.
+        UserError: ``Megatron_Version`` is set, or Megatron-LM 2 or 3 is imported: there, the function has to add the
+            losses.
     """
-    if Megatron_Version is not None:
+    if Megatron_Version is not None or "megatron.mpu" in sys.modules:
         gone("patch_forward_step", "add the losses of the gates to the loss of forward_step")()
     return forward_step_func
 

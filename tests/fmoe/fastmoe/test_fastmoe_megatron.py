@@ -1,6 +1,7 @@
 """`fmoe.megatron` without Megatron; on a megatron-core model it is tests/megatron_patch/test_patch_fastmoe.py."""
 
 import argparse
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -176,10 +177,13 @@ def test_a_patched_provider_makes_experts_as_fmoefy_does(monkeypatch):
         patch_model_provider(provider)()
 
 
-def test_a_forward_step_needs_no_patch():
+def test_a_forward_step_needs_no_patch(monkeypatch):
     def forward_step(data_iterator, model):
         pass
 
     assert patch_forward_step(forward_step) is forward_step
     with pytest.raises(fmoe.UserError, match="patch_forward_step"):
         patch_forward_step(forward_step, Megatron_Version="v2.2")
+    monkeypatch.setitem(sys.modules, "megatron.mpu", SimpleNamespace())  # Megatron-LM 2 and 3
+    with pytest.raises(fmoe.UserError, match="patch_forward_step"):
+        patch_forward_step(forward_step)
