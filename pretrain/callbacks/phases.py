@@ -19,7 +19,7 @@ class Phases(Callback):
 
     A measured step begins before the callbacks that follow this one, and ends before their `on_step`. Waiting for
     another rank is not work: the slowest rank is the one with the most work of its own. If it exceeds ``slow`` times
-    the mean of the other ranks, a warning names it, once until another rank is the slowest.
+    the mean of the other ranks, a warning names it, unless the previous measurement named it too.
     """
 
     def __init__(self, every: int, slow: float):

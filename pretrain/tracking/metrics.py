@@ -81,7 +81,8 @@ PHASES = {
     "backward": "part of `time/work_ms` in the backward pass, which includes recomputation",
     "optimizer": "part of `time/work_ms` in gradient norm, clipping and update",
     "other": "the rest of `time/work_ms`, such as waits for data, and callbacks",
-    "exchange": "mean over ranks of the time in which a rank waits for rows of tokens or their gradients",
+    "exchange": "mean over ranks of the time in which a rank waits for counts and rows of tokens, or for "
+    "their gradients",
     "reduction": "mean over ranks of the time from the end of the backward pass until the gradients are reduced",
     "collectives": "mean over ranks of the time in which a rank waits for other collectives, such as those of tensor "
     "and pipeline parallelism",
