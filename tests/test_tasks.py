@@ -268,12 +268,25 @@ def plain_figures(path):
     [
         (["--model.config.model-type", "vitt"], ["model.config.model_type=vitt"]),
         (["--model.config.hidden-sise", "32"], ["model.config.hidden_sise=32", "did you mean 'hidden_size'"]),
+        (["--model.config.model-type", "clip"], ["model.config.model_type=clip", "image_size"]),
+        (["--model.config.hidden-size", "wide"], ["model.config=", "wide", "hidden_size"]),
+        (["--model.config.return-dict", "false"], ["model.config.return_dict"]),
         (["--model.num-layers", "3", "--moe.layers", "2"], ["model.num_layers=3", "must be 4"]),
         (["--model.norm", "rms"], ["model.kind=classifier", "model.norm=rms"]),
         (["--parallel.tensor", "2"], ["model.kind=classifier", "parallel.tensor=2"]),
         (["--data.train", "training"], ["data.train", "training is not a split"]),
     ],
-    ids=["model type", "key", "layers", "other section", "split", "data"],
+    ids=[
+        "model type",
+        "key",
+        "without image size",
+        "value",
+        "of the engine",
+        "layers",
+        "other section",
+        "split",
+        "data",
+    ],
 )
 def test_a_wrong_classifier_is_one_line(forks, tmp_path, options, parts):
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -8,16 +8,20 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmoe.convert import Found, find_blocks
-from fmoe.errors import UserError, known_names, require
+from fmoe.errors import UserError, known_names, one_line, require
 from pretrain.config.layer import router_shapes
 from pretrain.config.model import ModelConfig
+
+# Keys that would have no effect, or contradict what the recipe or the engine sets.
+_OF_THE_RECIPE = {"num_labels", "id2label", "label2id", "dtype", "return_dict", "problem_type"}
 
 
 def build_classifier(model: ModelConfig) -> tuple[nn.Module, list[Found]]:
     """Build the dense model on torch's default device; return it and its feed-forward blocks, which are the layers.
 
     Raises:
-        UserError: the package transformers is missing; ``model.config`` has an unknown key or model type; or
+        UserError: the package transformers is missing; ``model.config`` has an unknown key or model type, or a value
+            that transformers refuses; the configuration has no ``image_size`` and ``num_channels``; or
             ``model.num_layers`` is not the number of blocks.
     """
     auto: Any = require("transformers", "tasks", "model.kind=classifier")
@@ -26,12 +30,18 @@ def build_classifier(model: ModelConfig) -> tuple[nn.Module, list[Found]]:
     if kind not in auto.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         raise UserError(f"model.config.model_type={kind} is not a classifier of images, such as vit or swin")
     default = auto.AutoConfig.for_model(kind)
-    known = sorted(set(default.to_dict()) - {"num_labels", "id2label", "label2id"})
+    known = sorted(set(default.to_dict()) - _OF_THE_RECIPE)
     for name, value in options.items():
         if name not in known:
             raise UserError(f"model.config.{name}={value} is not a key of {kind}; {known_names(name, known)}")
-    config = auto.AutoConfig.for_model(kind, **options, num_labels=model.vocab_size)
-    module = auto.AutoModelForImageClassification.from_config(config)
+    if not {"image_size", "num_channels"} <= set(known):
+        raise UserError(f"model.config.model_type={kind} is not supported: it has no image_size or no num_channels")
+    try:
+        config = auto.AutoConfig.for_model(kind, **options, num_labels=model.vocab_size)
+        module = auto.AutoModelForImageClassification.from_config(config)
+    except Exception as error:  # of any type, for a value that does not fit
+        message = one_line(error, with_type=True)
+        raise UserError(f"model.config={dict(model.config)} fails in transformers: {message}") from error
     blocks = find_blocks(module)
     if len(blocks) != model.num_layers:
         raise UserError(
@@ -64,7 +74,9 @@ def flops_per_token(model: ModelConfig) -> float:
         module, blocks = build_classifier(model)
         counter.flop_counts.clear()  # of the search for blocks
         config: Any = module.config
-        module(torch.zeros(1, config.num_channels, config.image_size, config.image_size))
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        module(torch.zeros(1, config.num_channels, height, width))
     more = sum(_size(blocks[number - 1].block) for number in model.layers_with_experts) * (model.moe.top_k - 1)
     return 3 * counter.get_total_flops() / model.sequence_length + 6 * more
 

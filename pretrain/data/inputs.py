@@ -94,12 +94,12 @@ def open_inputs(recipe: Recipe) -> Inputs:
     held_out: tuple[str | None, ...] = ()
     if recipe.data.validation:
         validation, held_out = open_validation(recipe, tokenizer)
-    warnings: tuple[str, ...] = ()
+    warnings = tuple(_repeats(recipe, validation))
     if recipe.data.samples is None:
-        warnings = (
+        warnings += (
             *_conversation_doubts("data.train", samples),
             *_conversation_doubts("data.validation", validation),
-            *_doubts(recipe, validation, fingerprints, held_out),
+            *_doubts(recipe, fingerprints, held_out),
         )
     return Inputs(
         train=samples,
@@ -216,11 +216,10 @@ def _conversation_doubts(key: str, samples: Samples | None) -> Iterator[str]:
 
 def _doubts(
     recipe: Recipe,
-    validation: Samples | None,
     fingerprints: Sequence[str | None],
     held_out_fingerprints: Sequence[str | None],
 ) -> Iterator[str]:
-    """Yield a line for each pair of corpora with the same tokens, and for a validation that repeats sequences."""
+    """Yield a line for each pair of corpora with the same tokens."""
     data = recipe.data
     train = list(zip(data.train, fingerprints, strict=True))
     held_out = list(zip(data.validation, held_out_fingerprints, strict=True))
@@ -233,11 +232,15 @@ def _doubts(
             yield (
                 f"data.validation: {corpus[0]} holds the tokens of data.train={other[0]}: val/loss is a training loss"
             )
+
+
+def _repeats(recipe: Recipe, validation: Samples | None) -> Iterator[str]:
+    """Yield a line if a validation repeats sequences."""
     count = recipe.train.validation_sequences
     if validation is not None and validation.samples_per_epoch < count:
         yield (
             f"train.validation_sequences={count} exceeds the {validation.samples_per_epoch} sequences of "
-            f"data.validation={', '.join(data.validation)}: each validation repeats some"
+            f"data.validation={', '.join(recipe.data.validation)}: each validation repeats some"
         )
 
 

@@ -75,12 +75,13 @@ def open_data(
         try:
             samples, sums = open_validation(recipe, trained.tokenizer)
         except UserError as error:
-            raise UserError(f"{trained.name}: {error}; pass other text with --data") from error
+            hint = "; pass other text with --data" if recipe.data.samples is None else ""
+            raise UserError(f"{trained.name}: {error}{hint}") from error
         recorded = trained.run_data.get("validation") or ()
         if len(recorded) == len(sums) and any(a and b and a != b for a, b in zip(recorded, sums, strict=True)):
             raise UserError(
-                f"{trained.name}: data.validation={list(recipe.data.validation)} has changed since the run; "
-                "pass --data to evaluate on its present content"
+                f"{trained.name}: data.validation={list(recipe.data.validation)} has changed since the run"
+                + ("; pass --data to evaluate on its present content" if recipe.data.samples is None else "")
             )
         count = recipe.train.validation_sequences
         if max_sequences is not None:

@@ -4,6 +4,7 @@ The arrays of a sample are keyword arguments of the model, and ``labels`` [1]. T
 layers are the model's feed-forward blocks, which `fmoe.fmoefy` replaces.
 """
 
+import inspect
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import fmoe
 from fmoe import random
+from fmoe.errors import UserError, known_names
 from fmoe.moe import ONE_RANK
 from megatron_patch.layer import megatron_loss_scale
 from megatron_patch.sharded import sharded_experts
@@ -33,12 +35,25 @@ class Classifier(MegatronModule):
     def __init__(self, config: TransformerConfig, model: nn.Module):
         super().__init__(config)
         self.model = model.to(config.params_dtype)
+        parameters = inspect.signature(model.forward).parameters.values()
+        # Names that **kwargs takes have no effect.
+        self._arguments = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
 
     def set_input_tensor(self, tensor: Any) -> None:
         """Do nothing: there is one pipeline stage."""
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """Return the logits [b, classes]."""
+        """Return the logits [b, classes].
+
+        Raises:
+            UserError: the model does not have an argument.
+        """
+        for name in inputs:
+            if name not in self._arguments:
+                kind = type(self.model).__name__
+                raise UserError(
+                    f"samples have {name}, which {kind} does not take; {known_names(name, self._arguments)}"
+                )
         dtype = self.config.params_dtype
         values = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         logits: Tensor = self.model(**values).logits

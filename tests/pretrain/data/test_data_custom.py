@@ -115,6 +115,49 @@ def test_a_wrong_source_is_one_line(numbers, data, parts):
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
 
 
+SAMPLE = {"tokens": np.ones(16, int), "labels": np.ones(16, int)}
+PAIR = SAMPLE | {"decoder_tokens": np.ones(16, int)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sample", "parts"),
+    [
+        ("gpt", {"tokens": np.ones(16, int)}, ["lacks labels"]),
+        ("gpt", SAMPLE | {"loss_msk": np.ones(16, int)}, ["loss_msk", "did you mean 'loss_mask'"]),
+        ("bert", SAMPLE | {"tokens": np.ones(17, int)}, ["tokens of int64 [17]", "model.sequence_length=16"]),
+        ("bert", SAMPLE | {"loss_mask": np.full(16, 0.5)}, ["loss_mask of float64"]),
+        ("gpt", SAMPLE | {"tokens": [1] * 16}, ["tokens of list"]),
+        ("gpt", SAMPLE | {"tokens": np.ones(16, object)}, ["tokens of object"]),
+        ("gpt", np.ones(17, int), ["not ndarray"]),
+        ("t5", PAIR | {"documents": np.ones(16, int)}, ["decoder_documents"]),
+        ("t5", PAIR | {"decoder_documents": np.ones(16, int)}, ["decoder_documents"]),
+        ("t5", PAIR | {"documents": np.ones(16, int), "decoder_documents": np.arange(16)}, ["decoder_documents"]),
+        ("classifier", {"pixel_values": np.ones(4), "labels": np.array(3)}, ["labels of int64 []", "[1]"]),
+    ],
+)
+def test_samples_that_a_kind_does_not_take(monkeypatch, kind, sample, parts):
+    monkeypatch.setitem(SOURCES, "one", lambda recipe, names: [sample])
+    recipe = recipe_with(samples="one")
+    recipe = replace(recipe, model=replace(recipe.model, kind=kind, sequence_length=16))
+    with pytest.raises(UserError, match=r"^data\.samples=one: sample 0 ") as caught:
+        open_source(recipe, ("a",), 1)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    "other", [SAMPLE | {"tokens": np.ones(15, int)}, {"labels": SAMPLE["labels"]}, SAMPLE | {"tokens": np.ones(16)}]
+)
+def test_samples_have_the_arrays_of_the_first(other):
+    samples = SourceSamples([SAMPLE, other], seed=1, name="two")
+    with pytest.raises(UserError, match=r"^data\.samples=two: sample 1 "):
+        [samples[n] for n in range(2)]
+
+
+def test_integers_and_booleans_of_any_width_are_int64():
+    sample = {"tokens": np.ones(16, np.uint16), "labels": np.ones(16, np.int32), "loss_mask": np.ones(16, bool)}
+    assert {array.dtype for array in SourceSamples([sample], seed=1)[0].values()} == {np.dtype(np.int64)}
+
+
 @pytest.mark.parametrize(
     ("data", "keys"),
     [
@@ -129,6 +172,16 @@ def test_keys_that_do_not_go_together(data, keys):
     with pytest.raises(UserError) as caught:
         recipe_with(**data).check()
     assert all(key in str(caught.value) for key in keys)
+
+
+def test_a_validation_that_repeats_samples_is_reported(monkeypatch):
+    monkeypatch.setitem(SOURCES, "one", lambda recipe, names: [SAMPLE])
+    recipe = recipe_with(samples="one", tokenizer="")
+    recipe = replace(
+        recipe, model=replace(recipe.model, sequence_length=16), tracking=replace(recipe.tracking, wandb=False)
+    )
+    (warning,) = open_inputs(recipe).warnings
+    assert "train.validation_sequences=64" in warning
 
 
 def test_corpora_need_a_tokenizer():
@@ -195,6 +248,48 @@ def test_two_ranks_equal_one(whole, run, axis):
     for step, row in rows.items():
         for name in {"loss", "val/loss", "grad_norm", "moe/entropy"} & row.keys():
             assert found[step][name] == pytest.approx(row[name], rel=1e-5), (step, name)
+
+
+@pytest.mark.parametrize("whole", ["t5"], indirect=True)
+def test_documents_over_pipeline_stages_equal_one_process(whole, run):
+    kind, rows = whole
+    found = run(kind, f"{kind}-pipeline", "--parallel.pipeline", "2", size=2)
+    for step, row in rows.items():
+        for name in {"loss", "val/loss", "grad_norm"} & row.keys():
+            assert found[step][name] == pytest.approx(row[name], rel=1e-5), (step, name)
+
+
+FAULTS = """
+import numpy as np
+from pretrain.data.custom import register_samples
+
+
+class Faulty:
+    def __init__(self, recipe, names):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == 5:
+            raise ValueError("broken file")
+        return {"tokens": np.full(16, 7), "labels": np.full(16, 7)}
+
+
+register_samples("faulty", Faulty)
+"""
+
+
+def test_a_source_that_raises_on_one_rank_ends_the_run_with_the_samples_number(forks, folder, write_tiny_recipe):
+    (folder / "faulty.py").write_text(FAULTS)
+    data = {"samples": "faulty", "train": ("a",), "validation": ()}
+    recipe = write_tiny_recipe(folder / "faulty.toml", data=data, run={"imports": ("faulty.py",)})
+    argv = [recipe, "--run.folder", folder / "faulty", "--parallel.data", "2"]
+    ends = forks.command("pretrain", *argv, size=2, folder=folder)
+    assert all(end.code for end in ends)
+    text = "".join(end.err for end in ends)
+    assert "data.samples=faulty: sample 5 fails: ValueError: broken file" in text, ends
 
 
 def test_a_resume_refuses_other_samples(run, folder):
