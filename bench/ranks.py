@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from pretrain.config import Recipe
+from pretrain.start.ranks import die_with_parent
 
 TIMEOUT = timedelta(minutes=2)  # of a collective, which bounds the wait for a rank that failed
 
@@ -23,12 +24,12 @@ def run(size: int, function: Callable[..., Any], *args: Any) -> Any:
     If a rank raises, the others are ended and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # The ranks also end if this process dies: torch asks the kernel to signal them.
         multiprocessing.spawn(_rank, (size, folder, function, args), nprocs=size)
         return json.loads((Path(folder) / "result.json").read_text())
 
 
 def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+    die_with_parent()  # torch asks for SIGINT, which background jobs of a shell ignore
     torch.set_num_threads(1)
     # A file instead of a port, which another program could take.
     rendezvous = f"file://{folder}/rendezvous"
