@@ -69,7 +69,8 @@ class ShardedRows(nn.Module):
         self.rows_per_rank = -(-num_rows // group.size())
         self.first_row = min(num_rows, self.rows_per_rank * group.rank())
         count = min(self.rows_per_rank, num_rows - self.first_row)
-        self.weight = torch.empty(count, dim).requires_grad_()
+        defaults: dict[str, Any] = {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
+        self.weight = torch.empty(count, dim, **defaults, requires_grad=True)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -78,7 +79,7 @@ class ShardedRows(nn.Module):
         key = random.derive(self.seed, "rows", self.weight.device)
         position = self.first_row
         for block in self.weight.split(1 << 16):
-            rows = torch.arange(position, position + len(block), device=key.device)
+            rows = torch.arange(position, position + len(block), dtype=torch.int64, device=key.device)
             block.copy_(random.exact_normal(random.fold(key, rows), block.shape[1]) * self.std)
             position += len(block)
 

@@ -76,7 +76,8 @@ def flops_per_token(model: ModelConfig) -> float:
         config: Any = module.config
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        module(torch.zeros(1, config.num_channels, height, width))
+        image = (1, config.num_channels, height, width)
+        module(torch.zeros(image, dtype=torch.get_default_dtype(), device="meta"))
     more = sum(_size(blocks[number - 1].block) for number in model.layers_with_experts) * (model.moe.top_k - 1)
     return 3 * counter.get_total_flops() / model.sequence_length + 6 * more
 

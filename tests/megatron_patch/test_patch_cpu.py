@@ -100,9 +100,10 @@ def test_cuda_means_the_cpu(forks):
 
 
 def install_beside_a_gpu():
-    from megatron_patch import cpu
+    from megatron_patch import cpu, patches
 
     torch.cuda.is_available = lambda: True
+    patches.install()  # of every machine
     before = names_in_place()
     installed = cpu.install()
     return installed, [key for key, value in names_in_place().items() if value is not before[key]]
