@@ -94,13 +94,14 @@ def open_inputs(recipe: Recipe) -> Inputs:
     held_out: tuple[str | None, ...] = ()
     if recipe.data.validation:
         validation, held_out = open_validation(recipe, tokenizer)
-    warnings = tuple(_repeats(recipe, validation))
+    warnings: list[str] = []
     if recipe.data.samples is None:
-        warnings += (
+        warnings = [
             *_conversation_doubts("data.train", samples),
             *_conversation_doubts("data.validation", validation),
             *_doubts(recipe, fingerprints, held_out),
-        )
+        ]
+    warnings += _repeats(recipe, validation)
     return Inputs(
         train=samples,
         validation=validation,
@@ -111,7 +112,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
         tokenizer_fingerprint=getattr(tokenizer, "fingerprint", None),
         end_of_document=getattr(tokenizer, "end_of_document", None),
         epochs_per_sample=epochs_per_sample,
-        warnings=warnings,
+        warnings=tuple(warnings),
     )
 
 
