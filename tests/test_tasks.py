@@ -194,6 +194,7 @@ def test_images_on_two_ranks_equal_one(forks, classified, axis):
             assert found[step][name] == pytest.approx(row[name], rel=2e-5), (step, name)
 
 
+@pytest.mark.slow
 def test_images_resume_bit_for_bit_and_at_another_split(forks, classified):
     task, folder, rows = classified
     images(forks, folder, task, 4, "--run.folder", "half")

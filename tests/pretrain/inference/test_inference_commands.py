@@ -99,7 +99,7 @@ def test_a_checkpoint_of_any_split_is_the_model_of_one_process(runs, values, spl
         assert values("generate", runs(split), *argv, option, size, size=2)["samples"] == drawn
 
 
-@pytest.mark.by_default("--parallel.expert", "--parallel.data")
+@pytest.mark.by_default("--parallel.expert")
 @pytest.mark.parametrize("size", ["--parallel.expert", "--parallel.data", "--parallel.pipeline"])
 def test_ranks_that_share_the_parameters_give_the_figures_of_one_process(runs, values, size):
     split = [size, "2", "--parallel.shard", "parameters"]
