@@ -67,7 +67,7 @@ def translations(tmp_path_factory):
         for c in things
     }
     plural = {
-        "%d day\0%d days": "%d Tag\0%d Tage",
+        "%d week\0%d weeks": "%d Woche\0%d Wochen",
         "month\x04May": "Mai",
         "": "Content-Type: text/plain; charset=UTF-8\n",
     }
@@ -91,7 +91,7 @@ def test_pairs_of_catalogs(translations):
     for split in ("train", "validation"):
         rows[split] = list(map(json.loads, (translations / f"{split}.jsonl").read_text().splitlines()))
     assert len(rows["train"]) + len(rows["validation"]) == 6 * 6 * 6 + 1  # neither header, context nor other languages
-    assert {"source": "%d Tag", "target": "%d day"} in rows["train"] + rows["validation"]
+    assert {"source": "%d Woche", "target": "%d week"} in rows["train"] + rows["validation"]
     assert not {row["target"] for row in rows["train"]} & {row["target"] for row in rows["validation"]}
     assert 4 < len(rows["validation"]) < 40
 

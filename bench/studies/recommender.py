@@ -112,8 +112,8 @@ class SpreadMMoE(fmoe.MMoE):
         shards = TokenShards.of_equal_parts(len(x), self.group)
         x_TD = shards.gather(x)
         out_ETD = self._run(x_TD.expand(self.mine.stop - self.mine.start, -1, -1))
-        weight_TNE = torch.einsum("td,ned->tne", x_TD, self.gates).softmax(-1)
-        y_TND = torch.einsum("tne,etd->tnd", weight_TNE[..., self.mine], out_ETD)
+        weight_TNE = torch.einsum("td,ked->tke", x_TD, self.gates).softmax(-1)
+        y_TND = torch.einsum("tke,etd->tkd", weight_TNE[..., self.mine], out_ETD)
         return list(shards.reduce_scatter(y_TND).unbind(1))
 
 

@@ -103,7 +103,7 @@ def recipe_with(**data):
     ("data", "parts"),
     [
         ({"samples": "number"}, ["data.samples=number", "did you mean 'numbers'"]),
-        ({"samples_options": {"sise": 3}}, ["data.samples_options.sise=3", "did you mean 'size'"]),
+        ({"samples_options": {"sizes": 3}}, ["data.samples_options.sizes=3", "did you mean 'size'"]),
         ({"samples_options": {"size": 0}}, ["data.samples=numbers", "no samples"]),
         ({"samples_options": {"names": 1}}, ["data.samples=numbers", "names"]),
     ],
