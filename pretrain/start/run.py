@@ -141,7 +141,9 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     if isinstance(start, Resume):
         events = Events(folder / EVENTS, start.checkpoint.path, start.changes)
         resume_step = start.checkpoint.step
-    callbacks: list[Callback] = [events, StepGuard(guard)]
+    # First, so that a signal during the validation at step 0 is not lost.
+    profiling = Profiling(folder / PROFILES, recipe.tracking.profile_step, recipe.tracking.profile_steps)
+    callbacks: list[Callback] = [profiling, events, StepGuard(guard)]
     if recipe.tracking.phases_every:
         callbacks.append(Phases(recipe.tracking.phases_every, recipe.tracking.slow_rank))
     if guard.collapse_window and recipe.model.layers_with_experts:
@@ -159,7 +161,6 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     if recipe.checkpoint.every:  # not watched: a save may take any time
         callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint, events.saved))
         callbacks.append(Stopping())
-    callbacks.append(Profiling(folder / PROFILES, recipe.tracking.profile_step, recipe.tracking.profile_steps))
     return callbacks
 
 
