@@ -36,6 +36,17 @@ def batch(step):
     return ids, torch.randn(8, 3, DIM, generator=generator, dtype=torch.float64)
 
 
+def take_steps(model, optimizers, numbers, group, groups):
+    for step in numbers:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, step, group).backward()
+        if group.size() > 1:
+            parallel.average_gradients(model, groups=groups)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def loss_of(embedding, step, group=None):
     """The sum over the global batch is the mean over ranks; in the second step, the first rank has all ids."""
     ids, target = batch(step)
@@ -207,14 +218,8 @@ def half(size, optimizer, folder, save):
         # Jobs of one process, side by side.
         dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=size == 1)
         parallel.load_state_dict(model, state["model"], groups)
-    for step in range(0 if save else STEPS // 2, STEPS // 2 if save else STEPS):
-        rows.zero_grad()
-        dense.zero_grad()
-        loss_of(model, step, group).backward()
-        if size > 1:
-            parallel.average_gradients(model, groups=groups)
-        dense.step()
-        rows.step()
+    numbers = range(STEPS // 2) if save else range(STEPS // 2, STEPS)
+    take_steps(model, (rows, dense), numbers, group, groups)
     if save and (size > 1 or dist.get_rank() == 0):
         state = {"model": parallel.state_dict(model, groups), "rows": parallel.optimizer_rows(model, rows)}
         dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=size == 1)
@@ -249,14 +254,7 @@ def straight_steps(size, optimizer):
     groups = parallel.init()
     model = Both(table)
     dense = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        rows.zero_grad()
-        dense.zero_grad()
-        loss_of(model, step, group).backward()
-        if size > 1:
-            parallel.average_gradients(model, groups=groups)
-        dense.step()
-        rows.step()
+    take_steps(model, (rows, dense), range(STEPS), group, groups)
     return whole(table), [p.detach() for p in model.parameters()]
 
 
