@@ -149,6 +149,11 @@ def noise_key(layer_seed: int, *, is_traceable: bool = True) -> int | Tensor:
     return key("noise", where.seed, layer_seed, where.step)
 
 
+def draw_seed() -> int:
+    """Draw a seed from torch's default CPU generator."""
+    return int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
+
+
 def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
     """Return ``key(key_, purpose)`` as an int64 scalar on ``device``, or on the host while torch.compile traces."""
     if torch.compiler.is_compiling():

@@ -82,8 +82,7 @@ class TokenShards:
         longest = max(self.lengths)
         if x.shape[0] < longest:
             x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        collectives.run(dist.all_gather, parts, x.contiguous(), group=self.group)
+        parts = collectives.gather(x.contiguous(), self.group)
         return torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
 
     def sum_scatter(self, x: Tensor) -> Tensor:

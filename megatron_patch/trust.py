@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
+from fmoe.runtime import collectives
 from megatron_patch.optimizer import optimizers, parameters_of, sharding_group
 
 
@@ -32,9 +33,7 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
     for vector, size in zip(vectors, sizes.tolist(), strict=True):
         padded = vector.new_full((size,), torch.nan)
         padded[: len(vector)] = vector
-        everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, padded)
-        together = torch.cat(everyone)
+        together = torch.cat(collectives.gather(padded))
         found.append(together[~together.isnan()])
     return found[0], found[1]
 

@@ -86,6 +86,13 @@ def run(collective: Callable[..., dist.Work | None], *arguments: Any, **options:
     start(collective, *arguments, **options).wait()
 
 
+def gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return the contiguous tensor of each rank of a group, by default of all ranks; they have the same shape."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    run(dist.all_gather, parts, tensor, group=group)
+    return parts
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return a device whose tensors the group's collectives take: the current GPU for NCCL, else the CPU."""
     return torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")

@@ -12,6 +12,7 @@ from pretrain.engine import Engine
 from pretrain.start.process import Processes
 
 Metrics = dict[str, float | int | list[float] | None]
+State = dict[str, Any]
 
 
 class Loop(Protocol):
@@ -83,14 +84,14 @@ class Callback:
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         """Run when training ends, also with an error. Called for every callback whose `on_start` was called."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the callback's state for checkpoints, the same on all ranks.
 
         Its values have types that `pretrain.checkpoint.codec` supports. An empty dictionary is not saved.
         """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the state that `state_dict` returned. Not called for a checkpoint without this callback's state."""
 
 

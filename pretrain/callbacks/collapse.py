@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from fmoe.metrics import coefficient_of_variation
-from pretrain.callbacks.base import Callback, Loop, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics, State
 from pretrain.config import GuardConfig
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ class CollapseWarning(Callback):
         self._load = {}
         self._entropy = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         load = {str(layer): sums for layer, sums in self._load.items()}
         entropy = {str(layer): entropy for layer, entropy in self._entropy.items()}
         return {"steps": self._steps, "load": load, "entropy": entropy, "collapsed": sorted(self._collapsed)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._steps = state["steps"]
         self._collapsed = set(state["collapsed"])
         self._load = {int(layer): sums for layer, sums in state["load"].items()}

@@ -5,9 +5,8 @@ import math
 from collections import deque
 from collections.abc import Collection
 from statistics import median
-from typing import Any
 
-from pretrain.callbacks.base import Callback, Loop, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics, State
 from pretrain.config import GuardConfig
 from pretrain.engine.nonfinite import nonfinite_report
 from pretrain.start.process import Diverged
@@ -104,10 +103,10 @@ class StepGuard(Callback):
         metrics["guard/skipped"] = int(self._has_skipped)
         self._has_skipped = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"losses": list(self._losses), "log_norms": list(self._log_norms), "in_a_row": self._in_a_row}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._losses.extend(state["losses"])
         self._log_norms.extend(state["log_norms"])
         self._in_a_row = state["in_a_row"]

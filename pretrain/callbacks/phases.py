@@ -3,10 +3,9 @@
 import logging
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from fmoe.runtime import phases
+from fmoe.runtime import collectives, phases
 from fmoe.runtime.deferral import WeightGradients
 from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.engine import pipeline
@@ -38,16 +37,14 @@ class Phases(Callback):
         times = phases.stop()
         times["work"] = sum(times[name] for name in phases.WORK)
         row = torch.tensor(list(times.values()), dtype=torch.float64, device=trainer.processes.device)
-        rows = [torch.empty_like(row) for _ in range(trainer.processes.world_size)]
-        dist.all_gather(rows, row)
-        table = torch.stack(rows).cpu()  # [ranks, phases]
+        table = torch.stack(collectives.gather(row)).cpu()  # [ranks, phases]
         for name, ranks in zip(times, table.T, strict=True):
             metrics[f"time/{name}_ms"] = float(ranks.mean())
             metrics[f"time/{name}_ms/largest"] = float(ranks.max())
             metrics[f"time/{name}_ms/largest_rank"] = int(ranks.argmax())
             metrics[f"time/{name}_ms/ranks"] = ranks.tolist()
         slowest = int(ranks.argmax())  # of the last column, the work
-        others = (ranks.sum() - ranks[slowest]) / (len(rows) - 1)  # NaN with a single rank
+        others = (ranks.sum() - ranks[slowest]) / (len(ranks) - 1)  # NaN with a single rank
         is_slow = bool(ranks[slowest] > self.slow * others)
         if is_slow and slowest != self._named and trainer.processes.is_main:
             text = "rank %d is slow: step %d took %.0f ms without waits, other ranks %.0f ms (docs/operations.md)"

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fmoe.runtime import collectives
 from megatron_patch.fsdp import gathered_in_turn
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.data.samples import Samples
@@ -30,7 +30,10 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     if report:
         return report
     names = [name for name, _ in reversed(list(engine.gpt.named_parameters()))]
-    reduced = _gather(_first(names, _nonfinite_reduced(engine.gpt)))
+    gradients = {name: getattr(parameter, "main_grad", None) for name, parameter in engine.gpt.named_parameters()}
+    reduced = _gather(
+        _first(names, {name for name, grad in gradients.items() if grad is not None and not grad.isfinite().all()})
+    )
     for compressor in engine.compressors:
         compressor.undo()  # what the first pass has sent and remembered
     with _observed(engine.gpt) as nonfinite:
@@ -41,11 +44,6 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
 
 def _first(names: list[str], nonfinite: set[str]) -> str | None:
     return next((f"gradient of {name}" for name in names if name in nonfinite), None)
-
-
-def _nonfinite_reduced(gpt: nn.Module) -> set[str]:
-    gradients = {name: getattr(parameter, "main_grad", None) for name, parameter in gpt.named_parameters()}
-    return {name for name, gradient in gradients.items() if gradient is not None and not gradient.isfinite().all()}
 
 
 @contextlib.contextmanager
@@ -76,9 +74,7 @@ def _gather(name: str | None) -> str:
     """Return ``"NAME on rank R, ..."`` for the ranks whose ``name`` is not None; empty without such ranks."""
     letters = (name or "").encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     row = torch.tensor(list(letters), dtype=torch.uint8, device=Ranks().device())
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    names = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    names = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in collectives.gather(row)]
     bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]
     remainder = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
     return ", ".join(bad[:8]) + remainder

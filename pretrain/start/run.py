@@ -11,12 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import fmoe
 from fmoe.cli import drop_output
 from fmoe.errors import UserError, one_line, printable
 from fmoe.files import write_atomically
+from fmoe.runtime import collectives
 from megatron_patch import cpu
 from pretrain.callbacks import (
     Callback,
@@ -108,7 +108,11 @@ def train(job: Job) -> int:
             return EXIT_DIVERGED
         finally:  # a run that diverged, was stopped or failed gets a report too
             if processes.is_main:
-                _write_report(folder)
+                try:
+                    write_report([folder], folder / REPORT, False)
+                except Exception as error:  # the run is complete without it
+                    text = "the report was not written; retry with fmoe report %s; reason: %s"
+                    logger.warning(text, folder, one_line(error))
         if processes.is_main and trainer.is_done:
             summarize(recipe)
         elif processes.is_main:
@@ -142,18 +146,19 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
         events = Events(folder / EVENTS, start.checkpoint.path, start.changes)
         resume_step = start.checkpoint.step
     # First, so that a signal during the validation at step 0 is not lost.
-    profiling = Profiling(folder / PROFILES, recipe.tracking.profile_step, recipe.tracking.profile_steps)
+    tracking = recipe.tracking
+    profiling = Profiling(folder / PROFILES, tracking.profile_step, tracking.profile_steps)
     callbacks: list[Callback] = [profiling, events, StepGuard(guard)]
-    if recipe.tracking.phases_every:
-        callbacks.append(Phases(recipe.tracking.phases_every, recipe.tracking.slow_rank))
+    if tracking.phases_every:
+        callbacks.append(Phases(tracking.phases_every, tracking.slow_rank))
     if guard.collapse_window and recipe.model.layers_with_experts:
         if recipe.model.moe.gate == "random":
             guard = replace(guard, collapse_uniform=0.0)  # its choices are meant to be uniform
         callbacks.append(CollapseWarning(guard, recipe.model.layers_with_experts))
     if inputs.validation is not None:
         callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
-    if recipe.optimizer.has_trust_ratios and recipe.tracking.trust_every:
-        callbacks.append(TrustRatios(recipe.tracking.trust_every))
+    if recipe.optimizer.has_trust_ratios and tracking.trust_every:
+        callbacks.append(TrustRatios(tracking.trust_every))
     callbacks += registered  # before tracking, which logs their metrics
     callbacks.append(Tracking(recipe, resume_step))
     if guard.hang_minutes:
@@ -196,13 +201,6 @@ def summarize(recipe: Recipe) -> None:
     _print(*lines)
 
 
-def _write_report(folder: Path) -> None:
-    try:
-        write_report([folder], folder / REPORT, False)
-    except Exception as error:  # the run is complete without it
-        logger.warning("the report was not written; retry with fmoe report %s; reason: %s", folder, one_line(error))
-
-
 def _print(*lines: str) -> None:
     try:
         sys.stdout.write("\n".join(map(printable, lines)) + "\n")
@@ -218,8 +216,7 @@ def _describe(trainer: Trainer, folder: Path) -> None:
     layers = trainer.engine.moe_layers
     held = [layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0]
     tensor = torch.tensor(held, dtype=torch.int64, device=processes.device)
-    everyone = [torch.empty_like(tensor) for _ in range(processes.world_size)]
-    dist.all_gather(everyone, tensor)
+    everyone = collectives.gather(tensor)
     if not processes.is_main:
         return
     experts_of_rank = []
