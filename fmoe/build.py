@@ -13,6 +13,7 @@ from fmoe.auxiliary import AuxLosses
 from fmoe.errors import UserError, known_names, wrong_type
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
+from fmoe.experts.factories import Factory
 from fmoe.gates import GATES, Gate, build_gate
 from fmoe.layout import Layout
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
@@ -82,7 +83,7 @@ class Spec:
     top_k: int | None = None
     gate: str | type[nn.Module] | Gate | None = None
     gate_options: Mapping[str, Any] | None = None
-    expert: str | Callable[..., nn.Module] | Sequence[Any] | None = "ffn"
+    expert: str | Factory | Sequence[Any] | None = "ffn"
     expert_options: dict[str, Any] = _UNSET
     shared_expert: nn.Module | int | None = None
     shared_options: Mapping[str, Any] | None = None

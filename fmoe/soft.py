@@ -3,7 +3,7 @@
 Shape letters: B sequences, S tokens per sequence, D model width, E experts, P slots per expert, N tasks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts import build_experts, initial
+from fmoe.experts.factories import Factory
 from fmoe.layout import zero_padding
 
 
@@ -22,9 +23,10 @@ class _DenseExperts(nn.Module):
         d_model: int,
         num_experts: int,
         d_hidden: int | None,
-        expert: str | Callable[..., nn.Module],
-        expert_options: Mapping[str, Any] | None,
-        seed: int | None,
+        *,
+        expert: str | Factory = "ffn",
+        expert_options: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ):
         super().__init__()
         for name, value in (("d_model", d_model), ("num_experts", num_experts)):
@@ -32,7 +34,7 @@ class _DenseExperts(nn.Module):
                 raise UserError(f"{name}={value} must be at least 1")
         self.d_model = d_model
         self.num_experts = num_experts
-        self.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
+        self.seed = random.draw_seed() if seed is None else seed
         self.experts = build_experts(
             expert,
             num_experts,
@@ -76,7 +78,8 @@ class SoftMoE(_DenseExperts):
     Args:
         d_model: D.
         num_experts, slots_per_expert: E and P; the paper mostly sets ``E * P`` to the number of tokens of a sequence.
-        d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
+        d_hidden: as in `fmoe.build.Spec`.
+        options: ``expert``, ``expert_options`` and ``seed`` of `fmoe.build.Spec`.
     """
 
     router_parameters = ("slots", "scale")  # `fmoe.optim.hidden_matrices`
@@ -87,12 +90,9 @@ class SoftMoE(_DenseExperts):
         num_experts: int,
         slots_per_expert: int = 1,
         d_hidden: int | None = None,
-        *,
-        expert: str | Callable[..., nn.Module] = "ffn",
-        expert_options: Mapping[str, Any] | None = None,
-        seed: int | None = None,
+        **options: Any,
     ):
-        super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
+        super().__init__(d_model, num_experts, d_hidden, **options)
         if slots_per_expert < 1:
             raise UserError(f"slots_per_expert={slots_per_expert} must be at least 1")
         self.slots_per_expert = slots_per_expert
@@ -149,7 +149,8 @@ class MMoE(_DenseExperts):
     Args:
         d_model: D.
         num_experts, num_tasks: E and N.
-        d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
+        d_hidden: as in `fmoe.build.Spec`.
+        options: ``expert``, ``expert_options`` and ``seed`` of `fmoe.build.Spec`.
     """
 
     router_parameters = ("gates",)
@@ -160,12 +161,9 @@ class MMoE(_DenseExperts):
         num_experts: int,
         num_tasks: int,
         d_hidden: int | None = None,
-        *,
-        expert: str | Callable[..., nn.Module] = "ffn",
-        expert_options: Mapping[str, Any] | None = None,
-        seed: int | None = None,
+        **options: Any,
     ):
-        super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
+        super().__init__(d_model, num_experts, d_hidden, **options)
         if num_tasks < 1:
             raise UserError(f"num_tasks={num_tasks} must be at least 1")
         self.num_tasks = num_tasks

@@ -4,7 +4,6 @@ experts."""
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -17,6 +16,7 @@ from fmoe.convert.blocks import Block, LinearMap, addition, known_activation
 from fmoe.convert.families import Found
 from fmoe.convert.upcycle import Upcycling, upcycle_
 from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.runtime import collectives
 from megatron_patch.layer import MegatronMoE
 
 
@@ -66,9 +66,7 @@ def _whole(shard: Tensor, axis: int) -> Tensor:
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return shard
-    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, shard.contiguous(), group=group)
-    return torch.cat(parts, axis).requires_grad_(shard.requires_grad)
+    return torch.cat(collectives.gather(shard.contiguous(), group), axis).requires_grad_(shard.requires_grad)
 
 
 def _unsupported(mlp: nn.Module) -> str | None:
@@ -130,6 +128,4 @@ def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
     drawn = {"init_method": layer.config.init_method, "output_init_method": layer.config.output_layer_init_method}
     vars(layer.experts).update(drawn)  # for reset_parameters
     layer.spec.expert_options.update(drawn)  # for set_layer_number
-    for parameter in layer.experts.parameters():
-        parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
     return layer

@@ -29,7 +29,7 @@ from fmoe.convert.upcycle import Upcycling, check_block, plan_upcycling, upcycle
 from fmoe.errors import UserError
 from fmoe.moe import MoE
 from fmoe.packaging import entries
-from fmoe.random import key
+from fmoe.random import draw_seed, key
 from fmoe.runtime.versions import installed, warn_untested
 
 Convert = Callable[..., nn.Module]
@@ -106,7 +106,7 @@ def fmoefy(
         logger.warning("fmoefy leaves these modules unchanged: %s", _listed(refused))
     chosen = {index: found[index] for index in _choose(layers, len(found))}
     check_chosen(model, chosen.values(), granularity, options)
-    seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
+    seed = draw_seed() if seed is None else seed
     options = {"num_experts": num_experts, "granularity": granularity, **options}
     how = plan_blocks(list(chosen.values()), upcycle=upcycle, exact=exact, noise=noise, options=options)
     # All layers are made before the first is installed, so that an error leaves the model unchanged.
@@ -339,8 +339,6 @@ def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: in
     if how is not None:
         upcycle_(layer, block, how)
         layer.experts.init_method, layer.experts.output_init_method = None, None
-        for parameter in layer.experts.parameters():
-            parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
     return layer.train(block.module.training)
 
 

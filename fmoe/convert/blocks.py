@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.experts.ffn import ACTIVATIONS, Activation
+from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.kernels.glu import Activation
 
 
 class LinearMap(NamedTuple):
@@ -147,18 +148,19 @@ class Block:
     place: str = ""
 
     def __post_init__(self):
-        if len(self.maps_in) not in (1, 2):
-            raise UserError(f"maps_in has {len(self.maps_in)} maps; a feed-forward block has 1, or 2 if it is gated")
-        if None in (*self.maps_in, self.map_out):
-            maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(self.maps_in)}
+        maps_in = self.maps_in
+        if len(maps_in) not in (1, 2):
+            raise UserError(f"maps_in has {len(maps_in)} maps; a feed-forward block has 1, or 2 if it is gated")
+        if None in (*maps_in, self.map_out):
+            maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(maps_in)}
             none = ", ".join(f"{name}=None" for name, found in sorted(maps.items()) if found is None)
             raise UserError(
                 f"{none}: a feed-forward block needs all its maps; if linear_map(layer) returned None, "
                 "fmoe.convert.blocks.obstacle(layer) says why"
             )
-        shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
-        if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
-            shapes = ", ".join(str(tuple(m.weight.shape)) for m in (*self.maps_in, self.map_out))
+        shape_in, shape_out = tuple(maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
+        if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in maps_in):
+            shapes = ", ".join(str(tuple(m.weight.shape)) for m in (*maps_in, self.map_out))
             raise UserError(f"the maps of a feed-forward block have shapes {shapes}; they must map D -> H -> D")
 
     @property

@@ -24,7 +24,8 @@ from fmoe.convert.injection import difference
 from fmoe.convert.routed import Form, RoutedMoE
 from fmoe.convert.trace import Refusal
 from fmoe.errors import one_line
-from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS, Activation, FFNExperts
+from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS, FFNExperts
+from fmoe.kernels.glu import Activation
 
 # Sizes of the copy that runs, under the names that models have for them.
 _EXPERTS, _WIDTH, _HIDDEN = 3, 6, 4

@@ -90,7 +90,12 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
         return [Refusal(f"{label} are maps of a gated block, which must be a separate module")]
     if (added := next((addition(m) for m in pieces.between if addition(m) is not None), None)) is not None:
         return [Refusal(f"a module between {label} {added}")]
-    out = [*slots[pieces.last], *_activation_slots(module, pieces)]
+    activation = pieces.activation
+    if isinstance(activation, nn.Module):
+        of_activation = _slots(module, activation)
+    else:
+        of_activation = [(m, name) for m in module.modules() for name, value in vars(m).items() if value is activation]
+    out = [*slots[pieces.last], *of_activation]
     if len(out) == len(slots[pieces.last]):
         return [Refusal(f"the activation between {label} is called as a function: make it a module or an attribute")]
     dropouts = [m for m in pieces.between if isinstance(m, nn.Dropout)]
@@ -120,12 +125,6 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
 def _slots(owner: nn.Module, wanted: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules inside ``owner`` that have ``wanted`` as a child, each with the child's name."""
     return [(m, name) for m in owner.modules() for name, child in m._modules.items() if child is wanted]
-
-
-def _activation_slots(owner: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str]]:
-    if isinstance(pieces.activation, nn.Module):
-        return _slots(owner, pieces.activation)
-    return [(m, name) for m in owner.modules() for name, value in vars(m).items() if value is pieces.activation]
 
 
 def bert(module: nn.Module) -> list[Block | Refusal]:

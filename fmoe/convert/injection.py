@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fmoe.convert.blocks import agree, probe_values
-from fmoe.experts.ffn import Activation
+from fmoe.kernels.glu import Activation
 
 
 def required(function: Callable) -> list[str]:
@@ -47,7 +47,7 @@ class Trial(NamedTuple):
         *,
         training: bool = False,
         grad: bool = False,
-        stand_ins: dict[nn.Module, Callable[[Tensor], Tensor]] | None = None,
+        stand_ins: dict[nn.Module, Activation] | None = None,
         rows: Tensor | None = None,
         rates: "Rates | None" = None,
     ) -> tuple[list["Call"], Any]:

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from fmoe.convert.blocks import Block, LinearMap, is_plain, is_rowwise, linear_map, probe_values
 from fmoe.convert.injection import Call, Injection, Rates, Trial, difference, limit, required, restored, wide_rows
 from fmoe.errors import one_line
-from fmoe.experts.ffn import ACTIVATIONS, Activation
+from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.kernels.glu import Activation
 
 
 class Refusal(NamedTuple):

@@ -53,17 +53,20 @@ class Upcycling:
 
 @torch.no_grad()
 def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
-    """Fill the experts of ``layer`` from ``block``.
+    """Fill the experts of ``layer`` from ``block``. Experts of a frozen block are frozen.
 
     The router's weight changes too if ``how.is_quiet`` is True or ``how.granularity`` is above 1. The experts are
     `fmoe.experts.FFNExperts` of hidden width ``block.d_hidden / how.granularity``. Like initial weights, noise depends
     on (seed of the layer, global expert id, name of the parameter).
     """
     experts = layer.experts
-    width = block.d_hidden // how.granularity
+    for parameter in experts.parameters():
+        parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
+    granularity = how.granularity
+    width = block.d_hidden // granularity
     for local in range(experts.weight_in.shape[0]):
         expert = layer.first_expert + local
-        part = slice(expert % how.granularity * width, (expert % how.granularity + 1) * width)
+        part = slice(expert % granularity * width, (expert % granularity + 1) * width)
         output = block.map_out
         values = {
             "weight_in": torch.cat([m.weight[part] for m in block.maps_in]),
@@ -74,7 +77,7 @@ def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
                 [m.weight.new_zeros(width) if m.bias is None else m.bias[part] for m in block.maps_in]
             )
             bias_out = output.weight.new_zeros(block.d_model) if output.bias is None else output.bias
-            values["bias_out"] = bias_out * (how.scale / how.granularity)
+            values["bias_out"] = bias_out * (how.scale / granularity)
         for name, value in values.items():
             if how.noise and name.startswith("weight"):
                 with random.keyed("upcycling noise", layer.seed, expert, name):
@@ -86,8 +89,8 @@ def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
     if how.is_quiet and router is not None:
         bound = _QUIET_LOGIT_16_BIT if torch.finfo(router.dtype).bits == 16 else _QUIET_LOGIT
         router.mul_(bound / router.float().square().sum(1).mean().sqrt().clamp(min=1e-30))
-    if how.granularity > 1 and router is not None:
-        router.copy_(router[:: how.granularity].repeat_interleave(how.granularity, 0))
+    if granularity > 1 and router is not None:
+        router.copy_(router[::granularity].repeat_interleave(granularity, 0))
 
 
 def plan_upcycling(

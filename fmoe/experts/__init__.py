@@ -7,7 +7,7 @@ modules (`ModuleExperts`).
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from fmoe import random
 from fmoe.errors import UserError, add_name, check_options, known_names, option_names
-from fmoe.experts.factories import Singles, make, make_stacked, makes_all, registers_all
+from fmoe.experts.factories import Factory, Singles, make, make_stacked, makes_all, registers_all
 from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
 from fmoe.experts.tensor_parallel import ShardedFFNExperts
 
-EXPERTS: dict[str, Callable[..., nn.Module]] = {
+EXPERTS: dict[str, Factory] = {
     "ffn": FFNExperts,
     "swiglu": functools.partial(FFNExperts, gated=True, activation="silu"),
     "geglu": functools.partial(FFNExperts, gated=True, activation="gelu"),
@@ -32,7 +32,7 @@ EXPERTS: dict[str, Callable[..., nn.Module]] = {
 They are called as ``factory(num_experts, d_model, d_hidden, first_expert=..., seed=..., **options)``."""
 
 
-def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bool | None = None) -> None:
+def register_expert(name: str, factory: Factory, *, stacked: bool | None = None) -> None:
     """Register experts under a new name, for the option ``expert`` of a layer and ``moe.expert`` of a recipe.
 
     Args:
@@ -85,7 +85,7 @@ def truncated_normal_(weight: Tensor, scale: float = 0.1) -> Tensor:
 
 
 def build_experts(
-    expert: str | Callable[..., nn.Module] | Sequence[Any] | nn.Module,
+    expert: str | Factory | Sequence[Any] | nn.Module,
     num_experts: int,
     local: slice,
     d_model: int,

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fmoe.errors import UserError, one_line
 from fmoe.kernels.cuda import tuning
 from fmoe.kernels.ffn import expert_ffn
-from fmoe.kernels.glu import gate
+from fmoe.kernels.glu import Activation, gate
 from fmoe.kernels.rows import combine, permute, weigh_gradient
 
 logger = logging.getLogger("fmoe")
@@ -47,7 +47,7 @@ _tuned = tuning.TuningCache("backends.json", lambda name: name in ("cuda", *BACK
 
 def check(
     backend: str,
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     *,
     gated: bool,
     dropout: float,
@@ -101,7 +101,7 @@ def ffn(
     w_out_LDH: Tensor,
     b_out_LD: Tensor | None,
     counts: Tensor | Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool = False,
     *,
     perm_N: Tensor | None = None,
@@ -159,7 +159,7 @@ def _of_rows(
     rows_MD: Tensor,
     stacks: Stacks,
     counts: list[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool,
 ) -> Tensor:
     """Return the outputs of the experts for rows that are sorted by expert."""
@@ -180,9 +180,7 @@ def _check_rows(backend: str, rows: Tensor) -> None:
         raise UserError(f"backend={backend!r} needs 16-bit rows on a GPU: rows are {rows.dtype} on {rows.device}")
 
 
-def _by_te(
-    rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
-) -> Tensor:
+def _by_te(rows: Tensor, stacks: Stacks, counts: list[int], activation: Activation, gated: bool) -> Tensor:
     """Return the outputs of the experts, computed by TransformerEngine."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
@@ -251,7 +249,7 @@ def candidates(
     device: torch.device,
     dtypes: Set[torch.dtype],
     sizes: Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool,
 ) -> list[str]:
     """Return the installed backends that ``backend="auto"`` measures for these experts.
@@ -304,7 +302,9 @@ def fastest_ffn(
     operations["cuda"] = ours
     perm_N = plan.get("perm_N")
     num_rows = rows_MD.shape[0] if perm_N is None else perm_N.numel()
-    key = _key(rows_MD, num_rows, w_in_LPD, w_out_LDH, names, is_training)
+    versions = [f"{name} {_version(name)}" for name in names]
+    step = "forward and backward" if is_training else "forward"
+    key = f"{tuning.cache_key(rows_MD, num_rows, w_in_LPD, w_out_LDH, *versions)}, {step}"
     fastest = _tuned.get(key)
     if fastest not in operations:
         fastest = "cuda"
@@ -346,19 +346,6 @@ def _apart(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.is_inference() else value.detach()
-
-
-def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
-    """Return a cache key of device, versions of torch and of the backends ``names``, dtype, sizes and ``is_training``.
-
-    ``num_rows`` is rounded up to a power of 2.
-    """
-    bucket = 1 << max(num_rows - 1, 0).bit_length()
-    sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
-    versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])
-    step = "forward and backward" if is_training else "forward"
-    device = torch.cuda.get_device_name(rows.device) if rows.is_cuda else rows.device.type
-    return f"{device}, {versions}, {str(rows.dtype).removeprefix('torch.')}, {sizes}, {step}"
 
 
 @functools.cache

@@ -15,19 +15,18 @@ from torch.nn.utils.parametrize import is_parametrized
 from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts import external, initial
+from fmoe.experts.external import Stacks
 from fmoe.kernels import backends
 from fmoe.kernels.cuda import ffn as cuda_ops
 from fmoe.kernels.cuda import gemm as cuda_gemm
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.ffn import expert_ffn, grouped_linear
-from fmoe.kernels.glu import SwiGLUOAI, gate
+from fmoe.kernels.glu import Activation, SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.runtime import ownership
 
-Activation = Callable[[Tensor], Tensor]
 Counts = Tensor | Sequence[int]  # number of rows of each expert
-Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_in, weight_out, bias_out
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -282,10 +281,10 @@ class FFNExperts(Stacked):
         bias_out = None if self.bias_out is None else others.pop()
         return self._run((weight_in, bias_in, others[0], bias_out), rows_RD, counts, keys_R)
 
-    def _stacks(self) -> Parameters:
+    def _stacks(self) -> Stacks:
         return self.weight_in, self.bias_in, self.weight_out, self.bias_out
 
-    def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
+    def _run(self, parameters: Stacks, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
         operation = self.operation(rows_RD)
         rows_RD, parameters = _autocast(rows_RD, parameters)
         if operation is not None:
@@ -326,28 +325,29 @@ class FFNExperts(Stacked):
         Raises:
             UserError: the ``backend`` that was chosen by name does not support dtype or device.
         """
-        if self.backend == "torch" or (self.dropout and self.training):
+        backend = self.backend
+        if backend == "torch" or (self.dropout and self.training):
             return None
-        if self.backend in external.BACKENDS:
-            return functools.partial(external.ffn, self.backend)
+        if backend in external.BACKENDS:
+            return functools.partial(external.ffn, backend)
         tensors = [x_TD, *(stack for stack in self._stacks() if stack is not None)]
         dtype = autocast_dtype(x_TD.device, x_TD.dtype, tensors[1].dtype)
         dtypes = {tensor.dtype for tensor in tensors} if dtype is None else {dtype}
         devices = {tensor.device for tensor in tensors}
-        if self.backend != "cuda" and backends.native_takes_ffn(self.activation, devices, dtypes):
+        if backend != "cuda" and backends.native_takes_ffn(self.activation, devices, dtypes):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
-        if self.backend != "native" and backends.cuda_takes_ffn(self.activation, devices, dtypes):
+        if backend != "native" and backends.cuda_takes_ffn(self.activation, devices, dtypes):
             ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
             others: Sequence[str] = ()
-            if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
+            if backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
                 sizes = (self.num_experts, self.d_model, self.d_hidden)
                 others = external.candidates(x_TD.device, dtypes, sizes, self.activation, self.gated)
             return functools.partial(external.fastest_ffn, ours, others, self.training) if others else ours
-        if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
-            kinds = "float32 or bfloat16, on the CPU" if self.backend == "native" else "float32 or 16 bits, on a GPU"
+        if backend == "cuda" or (backend == "native" and backends.native_is_loaded):
+            kinds = "float32 or bfloat16, on the CPU" if backend == "native" else "float32 or 16 bits, on a GPU"
             held = tensors[1]
             raise UserError(
-                f"backend={self.backend!r} needs rows and weights in one dtype, {kinds}: rows are "
+                f"backend={backend!r} needs rows and weights in one dtype, {kinds}: rows are "
                 f"{dtype or x_TD.dtype} on {x_TD.device}, weights are {dtype or held.dtype} on {held.device}"
             )
         return None
@@ -367,7 +367,7 @@ def autocast_dtype(device: torch.device, *dtypes: torch.dtype) -> torch.dtype | 
     return torch.get_autocast_dtype(device.type)
 
 
-def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Parameters]:
+def _autocast(rows_RD: Tensor, parameters: Stacks) -> tuple[Tensor, Stacks]:
     weight_in, bias_in, weight_out, bias_out = parameters
     dtype = autocast_dtype(rows_RD.device, rows_RD.dtype, weight_in.dtype)
     if dtype is None:

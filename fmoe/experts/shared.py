@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fmoe import random
 from fmoe.errors import check_options
 from fmoe.experts import initial
 from fmoe.experts.ffn import FFNExperts
@@ -35,7 +36,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         if isinstance(expert, int):
             # Drawn from torch's default generator, which the layer has seeded, like the other weights of this module.
-            seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
+            seed = random.draw_seed()
             own = ("num_experts", "d_model", "d_hidden", "first_expert", "seed")
             check_options("shared_options", FFNExperts, options or {}, "the shared expert", own)
             expert = FFNExperts(1, d_model, expert, seed=seed, **(options or {}))
@@ -48,7 +49,7 @@ class SharedExpert(nn.Module):
         An expert without a method ``reset_parameters`` needs it in its submodules.
         """
         if isinstance(self.expert, FFNExperts):
-            self.expert.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
+            self.expert.seed = random.draw_seed()
         for part in (self.expert, self.output_gate):
             initial.reset(part)
 

@@ -16,6 +16,7 @@ from fmoe import random
 from fmoe.build import Spec
 from fmoe.errors import UserError
 from fmoe.experts.call import ExpertCall, is_unchanged
+from fmoe.experts.factories import Factory
 from fmoe.experts.modules import ModuleExperts
 from fmoe.fastmoe import spelling
 from fmoe.fastmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_forward
@@ -193,7 +194,7 @@ class FMoE(MoE):
         moe_group: dist.ProcessGroup | None = None,
         top_k: int | None = None,
         gate: str | type[nn.Module] | Gate | None = None,
-        expert: str | Callable[..., nn.Module] | Sequence[Any] | None = None,
+        expert: str | Factory | Sequence[Any] | None = None,
         gate_hook: Callable | None = None,
         mask: Tensor | None = None,
         mask_dict: Mapping[int, Tensor] | None = None,

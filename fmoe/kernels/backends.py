@@ -4,7 +4,7 @@ CUDA kernels count as available on every device for which they are loaded. Tests
 """
 
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, MAX_EXPERTS, MAX_SEGMENTS
-from fmoe.kernels.glu import SwiGLUOAI
+from fmoe.kernels.glu import Activation, SwiGLUOAI
 
 # Activations; the index is their number in the kernels (native/src/kernels.h, cuda/activation.cu).
 ACTIVATIONS = (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.relu, F.silu, SwiGLUOAI())
@@ -22,16 +22,14 @@ native_is_loaded = False  # set by `fmoe.kernels.native.ops.register`
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
+def activation_code(activation: Activation) -> int | None:
     """Return the index of an activation in `ACTIVATIONS`; None if no kernel computes it."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
     return ACTIVATIONS.index(activation) if activation in ACTIVATIONS else None
 
 
-def native_takes_ffn(
-    activation: Callable[[Tensor], Tensor], devices: Set[torch.device], dtypes: Set[torch.dtype]
-) -> bool:
+def native_takes_ffn(activation: Activation, devices: Set[torch.device], dtypes: Set[torch.dtype]) -> bool:
     """Return whether `fmoe.kernels.native.ops.expert_ffn` takes rows and parameters on these devices, in these dtypes.
 
     The native backend must be loaded, and the activation must be one of `ACTIVATIONS`. All tensors must be on the CPU,
@@ -71,9 +69,7 @@ def cuda_takes(*tensors: Tensor | None) -> bool:
     )
 
 
-def cuda_takes_ffn(
-    activation: Callable[[Tensor], Tensor], devices: Set[torch.device], dtypes: Set[torch.dtype]
-) -> bool:
+def cuda_takes_ffn(activation: Activation, devices: Set[torch.device], dtypes: Set[torch.dtype]) -> bool:
     """Return whether `fmoe.kernels.cuda.ffn.expert_ffn` takes rows and parameters on these devices, in these dtypes.
 
     The activation must be one of `ACTIVATIONS`. All tensors must have the same dtype, and be on one device with CUDA

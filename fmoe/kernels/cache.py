@@ -132,7 +132,8 @@ def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
     for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
         with suppress(OSError):  # another process may remove it
             if sha256(path) == path.stem.rpartition("-")[2]:
-                _mark_used(path)
+                with suppress(OSError):  # the folder may be read-only
+                    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
                 return path
     return None
 
@@ -309,11 +310,6 @@ def _lock(path: Path, what: str) -> tuple[int, bool]:
 def _remove_workplaces(folder: Path, key: str) -> None:
     for left in folder.glob(f"{_BUILDING}{key}-*"):
         shutil.rmtree(left, ignore_errors=True)
-
-
-def _mark_used(path: Path) -> None:
-    with suppress(OSError):  # the folder may be read-only
-        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _modified(path: Path) -> int:

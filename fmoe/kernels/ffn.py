@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.kernels import memory, reference
-from fmoe.kernels.glu import SwiGLUOAI, gate
+from fmoe.kernels.glu import Activation, SwiGLUOAI, gate
 from fmoe.runtime.deferral import deferrable
 
 Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor]]  # forward(x, out=), backward(upstream, x, grad_input=)
@@ -49,7 +49,7 @@ def expert_ffn(
     w_out_LDH: Tensor,
     b_out_LD: Tensor | None,
     counts: Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool = False,
 ) -> Tensor:
     """Apply the feed-forward network of each expert to its rows: [M, D] -> [M, D].
@@ -110,7 +110,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_rows_MI, grad_weight_LOI, grad_bias_LO, None
 
 
-def _kernels(activation: Callable[[Tensor], Tensor]) -> Kernels | None:
+def _kernels(activation: Activation) -> Kernels | None:
     """Return the forward and backward kernels of GELU, SiLU or ReLU; None for any other function."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return (
@@ -197,9 +197,7 @@ class _ClampedBetween:
         return (first * second).to(hidden_nP.dtype), d_hidden.to(hidden_nP.dtype)
 
 
-def _between(
-    activation: Callable[[Tensor], Tensor], gated: bool, most_rows: int, like: Tensor
-) -> _Between | _ClampedBetween:
+def _between(activation: Activation, gated: bool, most_rows: int, like: Tensor) -> _Between | _ClampedBetween:
     if isinstance(activation, SwiGLUOAI):
         return _ClampedBetween(activation, like)
     kernels = _kernels(activation)
@@ -233,7 +231,7 @@ class _ExpertFFN(torch.autograd.Function):
         w_out: Tensor,
         b_out: Tensor | None,
         counts: Sequence[int],
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         gated: bool,
     ) -> Tensor:
         num_rows = rows_MD.shape[0]

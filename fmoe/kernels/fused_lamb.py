@@ -18,13 +18,14 @@ from fmoe.kernels.cuda.instances import DTYPES
 from fmoe.kernels.cuda.launch import Geometry
 
 Slot = Any  # `fmoe.optim.trust.Slot`, which is on a higher level
+States = dict[Tensor, dict[str, Any]]  # of tensors, as in a torch.optim.Optimizer
 
 CHUNK = 1 << 16  # elements per thread block
 
 _WORDS = 6  # of struct Chunk in cuda/lamb.cu
 
 
-def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
+def takes(slots: Sequence[Slot], state: States) -> bool:
     """Return whether the kernels are loaded for the slots' device, and support their tensors, gradients and moments."""
     device = slots[0].tensor.device
     if not backends.cuda_is_loaded(device):
@@ -68,7 +69,7 @@ class FusedLamb:
     def step(
         self,
         slots: Sequence[Slot],
-        state: dict[Tensor, dict[str, Any]],
+        state: States,
         squares: Tensor,
         ratios: Tensor,
         reduce: Callable[[], None],
@@ -109,8 +110,12 @@ class FusedLamb:
             inputs = (table.chunks, rows, squares, num_blocks, ratios)
             start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", geometry, inputs, device)
 
-    def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
-        addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]
+    def _update_tables(self, slots: Sequence[Slot], state: States, num_blocks: int) -> None:
+        addresses = []
+        for slot in slots:
+            moments = state[slot.tensor]
+            tensors = (slot.tensor, slot.gradient, moments["exp_avg"], moments["exp_avg_sq"])
+            addresses.append([slot.part.of(tensor).data_ptr() for tensor in tensors])
         key = tuple((id(slot), *pointers) for slot, pointers in zip(slots, addresses, strict=True))
         if key == self._key:
             return
@@ -133,11 +138,6 @@ class FusedLamb:
             self._tables.append(_Table(dtype, grad_dtype, [slot for slot, _ in members], *made))
 
 
-def _addresses(slot: Slot, state: dict[str, Any]) -> list[int]:
-    tensors = (slot.tensor, slot.gradient, state["exp_avg"], state["exp_avg_sq"])
-    return [slot.part.of(tensor).data_ptr() for tensor in tensors]
-
-
 def _chunks(slot: Slot, number: int, pointers_4: Tensor, sizes_4: Tensor) -> Tensor:
     """Return the rows of `_Table.chunks` for a slot, block by block: int64 [n, 6]."""
     count = max(slot.part.count, 1)
@@ -153,7 +153,7 @@ def _chunks(slot: Slot, number: int, pointers_4: Tensor, sizes_4: Tensor) -> Ten
     return words
 
 
-def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tensor:
+def _options(slots: Sequence[Slot], state: States) -> Tensor:
     rows = []
     for slot in slots:
         group = slot.group

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Activation = Callable[[Tensor], Tensor]
+
 
 class SwiGLUOAI:
     """Activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)``.
@@ -47,7 +49,7 @@ class SwiGLUOAI:
         return "swiglu_oai"
 
 
-def gate(activation: Callable[[Tensor], Tensor], hidden_nP: Tensor) -> Tensor:
+def gate(activation: Activation, hidden_nP: Tensor) -> Tensor:
     """Return ``activation(first half) * second half`` (GLU variants, arXiv 2002.05202): [n, 2 H] -> [n, H].
 
     `SwiGLUOAI` also transforms the second half.

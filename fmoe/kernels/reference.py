@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fmoe.kernels.glu import gate
+from fmoe.kernels.glu import Activation, gate
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
@@ -38,7 +38,7 @@ def expert_ffn(
     w_out_LDH: Tensor,
     b_out_LD: Tensor | None,
     counts: Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool = False,
 ) -> Tensor:
     """Apply the feed-forward network of each expert e to its ``counts[e]`` rows: [M, D] -> [M, D]."""
@@ -57,7 +57,7 @@ def expert_ffn_of_tokens(
     *,
     perm_N: Tensor | None,
     counts: Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool,
 ) -> Tensor:
     """Apply `permute`, `expert_ffn` and `combine` to tokens or, without ``perm_N``, only `expert_ffn` to rows.

@@ -175,36 +175,25 @@ def combine(
 
 
 def jitter(
-    x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles, addend_TD: Tensor | None = None
-) -> Tensor:
-    """Return ``x * noise + addend``, with the noise of `fmoe.kernels.cuda.router.Jitter`."""
-    out_TD = torch.empty_like(x_TD)
-    _jitter(x_TD, addend_TD, key, first_group, half_width, tiles, out_TD, None)
-    return out_TD
-
-
-def jitter_and_change(
-    x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles
-) -> tuple[Tensor, Tensor]:
-    """Return ``x * noise`` and ``x * (noise - 1)``, with the noise of `fmoe.kernels.cuda.router.Jitter`."""
-    out_TD = torch.empty_like(x_TD)
-    change_TD = torch.empty_like(x_TD)
-    _jitter(x_TD, None, key, first_group, half_width, tiles, out_TD, change_TD)
-    return out_TD, change_TD
-
-
-def _jitter(
     x_TD: Tensor,
-    addend_TD: Tensor | None,
     key: int,
     first_group: int,
     half_width: float,
     tiles: TokenTiles,
-    *outputs: Tensor | None,
-) -> None:
+    addend_TD: Tensor | None = None,
+    change_TD: Tensor | None = None,
+) -> Tensor:
+    """Return ``x * noise + addend``, with the noise of `fmoe.kernels.cuda.router.Jitter`.
+
+    Args:
+        change_TD: output for ``x * (noise - 1)``; None to leave it out.
+    """
+    out_TD = torch.empty_like(x_TD)
     sizes = (float(half_width), *x_TD.shape, *tiles.sizes[:3])
     geometry = by_rows(*x_TD.shape, at_once(x_TD))
-    _start(f"jitter<{DTYPES[x_TD.dtype]}>", geometry, x_TD, addend_TD, key, first_group, *sizes, *outputs)
+    name = f"jitter<{DTYPES[x_TD.dtype]}>"
+    _start(name, geometry, x_TD, addend_TD, key, first_group, *sizes, out_TD, change_TD)
+    return out_TD
 
 
 def combine_backward(

@@ -9,7 +9,7 @@ output width of the first map (2 H if gated, else H).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fmoe.kernels.backends import activation_code
 from fmoe.kernels.cuda.gemm import choose, requested
 from fmoe.kernels.cuda.variants import Batch, backward, forward
 from fmoe.kernels.fused import NAMES
+from fmoe.kernels.glu import Activation
 from fmoe.runtime.deferral import deferrable
 
 
@@ -30,7 +31,7 @@ def expert_ffn(
     w_out_LDH: Tensor,
     b_out_LD: Tensor | None,
     counts: Tensor | Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool = False,
     *,
     perm_N: Tensor | None = None,

@@ -152,12 +152,16 @@ def choose(
         if wrong is not None:
             raise UserError(f"gemm='triton' (or FMOE_GEMM=triton) is unavailable on {device}: {wrong}")
         return requested
-    first = "grouped" if _can_group(x, w_in_LPD, w_out_LDH) else "loop"
+    # grouped_mm requires rows that begin at multiples of 16 bytes.
+    widths = (*w_in_LPD.shape[1:], *w_out_LDH.shape[1:])
+    is_aligned = all(width * x.element_size() % 16 == 0 for width in widths) and x.data_ptr() % 16 == 0
+    first = "grouped" if is_aligned else "loop"
     if requested != "auto":
         return "loop" if requested == "loop" else first
     if device.type != "cuda":
         return first
-    key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}{'' if first == 'grouped' else ', not grouped'}"
+    key = tuning.cache_key(x, num_rows, w_in_LPD, w_out_LDH, triton_gemm.version())
+    key = f"{key}, {step}{'' if first == 'grouped' else ', not grouped'}"
     fastest = _tuned.get(key)
     is_capturing = torch.cuda.is_current_stream_capturing()
     if fastest == "triton" and device not in _checked and is_capturing:
@@ -173,12 +177,6 @@ def choose(
     fastest, lasts = tuning.fastest(variants, run, key) if len(variants) > 1 else (first, True)
     _tuned.put(key, fastest, lasts)
     return fastest
-
-
-def _can_group(x: Tensor, *weights: Tensor) -> bool:
-    """Return whether rows begin at multiples of 16 bytes, which grouped_mm requires."""
-    size = x.element_size()
-    return all(width * size % 16 == 0 for w in weights for width in w.shape[1:]) and x.data_ptr() % 16 == 0
 
 
 def _architecture(device: torch.device) -> int:
@@ -200,12 +198,3 @@ def _wrong_with_triton(device: torch.device) -> str | None:
             _checked[device] = f"its kernels fail a self-check ({wrong})"
             logger.warning("Triton's GEMMs are off on %s: they fail a self-check (%s)", device, wrong)
     return _checked[device]
-
-
-def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
-    """Return the tuning cache's key: device, versions, dtype, sizes; ``num_rows`` is rounded up to a power of two."""
-    name = torch.cuda.get_device_name(x.device)
-    bucket = 1 << max(num_rows - 1, 0).bit_length()
-    sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
-    versions = f"torch {torch.__version__}, {triton_gemm.version()}"
-    return f"{name}, {versions}, {str(x.dtype).removeprefix('torch.')}, {sizes}"

@@ -106,7 +106,8 @@ def _router(x, weight, mask, top_k, *options):
     jittered = x.new_empty(0)
     logits = _product32(x, weight.t())
     if half_width:
-        jittered, change = calls.jitter_and_change(x, key, first_group, half_width, tiles)
+        change = torch.empty_like(x)
+        jittered = calls.jitter(x, key, first_group, half_width, tiles, change_TD=change)
         # Rounding the change ``x * (noise - 1)`` loses 2^-9 of it; rounding ``x * noise`` would lose 2^-9 of x.
         logits = _product32(change, weight.t(), logits)
     expert, weights, logsumexp, counted = calls.route_counted(

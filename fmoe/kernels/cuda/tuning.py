@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fmoe.errors import BuildError, one_line
 from fmoe.files import write_atomically
@@ -43,6 +44,18 @@ def failure(device: torch.device, **options) -> str | None:
             return thread.submit(check).result()
     except Exception as error:  # from the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
         return one_line(error, 200, with_type=True)
+
+
+def cache_key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, *versions: str) -> str:
+    """Return a cache key of device, versions of torch and others, dtype and sizes.
+
+    ``num_rows`` is rounded up to a power of two.
+    """
+    bucket = 1 << max(num_rows - 1, 0).bit_length()
+    sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
+    device = torch.cuda.get_device_name(rows.device) if rows.is_cuda else rows.device.type
+    of_packages = ", ".join((f"torch {torch.__version__}", *versions))
+    return f"{device}, {of_packages}, {str(rows.dtype).removeprefix('torch.')}, {sizes}"
 
 
 def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tuple[T, bool]:

@@ -7,7 +7,7 @@ Shape letters: T tokens, K experts per token, M rows (kept assignments, sorted b
 width, P output width of the first map (2 H if gated, else H).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fmoe.kernels import backends, fused
 from fmoe.kernels.backends import activation_code
+from fmoe.kernels.glu import Activation
 from fmoe.runtime.deferral import deferrable
 
 
@@ -26,7 +27,7 @@ def expert_ffn(
     w_out_LDH: Tensor,
     b_out_LD: Tensor | None,
     counts: Tensor | Sequence[int],
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     gated: bool = False,
     *,
     perm_N: Tensor | None = None,
