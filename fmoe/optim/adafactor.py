@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmoe.optim.adafactor_shards import ShardedAdafactor
-from fmoe.optim.layout import Shards, has_mark, is_matrix
+from fmoe.optim.layout import Shards, has_mark, is_matrix, loss_of
 from fmoe.runtime import ownership
 
 
@@ -42,10 +42,7 @@ class Adafactor(torch.optim.Adafactor):
         """Take one step, together with all ranks of the process group given to `set_shards`."""
         if self._sharded is None:
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._sharded.step(self)
         return loss
 

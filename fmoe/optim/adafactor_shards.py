@@ -10,7 +10,6 @@ separately scaled tensors of a parameter.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from fmoe.optim.layout import Blocks, Part, Shards, gradient_of, is_matrix, is_stacked, parts_of
+from fmoe.optim.layout import Blocks, Group, Part, Shards, State, gradient_of, is_matrix, is_stacked, parts_of
 from fmoe.routing import sum_dtype
 from fmoe.runtime import collectives
 
@@ -43,7 +42,7 @@ class _Piece:
     """A part of one block of a parameter, with elements from ``begin`` on."""
 
     tensor: Tensor
-    group: dict[str, Any]
+    group: Group
     parameter: _Parameter
     part: Part
     begin: int
@@ -59,7 +58,7 @@ class _Piece:
         after = -(before + values.numel()) % columns
         return pad(values.reshape(-1), (before, after)).view(-1, columns)
 
-    def update(self, state: dict[str, Any], factors: dict[str, Any]) -> Tensor:
+    def update(self, state: State, factors: State) -> Tensor:
         """Return the update of the piece before clipping.
 
         Args:
@@ -129,7 +128,7 @@ class ShardedAdafactor:
             update = piece.update(*self._states(optimizer, piece))
             _move(piece, update, float(optimizer.state[piece.tensor]["step"]))
 
-    def _states(self, optimizer: Optimizer, piece: _Piece) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _states(self, optimizer: Optimizer, piece: _Piece) -> tuple[State, State]:
         parameter, _ = self._shards.parts[piece.tensor]
         return optimizer.state[piece.tensor], optimizer.state[self._first[parameter]]
 
@@ -184,9 +183,7 @@ def _pieces(optimizer: Optimizer, shards: Shards, parameters: dict[Tensor, _Para
                 start += part.of(tensor).numel()
 
 
-def _advance(
-    state: dict[str, Any], tensor: Tensor, group: dict[str, Any], form: _Parameter, keeps_factors: bool
-) -> None:
+def _advance(state: State, tensor: Tensor, group: Group, form: _Parameter, keeps_factors: bool) -> None:
     """Advance the step count and the second moments of a tensor; create its state if needed."""
     if "step" not in state:
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")

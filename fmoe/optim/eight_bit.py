@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fmoe.errors import require
 from fmoe.optim.checks import check
-from fmoe.optim.layout import Shards, gradient_of
+from fmoe.optim.layout import Shards, gradient_of, loss_of
 from fmoe.runtime import collectives
 
 BLOCK = 256
@@ -95,14 +95,13 @@ class AdamW8bit(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, together with all ranks of the process group given to `set_shards`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         inner = self._torchao
         inner.state = {}
         inner.param_groups = []
-        edges, num_rows = self._find_edges()
+        if self._edges is None:
+            self._edges = ([], 0) if self._shards is None else self._edges_of(self._shards)
+        edges, num_rows = self._edges
         values = self._gather(edges, num_rows) if num_rows else None
         stepped = []
         for group in self.param_groups:
@@ -116,7 +115,9 @@ class AdamW8bit(Optimizer):
                 mine, blocks = self._cut_blocks(mine, values)
                 stepped.append((mine, blocks))
                 tensors.append(blocks)
-            inner.param_groups.append({**group, "params": tensors, "amsgrad": False, "lr": _as_tensor(group["lr"])})
+            lr = group["lr"]
+            lr = lr.float() if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float32, device="cpu")
+            inner.param_groups.append({**group, "params": tensors, "amsgrad": False, "lr": lr})
         on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
         with torch.compiler.set_stance("force_eager" if on_cpu else "default"), _float32_by_default():
             inner.step()
@@ -190,13 +191,8 @@ class AdamW8bit(Optimizer):
         self._torchao.state[piece] = {"step": state["step"].clone(), **moments}
         return [piece]
 
-    def _find_edges(self) -> tuple[list[_Edge], int]:
-        """Return this rank's parts of blocks that ranges cut, and the number of these blocks on all ranks."""
-        if self._edges is None:
-            self._edges = ([], 0) if self._shards is None else self._edges_of(self._shards)
-        return self._edges
-
     def _edges_of(self, shards: Shards) -> tuple[list[_Edge], int]:
+        """Return this rank's parts of blocks that ranges cut, and the number of these blocks on all ranks."""
         blocks: set[tuple[int, int]] = set()
         for of_rank in shards.ranges():
             for number, (parameter, ranges) in enumerate(zip(shards.parameters, of_rank, strict=True)):
@@ -266,10 +262,6 @@ def _float32_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _as_tensor(lr: float | Tensor) -> Tensor:
-    return lr.float() if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float32, device="cpu")
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:

@@ -1,13 +1,13 @@
 """LAMB, arXiv 1904.00962."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmoe.kernels import fused_lamb
 from fmoe.optim.checks import check
+from fmoe.optim.layout import Group, State
 from fmoe.optim.trust import Plan, Slot, TrustOptimizer
 
 
@@ -55,7 +55,7 @@ class Lamb(TrustOptimizer):
         self._fused.step(slots, self.state, plan.squares, plan.ratios, lambda: self._reduce(plan))
         return True
 
-    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+    def _begin(self, tensor: Tensor, state: State) -> None:
         super()._begin(tensor, state)
         state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         state["step"] += 1
@@ -84,7 +84,7 @@ class Lamb(TrustOptimizer):
         torch._foreach_addcdiv_(updates, self._states(slots, "exp_avg"), denominators, factors)
         return list(updates)
 
-    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
+    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: Group) -> Tensor:
         return weight_norms / compared_norms
 
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:

@@ -1,11 +1,10 @@
 """LARS, arXiv 1708.03888."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fmoe.optim.checks import check
+from fmoe.optim.layout import Group
 from fmoe.optim.trust import Slot, TrustOptimizer
 
 
@@ -53,7 +52,7 @@ class Lars(TrustOptimizer):
         decay = slots[0].group["weight_decay"] if slots[0].part.count else 0.0
         return list(torch._foreach_add(gradients, weights, alpha=decay))
 
-    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
+    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: Group) -> Tensor:
         return group["trust_coefficient"] * weight_norms / (compared_norms + group["weight_decay"] * weight_norms)
 
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:

@@ -1,8 +1,9 @@
 """Layout of parameters: stacks of experts, matrices and vectors, and the parts of them that a rank updates."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from fmoe.errors import UserError
 from fmoe.runtime import collectives, ownership
+
+Group = dict[str, Any]  # a parameter group of torch's optimizers
+State = dict[str, Any]  # the state of a tensor, by name
 
 
 def is_stacked(parameter: Tensor) -> bool:
@@ -127,13 +131,19 @@ class Shards:
         held = [ranges or [[0, 0]] for ranges in held]  # from here on, equally many on every rank
         flat = list(itertools.chain.from_iterable(held))
         of_this_rank = torch.tensor(flat, dtype=torch.int64, device=self.parameters[0].device)
-        everyone = [torch.empty_like(of_this_rank) for _ in range(self.group.size())]
-        collectives.run(dist.all_gather, everyone, of_this_rank, group=self.group)
         counts = [len(ranges) for ranges in held]
         gathered = []
-        for of_rank in everyone:
+        for of_rank in collectives.gather(of_this_rank, self.group):
             gathered.append([ranges.tolist() for ranges in of_rank.split(counts)])
         return gathered
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of a closure that computes the loss and its gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
@@ -182,21 +192,22 @@ def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_n
     numel = tensor.numel()
     if not 0 <= start <= start + numel <= blocks.numel:
         raise UserError(f"elements {start} to {start + numel} exceed a parameter of {blocks.numel} elements")
-    if blocks.count and blocks.numel % blocks.count:
-        raise UserError(f"a parameter of {blocks.numel} elements does not divide into {blocks.count} equal blocks")
+    num_blocks = blocks.count
+    if num_blocks and blocks.numel % num_blocks:
+        raise UserError(f"a parameter of {blocks.numel} elements does not divide into {num_blocks} equal blocks")
     if not numel:
         return
-    if not blocks.count:
+    if not num_blocks:
         yield Part(None, 0)
         return
-    length = blocks.numel // blocks.count
+    length = blocks.numel // num_blocks
     at_once = max(1, max_numel // length)
     if numel == blocks.numel and tensor.dim() > 1:
-        if blocks.count == 1:
+        if num_blocks == 1:
             yield Part(None, 1, first_block)
         else:
-            for begin in range(0, blocks.count, at_once):
-                end = min(begin + at_once, blocks.count)
+            for begin in range(0, num_blocks, at_once):
+                end = min(begin + at_once, num_blocks)
                 yield Part(slice(begin, end), end - begin, first_block + begin)
         return
     offset = 0

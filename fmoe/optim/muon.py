@@ -13,14 +13,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fmoe.errors import UserError
 from fmoe.optim.checks import check
-from fmoe.optim.layout import Blocks, Part, Shards, gradient_of, is_stacked, parts_of
+from fmoe.optim.layout import Blocks, Group, Part, Shards, State, gradient_of, is_stacked, loss_of, parts_of
 from fmoe.optim.matrices import Matrices, orthogonalize
-from fmoe.optim.trust import floats, load_state_in_its_dtypes, stepped_dtype
+from fmoe.optim.trust import WideOptimizer, floats, stepped_dtype
 from fmoe.runtime import collectives
 
 _CHUNK = 1 << 24  # elements of whole matrices that are orthogonalized together: bounds the temporaries
@@ -39,7 +38,7 @@ class _Piece:
     """
 
     tensor: Tensor
-    group: dict[str, Any]
+    group: Group
     matrices: Matrices
     part: Part
     key: tuple[int, int]
@@ -57,7 +56,7 @@ class _Plan:
     dtype: torch.dtype  # of the exchange
 
 
-class Muon(Optimizer):
+class Muon(WideOptimizer):
     """Orthogonalized momentum for hidden matrices, AdamW for all other parameters.
 
     For a matrix [M, N]::
@@ -124,28 +123,21 @@ class Muon(Optimizer):
         is_stacked(parameter)  # refreshes the mark
         return Matrices.of(parameter)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         self._plan_now = None
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_matrices": self._matrices, "_shards": self._shards}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         super().__setstate__(state)
         self._plan_now = None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        load_state_in_its_dtypes(self, state_dict, ("momentum_buffer", "exp_avg", "exp_avg_sq"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, together with all ranks of the process groups given to `set_shards`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self._plan_now is None:
             self._plan_now = self._plan()
         for group in self.param_groups:
@@ -169,13 +161,13 @@ class Muon(Optimizer):
         states = [self.state[tensor] for tensor in tensors]
         return [[state[name] for state in states] for name in (*names, "step")]
 
-    def _accumulate(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _accumulate(self, group: Group, tensors: list[Tensor]) -> None:
         if tensors:
             buffers, steps = self._begin(tensors, "momentum_buffer")
             torch._foreach_lerp_(buffers, floats([gradient_of(t) for t in tensors]), 1 - group["momentum"])
             torch._foreach_add_(steps, 1)
 
-    def _adamw(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _adamw(self, group: Group, tensors: list[Tensor]) -> None:
         if not tensors:
             return
         averages, squares, steps = self._begin(tensors, "exp_avg", "exp_avg_sq")
@@ -308,7 +300,7 @@ class Muon(Optimizer):
 
 
 def _pieces(
-    tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[list[int]]]
+    tensor: Tensor, group: Group, matrices: Matrices, number: int, start: int, ranges: list[list[list[int]]]
 ) -> Iterator[_Piece]:
     """Yield the pieces of a tensor that starts at element ``start`` of a parameter, given the ranges each rank steps.
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fmoe.optim.checks import check
 from fmoe.optim.lamb import Lamb
-from fmoe.optim.layout import gradient_of, is_matrix
-from fmoe.optim.trust import Plan, Slot, floats, load_state_in_its_dtypes, stepped_dtype
+from fmoe.optim.layout import Group, State, gradient_of, is_matrix, loss_of
+from fmoe.optim.trust import Plan, Slot, WideOptimizer, floats, stepped_dtype
 
 
-class OneBitAdam(Optimizer):
+class OneBitAdam(WideOptimizer):
     """AdamW whose second moments do not change after step ``freeze_step`` (1-bit Adam, arXiv 2102.02888).
 
     Raises:
@@ -40,24 +39,17 @@ class OneBitAdam(Optimizer):
         options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step}
         super().__init__(params, {"lr": lr} | options)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        load_state_in_its_dtypes(self, state_dict, self.state_names)
-
     @torch.no_grad()
     def step(self, closure=None) -> Any:
         """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
                     self._step(tensor, group)
         return loss
 
-    def _step(self, tensor: Tensor, group: dict[str, Any]) -> None:
+    def _step(self, tensor: Tensor, group: Group) -> None:
         state = self.state[tensor]
         if not state:
             state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in self.state_names}
@@ -103,7 +95,7 @@ class OneBitLamb(Lamb):
     def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
         return False
 
-    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+    def _begin(self, tensor: Tensor, state: State) -> None:
         is_new = not state
         super()._begin(tensor, state)
         if is_new and is_matrix(tensor):
@@ -140,16 +132,17 @@ class OneBitLamb(Lamb):
             super()._scale(plan, slots, updates)
         for slot, update in zip(slots, updates, strict=True):
             state = self.state[slot.tensor]
-            average = slot.part.of(state["trust_average"])
+            of = slot.part.of
+            average = of(state["trust_average"])
             if not self._is_frozen(slot):
                 beta2 = slot.group["betas"][1]
                 ratio = plan.ratios[slot.blocks].view(average.shape).to(average.dtype)
                 average.lerp_(ratio, 1 - beta2)
                 continue
             eps = slot.group["eps"]
-            kept = slot.part.of(state["exp_avg_sq"]).sqrt() + eps
-            fresh = slot.part.of(state["fresh_sq"]).sqrt() + eps
-            factor = slot.part.of(state["trust_factor"])
+            kept = of(state["exp_avg_sq"]).sqrt() + eps
+            fresh = of(state["fresh_sq"]).sqrt() + eps
+            factor = of(state["trust_factor"])
             factor.masked_fill_(factor == 0, 1.0)  # the state of a checkpoint before the first step
             new = (kept / fresh).amax((-2, -1), keepdim=True).clamp(0.5, 4.0)
             factor.copy_(torch.minimum(torch.maximum(new, 0.9 * factor), 1.1 * factor))

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from fmoe.optim.checks import check
-from fmoe.optim.trust import load_state_in_its_dtypes, stepped_dtype
+from fmoe.optim.layout import Group, loss_of
+from fmoe.optim.trust import WideOptimizer, stepped_dtype
 
 
-class RowAdagrad(torch.optim.Optimizer):
+class RowAdagrad(WideOptimizer):
     """Adagrad on the rows with a gradient, with one accumulator per row, as in FBGEMM and torchrec.
 
     The formula for row r::
@@ -29,23 +30,16 @@ class RowAdagrad(torch.optim.Optimizer):
         check(lr=lr, eps=eps)
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add tables, with their state."""
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:
             self.state[weight] = {"sum": weight.new_zeros(len(weight), dtype=stepped_dtype(weight))}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        load_state_in_its_dtypes(self, state_dict, ("sum",))
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the rows that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -66,7 +60,7 @@ class RowAdam(torch.optim.SparseAdam):
     Moments of other rows do not decay. The bias correction counts all steps of the table.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add tables, with their state."""
         super().add_param_group(param_group)
         for weight in self.param_groups[-1]["params"]:

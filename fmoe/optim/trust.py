@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fmoe.errors import UserError
-from fmoe.optim.layout import Layout, Part, parts_of
+from fmoe.optim.layout import Group, Layout, Part, State, loss_of, parts_of
 from fmoe.routing import sum_dtype
 from fmoe.runtime import collectives
 
@@ -27,7 +27,7 @@ class Slot:
     """A piece of a tensor, with its parameter group and the indices of its blocks (`fmoe.optim.Blocks`)."""
 
     tensor: Tensor
-    group: dict[str, Any]
+    group: Group
     part: Part
     blocks: Tensor
 
@@ -53,7 +53,21 @@ class Plan:
     reductions: list[tuple[dist.ProcessGroup, Tensor | None]]  # group and its blocks, None for all
 
 
-class TrustOptimizer(Optimizer):
+class WideOptimizer(Optimizer):
+    """Base class of optimizers whose state of 16-bit parameters is float32."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state in its saved dtypes; torch's method casts it to the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        tensors = (tensor for group in self.param_groups for tensor in group["params"])
+        for number, tensor in zip(numbers, tensors, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[tensor][name] = value.to(tensor.device, copy=True)
+
+
+class TrustOptimizer(WideOptimizer):
     """Base class that scales the update of each block by a trust ratio. Subclasses compute update and ratio.
 
     A block is a matrix or an expert of a stack (`fmoe.optim.Blocks`). 16-bit parameters have float32 state, and are
@@ -85,26 +99,19 @@ class TrustOptimizer(Optimizer):
         plan = self._plan()
         return [plan.ratios[begin:end].clone() for begin, end in plan.spans]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         self._plan_now = None
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         super().__setstate__(state)
         self._plan_now = None
         self.__dict__.setdefault("_layout", None)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        load_state_in_its_dtypes(self, state_dict, self.state_names)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, together with all ranks of the process groups in the layout."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         plan = self._plan()
         plan.squares.zero_()
         for group in self.param_groups:
@@ -224,7 +231,7 @@ class TrustOptimizer(Optimizer):
             reductions=list(_reductions(layout, ends, device)),
         )
 
-    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+    def _begin(self, tensor: Tensor, state: State) -> None:
         """Prepare a step of the tensor; create its state if needed."""
         if not state:
             state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in self.state_names}
@@ -238,7 +245,7 @@ class TrustOptimizer(Optimizer):
         """Return new float tensors: the updates, without trust ratio and learning rate. A step may call this twice."""
 
     @abstractmethod
-    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
+    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: Group) -> Tensor:
         """Return the trust ratios of blocks, given the norms of their weights, and of their gradients or updates.
 
         Ratios of blocks with a norm of 0 are not used.
@@ -287,20 +294,6 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
             for tensor, slot in zip(tensors, slots, strict=True)
         ]
         squares[row, blocks] = torch.cat(norms).to(squares).square()
-
-
-def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
-    """Copy the state entries ``names`` from ``state_dict`` to the optimizer, in their saved dtypes.
-
-    Call it after ``optimizer.load_state_dict``, which casts state to the parameter's dtype. Moments of 16-bit
-    parameters must stay float32.
-    """
-    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    for number, tensor in zip(numbers, tensors, strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            if name in names:
-                optimizer.state[tensor][name] = value.to(tensor.device, copy=True)
 
 
 def stepped_dtype(tensor: Tensor) -> torch.dtype:
