@@ -1,4 +1,4 @@
-"""The gate of BASE layers."""
+"""The gate of BASE layers, and the base class of gates that assign tokens evenly."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,47 @@ from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
-class BaseRouter(TopKRouter):
+class AssigningRouter(TopKRouter):
+    """Base class of gates that balance the loads of experts in training, in a round per choice.
+
+    In evaluation, each token takes its K best experts.
+    """
+
+    def weights(self, logits_TK: Tensor) -> Tensor:
+        """Return the combine weights of a token, given the logits of its experts."""
+        raise NotImplementedError
+
+    def assign_round(self, k: int, logits_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
+        """Return the expert that each token takes as its choice number ``k``, int64 [G, S]; -1 for padding.
+
+        Args:
+            k: from 1 on.
+            logits_GSE: logits, -inf for the experts that a token has.
+            load_GE: assignments in earlier rounds.
+        """
+        return balanced_assignment(logits_GSE, valid_GS, load_GE)
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        logits_TE = scores.logits_TE
+        expert_TK = self.assign(logits_TE.detach(), groups) if self.training else logits_TE.topk(self.top_k).indices
+        return Choice(expert_TK, self.weights(logits_TE.gather(-1, expert_TK.clamp(min=0))))
+
+    def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
+        """Return the experts of each token, int64 [T, K]; -1 for padding."""
+        logits_GSE = groups.split(logits_TE)
+        valid_GS = groups.valid(logits_TE.device)
+        ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
+        load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)
+        rounds = []
+        for k in range(1, self.top_k + 1):
+            rounds.append(self.assign_round(k, logits_GSE, valid_GS, load_GE))
+            got_GSE = rounds[-1].unsqueeze(-1) == ids_E
+            load_GE = load_GE + got_GSE.sum(1)
+            logits_GSE = logits_GSE.masked_fill(got_GSE, -torch.inf)
+        return groups.join(torch.stack(rounds, -1))
+
+
+class BaseRouter(AssigningRouter):
     """Gate that assigns tokens to experts evenly (BASE layers, arXiv 2103.16716).
 
     In training, the experts' numbers of tokens in a routing group (`fmoe.routing.RoutingGroups`) differ by at most one.
@@ -25,21 +65,5 @@ class BaseRouter(TopKRouter):
     default_top_k = 1
     common_losses = ()
 
-    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
-        logits_TE = scores.logits_TE
-        expert_TK = self.assign(logits_TE.detach(), groups) if self.training else logits_TE.topk(self.top_k).indices
-        return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).sigmoid())
-
-    def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the experts of each token, int64 [T, K]; -1 for padding."""
-        logits_GSE = groups.split(logits_TE)
-        valid_GS = groups.valid(logits_TE.device)
-        ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
-        load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)
-        rounds = []
-        for _ in range(self.top_k):
-            rounds.append(balanced_assignment(logits_GSE, valid_GS, load_GE))
-            got_GSE = rounds[-1].unsqueeze(-1) == ids_E
-            load_GE = load_GE + got_GSE.sum(1)
-            logits_GSE = logits_GSE.masked_fill(got_GSE, -torch.inf)
-        return groups.join(torch.stack(rounds, -1))
+    def weights(self, logits_TK: Tensor) -> Tensor:
+        return logits_TK.sigmoid()

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.gates.capacity import count_by_group
-from fmoe.gates.naive import check_groups, check_score, limit_to_groups
-from fmoe.gates.router import Choice, Scores, TopKRouter, leave_out_padding, normalize_scores
+from fmoe.gates.naive import NaiveRouter, limit_to_groups
+from fmoe.gates.router import Choice, Scores, leave_out_padding, normalize_scores
 from fmoe.losses import sequence_balance_loss
 from fmoe.routing import Routing, RoutingGroups, sum_dtype
 from fmoe.runtime import collectives
 
 
-class SigmoidRouter(TopKRouter):
+class SigmoidRouter(NaiveRouter):
     """Gate with sigmoid scores that is balanced by a bias instead of a loss (DeepSeek-V3, arXiv 2412.19437).
 
     Section 2.1.2 of that paper describes the gate, and "loss-free balancing" (arXiv 2408.15664) the bias.
@@ -60,24 +60,13 @@ class SigmoidRouter(TopKRouter):
         top_k: int | None = None,
         *,
         bias_step: float = 1e-3,
-        routed_scale: float = 1.0,
-        normalize: bool = True,
         score: str = "sigmoid",
-        expert_groups: int | None = None,
-        kept_groups: int = 1,
         **options: Any,
     ):
-        super().__init__(d_model, num_experts, top_k, **options)
+        super().__init__(d_model, num_experts, top_k, score=score, **options)
         if not bias_step >= 0:
             raise UserError(f"bias_step={bias_step} must be at least 0")
-        check_score(score, routed_scale)
-        check_groups(num_experts, self.top_k, expert_groups, kept_groups)
         self.bias_step = bias_step
-        self.routed_scale = routed_scale
-        self.normalize = normalize
-        self.score = score
-        self.expert_groups = expert_groups
-        self.kept_groups = kept_groups
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
         # Always the same memory, because a CUDA graph repeats additions to it.
         # Not a buffer: DistributedDataParallel would overwrite each rank's counts with those of rank 0.
