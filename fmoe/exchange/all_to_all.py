@@ -108,12 +108,16 @@ class AllToAllExchange(GroupExchange):
     def open(self, plan: DispatchPlan, needs_grad: bool) -> Forward:
         agreed = self._agree(plan.count_E, needs_grad)
         num_chunks = max(self.chunks, agreed.needed)
+        num_local = self.num_local_experts
         plan = plan.arranged(num_chunks, self.order_E, [expert for expert, _ in agreed.shadowed])
         chunks = []
         for chunk in range(num_chunks):
             counts = [hop.chunk(chunk, num_chunks) for hop in agreed.hops]
             hops = [count.hop(self.wire_dtype) for count in counts]
-            chunks.append(Dispatch(plan, hops, self._per_expert(counts[-1].receive_PX), agreed.needs_grad))
+            # Column x of the counts is for local expert x % num_local.
+            received = counts[-1].receive_PX
+            rows = [sum(n for row in received for n in row[e::num_local]) for e in range(num_local)]
+            chunks.append(Dispatch(plan, hops, rows, agreed.needs_grad))
         if num_chunks == 1 and not agreed.shadowed:
             return chunks[0].run
         shadowed = None
@@ -142,12 +146,6 @@ class AllToAllExchange(GroupExchange):
             raise_on_all_ranks(self.group, failed, error, count_E.device)
         hops = self._hops(tensors, on_host)
         return _Agreed(hops, shadowed, needed, self.needs_grad_on_any(needs_grad, flags))
-
-    def _per_expert(self, counts_PX: Counts) -> list[int]:
-        """Return the number of rows of each local expert."""
-        num_local = self.num_local_experts
-        # Column x of the counts is for local expert x % num_local.
-        return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
     def _choose_shadows(self, count_E: Tensor, cost: Cost) -> tuple[list[tuple[int, int]], Tensor]:
         """Return (id, number of this rank's rows) for each expert to shadow, and ``count_E`` with zeros for them."""

@@ -1,8 +1,8 @@
 """Collectives in flight, which `GroupMonitor` watches."""
 
-import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,13 @@ class Pending:
     """A collective in flight, watched by its group's monitor; keeps its tensors alive."""
 
     def __init__(
-        self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
+        self,
+        monitor: GroupMonitor,
+        work: collectives.Started,
+        what: str,
+        sent: int,
+        result: Tensor,
+        read: object,
     ):
         monitor.started += 1
         monitor.traffic.sent += sent
@@ -63,42 +69,30 @@ def all_to_all(
     """
     rows = rows.contiguous()
     out = memory.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
-    monitor = monitor_of(group)
-    with _start_errors(monitor, what):
-        work = collectives.start(dist.all_to_all_single, out, rows, receive, send, group=group)
     num_rows = rows.shape[0]
     kept = num_rows // group.size() if send is None else send[group.rank()]
     sent = rows.nbytes // num_rows * (num_rows - kept) if num_rows else 0
-    return Pending(monitor, work, what, sent, out, rows)
+    return _start(group, what, sent, dist.all_to_all_single, out, rows, receive, send)
 
 
 def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
     """Start ``all_gather_into_tensor``: [n, ...] on each of W ranks -> [W * n, ...]. Errors as in `all_to_all`."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
-    monitor = monitor_of(group)
-    with _start_errors(monitor, what):
-        work = collectives.start(_gather_into, out, part, group=group)
-    return Pending(monitor, work, what, part.nbytes * (group.size() - 1), out, part)
+    return _start(group, what, part.nbytes * (group.size() - 1), _gather_into, out, part)
 
 
 def all_reduce(
     group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, what: str = "reduction"
 ) -> Pending:
     """Start ``all_reduce`` in place. Errors as in `all_to_all`."""
-    monitor = monitor_of(group)
-    with _start_errors(monitor, what):
-        work = collectives.start(dist.all_reduce, value, op=op, group=group)
-    return Pending(monitor, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
+    return _start(group, what, 2 * value.nbytes * (group.size() - 1) // group.size(), dist.all_reduce, value, op)
 
 
 def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = "broadcast") -> Pending:
     """Start ``broadcast`` in place from rank ``source`` of the group. Errors as in `all_to_all`."""
-    monitor = monitor_of(group)
-    with _start_errors(monitor, what):
-        work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, source), group=group)
     others = group.size() - 1 if group.rank() == source else 0
-    return Pending(monitor, work, what, value.nbytes * others, value)
+    return _start(group, what, value.nbytes * others, dist.broadcast, value, dist.get_global_rank(group, source))
 
 
 def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
@@ -106,10 +100,8 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
     On other ranks, ``value`` is undefined afterwards.
     """
-    monitor = monitor_of(group)
-    with _start_errors(monitor, what):
-        work = collectives.start(dist.reduce, value, dist.get_global_rank(group, target), group=group)
-    return Pending(monitor, work, what, 0 if group.rank() == target else value.nbytes, value)
+    sent = 0 if group.rank() == target else value.nbytes
+    return _start(group, what, sent, dist.reduce, value, dist.get_global_rank(group, target))
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
@@ -124,13 +116,16 @@ def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False
     all_reduce(group, torch.zeros(1, dtype=torch.int32, device=device), what="fence").wait(for_host)
 
 
-@contextlib.contextmanager
-def _start_errors(monitor: GroupMonitor, what: str) -> Iterator[None]:
-    """Raise a PeerError if a collective cannot start because a connection broke earlier."""
+def _start(
+    group: dist.ProcessGroup, what: str, sent: int, collective: Callable[..., Any], result: Tensor, *arguments: Any
+) -> Pending:
+    """Start ``collective(result, *arguments)``. Raise a PeerError if a connection broke earlier."""
+    monitor = monitor_of(group)
     try:
-        yield
+        work = collectives.start(collective, result, *arguments, group=group)
     except RuntimeError as error:
         is_broken = "onnection" in str(error) or "imed out" in str(error)
         if not is_broken and not isinstance(error, dist.DistBackendError):
             raise
         raise monitor.broken(error, what, monitor.started + 1, time.monotonic()) from error
+    return Pending(monitor, work, what, sent, result, arguments)

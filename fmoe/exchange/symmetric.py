@@ -100,7 +100,9 @@ class _SymmetricHop(Hop):
         sent = (sum(send) - send[rank]) * (rows.nbytes // len(rows) if len(rows) else 0)
         if not counts.capacity or not rows.shape[1:].numel():
             return _Done(rows.new_empty(sum(receive), *rows.shape[1:]))
-        out = _workspace_of(self.group, rows.device).move(rows, counts, sum(receive), back)
+        workspaces = _workspaces.setdefault(self.group, {})
+        workspace = workspaces.setdefault(rows.device, _Workspace(self.group, rows.device))
+        out = workspace.move(rows, counts, sum(receive), back)
         monitor_of(self.group).traffic.sent += sent
         return _Done(out)
 
@@ -164,11 +166,6 @@ class _Workspace:
 _workspaces: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Workspace]]" = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _workspace_of(group: dist.ProcessGroup, device: torch.device) -> _Workspace:
-    workspaces = _workspaces.setdefault(group, {})
-    return workspaces.setdefault(device, _Workspace(group, device))
 
 
 def why() -> str | None:
