@@ -53,8 +53,13 @@ class ShardedClassifier(ShardedRows):
         sample: float = 1.0,
         **options: Any,
     ):
-        limits = {"scale": math.inf, "angle": math.pi / 2, "cosine": 2.0, "sample": 1.0}
-        for (name, limit), value in zip(limits.items(), (scale, angle, cosine, sample), strict=True):
+        limits = (
+            ("scale", scale, math.inf),
+            ("angle", angle, math.pi / 2),
+            ("cosine", cosine, 2.0),
+            ("sample", sample, 1.0),
+        )
+        for name, value, limit in limits:
             if not 0 <= value <= limit:
                 raise UserError(f"{name}={value} must be from 0 to {limit}")
         super().__init__(num_classes, dim, group, **options)
@@ -90,7 +95,11 @@ class ShardedClassifier(ShardedRows):
             rows_CD = self.take(classes_C)
             centers_CD = F.normalize(rows_CD.to(torch.promote_types(rows_CD.dtype, torch.float32)), dim=-1)
             cosines_NC = F.normalize(shards.gather(x_TD).to(centers_CD.dtype), dim=-1) @ centers_CD.t()
-            margins = self._with_margin(cosines_NC[samples, columns])
+            cosine = cosines_NC[samples, columns]
+            sine = (1 - cosine.square()).clamp_min(1e-12).sqrt()  # its slope at 1 is finite
+            moved = cosine * math.cos(self.angle) - sine * math.sin(self.angle)
+            beyond = cosine - self.angle * math.sin(self.angle)
+            margins = torch.where(cosine > -math.cos(self.angle), moved, beyond) - self.cosine
             logits_NC = cosines_NC.index_put((samples, columns), margins) * self.scale
             labels_N = logits_NC.new_zeros(len(label_N)).index_put((samples,), margins * self.scale)
             parts_12N = torch.stack([logits_NC.logsumexp(-1), labels_N])[None]
@@ -106,9 +115,3 @@ class ShardedClassifier(ShardedRows):
             takes_part = random.uniform(key[None], len(self.weight), self.first_row)[0] < self.sample
             takes_part[labels] = True
         return takes_part.nonzero()[:, 0]
-
-    def _with_margin(self, cosine: Tensor) -> Tensor:
-        sine = (1 - cosine.square()).clamp_min(1e-12).sqrt()  # its slope at 1 is finite
-        moved = cosine * math.cos(self.angle) - sine * math.sin(self.angle)
-        beyond = cosine - self.angle * math.sin(self.angle)
-        return torch.where(cosine > -math.cos(self.angle), moved, beyond) - self.cosine

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from fmoe.bits import pack_bits, unpack_bits
 from fmoe.errors import UserError
+from fmoe.parallel.buckets import copy_back
 from fmoe.parallel.gradients import has_mark
 from fmoe.runtime import collectives, ownership
+
+Numbers = dict[str, Any]  # numbers, strings and tensors in dicts
 
 
 class Bucket(Protocol):
@@ -72,9 +75,11 @@ class Compressor:
         step: number of steps made.
     """
 
+    min_warmup = 0
+
     def __init__(self, group: dist.ProcessGroup, warmup: int = 0):
-        if warmup < 0:
-            raise UserError(f"warmup={warmup} must be at least 0")
+        if warmup < self.min_warmup:
+            raise UserError(f"warmup={warmup} must be at least {self.min_warmup}")
         self.group = group
         self.warmup = warmup
         self.step = 0
@@ -108,11 +113,11 @@ class Compressor:
         for (name, parameter), values in self._values.items():
             yield Memory(name, parameter, 0, values.view(-1))
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> Numbers:
         """Return the rest of the state, equal on all ranks of the group: numbers, strings and tensors in dicts."""
         return {"step": self.step}
 
-    def set_numbers(self, numbers: dict[str, Any]) -> None:
+    def set_numbers(self, numbers: Numbers) -> None:
         """Restore the result of `numbers`."""
         self.step = numbers["step"]
 
@@ -148,9 +153,20 @@ def compress(compressor: Compressor, bucket: dist.GradBucket) -> torch.futures.F
     return future
 
 
-def _offset(gradient: Tensor, bucket: Bucket) -> int:
-    """Return the offset of a gradient in the bucket's buffer."""
-    return int(gradient.storage_offset()) - int(bucket.buffer().storage_offset())
+def _parts(bucket: Bucket) -> list[tuple[Tensor, Tensor, slice]]:
+    """Return each parameter of a bucket with its gradient, and the gradient's range of the bucket's buffer."""
+    parts = []
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        begin = int(gradient.storage_offset()) - int(bucket.buffer().storage_offset())
+        parts.append((parameter, gradient, slice(begin, begin + gradient.numel())))
+    return parts
+
+
+def _gathered(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows [1, n] of all ranks of a group, [ranks, n]."""
+    rows = row.new_empty(group.size(), row.shape[1])
+    collectives.run(dist.all_gather_into_tensor, rows, row, group=group)
+    return rows
 
 
 def average(buffer: Tensor, group: dist.ProcessGroup) -> None:
@@ -220,35 +236,30 @@ class DGC(Compressor):
         values: list[Tensor] = []
         indices: list[Tensor] = []
         whole: list[Tensor] = []
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for parameter, gradient, where in _parts(bucket):
             if parameter.numel() < self.min_numel:
                 whole.append(gradient)
                 continue
-            own, where = self._take(parameter, gradient)
+            own, chosen = self._take(parameter, gradient)
             values.append(own)
-            indices.append(where + _offset(gradient, bucket))
+            indices.append(chosen + where.start)
         means = torch.cat([gradient.reshape(-1) for gradient in whole]) if whole else None
         if means is not None:
             average(means, self.group)
         buffer.zero_()
         if values:
-            size = self.group.size()
-            own = torch.cat(values).view(1, -1)
-            where = torch.cat(indices).view(1, -1)
+            chosen = torch.cat(indices).view(1, -1)
             if buffer.numel() < 1 << 31:
-                where = where.int()
-            all_values = own.new_empty(size, own.numel())
-            all_indices = where.new_empty(size, own.numel())
-            collectives.run(dist.all_gather_into_tensor, all_values, own, group=self.group)
-            collectives.run(dist.all_gather_into_tensor, all_indices, where, group=self.group)
+                chosen = chosen.int()
+            all_values = _gathered(torch.cat(values).view(1, -1), self.group)
+            all_indices = _gathered(chosen, self.group)
             total = buffer.float()
             for of_rank, indices_of_rank in zip(all_values, all_indices, strict=True):
                 # One rank after the other: a GPU adds values of one index in any order.
-                total.index_add_(0, indices_of_rank, of_rank, alpha=1 / size)
+                total.index_add_(0, indices_of_rank, of_rank, alpha=1 / self.group.size())
             buffer.copy_(total)
         if means is not None:
-            for gradient, mean in zip(whole, means.split([g.numel() for g in whole]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            copy_back(means, whole)
 
     def _take(self, parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulate a gradient; return values and flat indices of the elements to send, and reset these."""
@@ -279,10 +290,10 @@ class OneBit(Compressor):
         beta1: decay rate of the momentum.
     """
 
+    min_warmup = 2
+
     def __init__(self, group: dist.ProcessGroup, warmup: int = 100, beta1: float = 0.9):
         super().__init__(group, warmup)
-        if warmup < 2:
-            raise UserError(f"warmup={warmup} must be at least 2")
         if not 0 <= beta1 < 1:
             raise UserError(f"beta1={beta1} must be at least 0 and below 1")
         self.beta1 = beta1
@@ -323,21 +334,14 @@ class OneBit(Compressor):
         buffer = bucket.buffer()
         chunk = _chunk(buffer.numel(), size)
         sent = torch.zeros(chunk * size, dtype=torch.float32, device=buffer.device)
-        momenta = []
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            momentum = self._memory("momentum", parameter)
-            momenta.append(momentum)
-            begin = _offset(gradient, bucket)
-            target = sent[begin : begin + gradient.numel()]
-            target.copy_(momentum.lerp(gradient.float(), 1 - self.beta1).view(-1))
-            target.add_(self._memory("error", parameter).view(-1))
+        parts = _parts(bucket)
+        for parameter, gradient, where in parts:
+            momentum = self._memory("momentum", parameter).lerp(gradient.float(), 1 - self.beta1)
+            sent[where] = (momentum + self._memory("error", parameter)).view(-1)
         # To the rank that averages a part: signs and magnitudes of all ranks.
         bits, scales, rounded = _signs(sent.view(size, chunk))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            begin = _offset(gradient, bucket)
-            where = slice(begin, begin + gradient.numel())
-            error = sent[where] - rounded.view(-1)[where]
-            self._memory("error", parameter).copy_(error.view(parameter.shape))
+        for parameter, _, where in parts:
+            self._memory("error", parameter).view(-1).copy_(sent[where] - rounded.view(-1)[where])
         own_bits = torch.empty_like(bits)
         own_scales = torch.empty_like(scales)
         collectives.run(dist.all_to_all_single, own_bits, bits, group=self.group)
@@ -349,14 +353,10 @@ class OneBit(Compressor):
         bits, scales, rounded = _signs(mean.view(1, chunk))
         for _, _, where in ranges:  # not of the padding
             server_error[where] = mean[where] - rounded.view(-1)[where]
-        all_bits = bits.new_empty(size, bits.shape[1])
-        all_scales = scales.new_empty(size, scales.shape[1])
-        collectives.run(dist.all_gather_into_tensor, all_bits, bits, group=self.group)
-        collectives.run(dist.all_gather_into_tensor, all_scales, scales, group=self.group)
-        result = _values(all_bits, all_scales).view(-1)
-        for momentum, gradient in zip(momenta, bucket.gradients(), strict=True):
-            begin = _offset(gradient, bucket)
-            new = result[begin : begin + gradient.numel()].view(momentum.shape)
+        result = _values(_gathered(bits, self.group), _gathered(scales, self.group)).view(-1)
+        for parameter, gradient, where in parts:
+            momentum = self._memory("momentum", parameter)
+            new = result[where].view(momentum.shape)
             gradient.copy_((new - self.beta1 * momentum) / (1 - self.beta1))
             momentum.copy_(new)
 
@@ -369,12 +369,11 @@ class OneBit(Compressor):
             first = self.group.rank() * chunk
             error = torch.zeros(chunk, dtype=torch.float32, device=buffer.device)
             ranges = []
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                begin = _offset(gradient, bucket)
-                low = max(begin, first)
-                high = min(begin + gradient.numel(), first + chunk)
+            for parameter, _, where in _parts(bucket):
+                low = max(where.start, first)
+                high = min(where.stop, first + chunk)
                 if low < high:
-                    ranges.append((parameter, low - begin, slice(low - first, high - first)))
+                    ranges.append((parameter, low - where.start, slice(low - first, high - first)))
             self._server[index] = (error, ranges)
         return self._server[index]
 
@@ -417,12 +416,12 @@ class PowerSGD(Compressor):
         options: further arguments of torch's ``PowerSGDState``.
     """
 
+    min_warmup = 2
+
     def __init__(self, group: dist.ProcessGroup, rank: int = 1, warmup: int = 10, **options: Any):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 
         super().__init__(group, warmup)
-        if warmup < 2:
-            raise UserError(f"warmup={warmup} must be at least 2")
         if rank < 1:
             raise UserError(f"rank={rank} must be at least 1")
         self._hook = torch_hook.powerSGD_hook
@@ -431,48 +430,39 @@ class PowerSGD(Compressor):
         self._state = torch_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2, **options)
         self._state.iter = 2  # the warm-up is that of `Compressor`
         self._ranges: dict[int, list[tuple[Tensor, slice]]] = {}
-        self._state_before: tuple[dict[int, Tensor], ...] = ({}, {}, {})
+        state = self._state
+        self._tables: tuple[dict[int, Tensor], ...] = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+        self._tables_before: tuple[dict[int, Tensor], ...] = ({}, {}, {})
 
     def allocate(self, bucket: Bucket) -> None:
-        buffer = bucket.buffer()
-        ranges = []
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            begin = _offset(gradient, bucket)
-            ranges.append((parameter, slice(begin, begin + gradient.numel())))
-        self._ranges[bucket.index()] = ranges
-        self._state.error_dict.setdefault(bucket.index(), torch.zeros_like(buffer))
+        self._ranges[bucket.index()] = [(parameter, where) for parameter, _, where in _parts(bucket)]
+        self._state.error_dict.setdefault(bucket.index(), torch.zeros_like(bucket.buffer()))
 
     def memories(self) -> Iterator[Memory]:
         for index, ranges in self._ranges.items():
             for parameter, where in ranges:
                 yield Memory("error", parameter, 0, self._state.error_dict[index][where])
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> Numbers:
         factors = {}
-        for name in ("p", "q"):
-            tensors = getattr(self._state, f"{name}_memory_dict")
+        for name, tensors in zip("pq", self._tables[1:], strict=True):
             factors[name] = {str(index): tensor.clone() for index, tensor in tensors.items()}
         return super().numbers() | factors
 
-    def set_numbers(self, numbers: dict[str, Any]) -> None:
+    def set_numbers(self, numbers: Numbers) -> None:
         super().set_numbers(numbers)
-        for name in ("p", "q"):
-            memory = getattr(self._state, f"{name}_memory_dict")
-            memory.clear()
+        for name, tensors in zip("pq", self._tables[1:], strict=True):
+            tensors.clear()
             for index, tensor in numbers[name].items():
-                memory[int(index)] = tensor.to(self._state.error_dict[int(index)].device, copy=True)
+                tensors[int(index)] = tensor.to(self._state.error_dict[int(index)].device, copy=True)
 
     def begin(self) -> None:
         super().begin()
-        state = self._state
-        self._state_before = tuple(map(_cloned, (state.error_dict, state.p_memory_dict, state.q_memory_dict)))
+        self._tables_before = tuple(map(_cloned, self._tables))
 
     def undo(self) -> None:
         super().undo()
-        state = self._state
-        for now, before in zip(
-            (state.error_dict, state.p_memory_dict, state.q_memory_dict), self._state_before, strict=True
-        ):
+        for now, before in zip(self._tables, self._tables_before, strict=True):
             now.clear()
             now.update(before)
 

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from fmoe.errors import UserError, add_name, known_names, one_line
 from fmoe.parallel.all_reduce import Grid, Hierarchical, Ring
-from fmoe.parallel.compression import DGC, Compressor, Memory, OneBit, PowerSGD
+from fmoe.parallel.compression import DGC, Compressor, Memory, Numbers, OneBit, PowerSGD
 from fmoe.runtime import launcher
 from megatron_patch import grad_hooks
 from pretrain.config import Recipe
@@ -104,17 +104,17 @@ def saved_memories(compressors: Sequence[Compressor]) -> Iterator[tuple[str, Mem
                 yield f"compressor/{memory.name}{rank}/", memory
 
 
-def numbers(recipe: Recipe, compressors: Sequence[Compressor]) -> dict[str, Any]:
+def numbers(recipe: Recipe, compressors: Sequence[Compressor]) -> Numbers:
     """Return the rest of the compressors' state of this rank, for `set_numbers`."""
     return _identity(recipe) | {"numbers": [compressor.numbers() for compressor in compressors]}
 
 
-def is_same_method(recipe: Recipe, saved: dict[str, Any]) -> bool:
+def is_same_method(recipe: Recipe, saved: Numbers) -> bool:
     """Return whether the result of `numbers` is that of a run whose memories mean the same."""
     return bool(saved["method"] == _identity(recipe)["method"])
 
 
-def set_numbers(recipe: Recipe, compressors: Sequence[Compressor], saved: dict[str, Any]) -> None:
+def set_numbers(recipe: Recipe, compressors: Sequence[Compressor], saved: Numbers) -> None:
     """Restore the result of `numbers`. With other options or at another split, only the number of steps is restored."""
     is_same = all(saved[key] == value for key, value in _identity(recipe).items())
     for compressor, values in zip(compressors, saved["numbers"], strict=True):
@@ -124,7 +124,7 @@ def set_numbers(recipe: Recipe, compressors: Sequence[Compressor], saved: dict[s
         compressor.step = saved["numbers"][0]["step"]
 
 
-def _identity(recipe: Recipe) -> dict[str, Any]:
+def _identity(recipe: Recipe) -> Numbers:
     parallel = recipe.parallel
     return {
         "method": [parallel.grad_compress, parallel.all_reduce, parallel.sync_every > 1],

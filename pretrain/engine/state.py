@@ -51,15 +51,15 @@ def pieces(engine: Engine) -> Iterator[TensorPiece]:
                 yield _piece(_MODEL, location, data)
     for shard in _shards_with_elements(engine):
         yield from _optimizer_pieces(shard, locations.of(shard.parameter))
-        if engine.sync is not None and sync.rank_of(shard):  # the first rank's are those of all, for other splits
-            yield from _optimizer_pieces(shard, locations.of(shard.parameter), sync.rank_of(shard))
-    if engine.sync is not None:
-        for held in engine.sync.memories():
-            writers = [place for place in locations.of(held.parameter) if place.is_main_shard and held.is_saved]
-            yield from _slice_pieces(f"sync/{held.name}/", held.values, held.start, writers)
+        rank = 0 if engine.sync is None else sync.group_of(shard).rank()
+        if rank:  # the first rank's are those of all, for other splits
+            yield from _optimizer_pieces(shard, locations.of(shard.parameter), rank)
     for memory in engine.memories:
         yield from memory.pieces()
-    for prefix, held in compression.saved_memories(engine.compressors):
+    saved = list(compression.saved_memories(engine.compressors))
+    if engine.sync is not None:
+        saved += [(f"sync/{held.name}/", held) for held in engine.sync.memories() if held.is_saved]
+    for prefix, held in saved:
         writers = [place for place in locations.of(held.parameter) if place.is_main_shard]
         yield from _slice_pieces(prefix, held.values, held.start, writers)
 
@@ -251,7 +251,8 @@ def _load_compressors(engine: Engine, checkpoint: Checkpoint, locations: ShardLo
         return
     for compressor in engine.compressors:
         for memory in compressor.memories():
-            saved = _saved_memories(checkpoint, memory, locations.of(memory.parameter))
+            ranks = [""] if memory.is_shared else [f"@{rank}" for rank in range(checkpoint.num_ranks)]
+            saved = _saved_memories(checkpoint, [f"compressor/{memory.name}{k}/" for k in ranks], memory, locations)
             if memory.is_shared or len(saved) != compressor.group.size():
                 values = torch.stack(saved).mean(0) if saved else memory.values
             else:
@@ -273,8 +274,9 @@ def _load_sync(engine: Engine, rare: RareSync, checkpoint: Checkpoint, locations
         master = StateTensor("master")
         ranks = [k for k in range(1, checkpoint.num_ranks) if f"{_prefix(master, k)}{places[0].name}" in names]
         read = partial(_read_state, checkpoint, shard, places)
-        rank = sync.rank_of(shard)
-        if len(ranks) + 1 == sync.size_of(shard):
+        group = sync.group_of(shard)
+        rank = group.rank()
+        if len(ranks) + 1 == group.size():
             if rank:
                 shard.main.copy_(read(master, rank=rank).view(shard.main.shape))
                 renew(shard, restored_state(shard, checkpoint.state["optimizer"]["step"], partial(read, rank=rank)))
@@ -283,26 +285,26 @@ def _load_sync(engine: Engine, rare: RareSync, checkpoint: Checkpoint, locations
             shard.main.copy_(torch.stack([shard.main.cpu(), *others]).mean(0))
         shard.parameter.copy_(shard.main.view(shard.parameter.shape))
     for memory in rare.memories():
-        places = locations.of(memory.parameter)
-        stop = memory.start + memory.values.numel()
-        if f"sync/{memory.name}/{places[0].name}" in names:
-            memory.values.copy_(_read(checkpoint, f"sync/{memory.name}/", places, memory.start, stop))
+        saved_values = _saved_memories(checkpoint, [f"sync/{memory.name}/"], memory, locations)
+        if saved_values:
+            memory.values.copy_(saved_values[0])
         elif memory.name == "base":  # a run that averaged gradients: parameters are equal on all ranks
             rare.restart(checkpoint.step)
     if saved:
         rare.set_numbers(saved)
 
 
-def _saved_memories(checkpoint: Checkpoint, memory: Memory, locations: list[ShardLocation]) -> list[Tensor]:
-    """Return a saved memory as a list: of one tensor if ranks share it, or else of a tensor of each rank."""
+def _saved_memories(
+    checkpoint: Checkpoint, prefixes: list[str], memory: Memory, locations: ShardLocations
+) -> list[Tensor]:
+    """Return the values of a memory that are saved under any of the prefixes."""
     names = set(checkpoint.names())
-    ranks = [""] if memory.is_shared else [f"@{rank}" for rank in range(checkpoint.num_ranks)]
-    prefixes = [f"compressor/{memory.name}{rank}/" for rank in ranks]
+    places = locations.of(memory.parameter)
     stop = memory.start + memory.values.numel()
     return [
-        _read(checkpoint, prefix, locations, memory.start, stop)
+        _read(checkpoint, prefix, places, memory.start, stop)
         for prefix in prefixes
-        if f"{prefix}{locations[0].name}" in names
+        if f"{prefix}{places[0].name}" in names
     ]
 
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fmoe.parallel.buckets import buckets_of
-from fmoe.parallel.compression import Bucket, Compressor, Memory
+from fmoe.parallel.buckets import buckets_of, copy_back
+from fmoe.parallel.compression import Bucket, Compressor, Memory, Numbers, average
 from fmoe.parallel.gradients import is_expert
-from fmoe.runtime import collectives
 from megatron_patch.optimizer import Shard, shards
 from pretrain.config import Recipe
 
@@ -50,12 +49,13 @@ class RareSync:
         self.last = 0
         self.period = options.sync_every
         self.first: tuple[float, float] | None = None
-        self._shards = list(shards(optimizer))
-        self._base = [shard.main.detach().clone() for shard in self._shards]
+        self._pairs = [(shard.main.detach().clone(), shard) for shard in shards(optimizer)]  # common parameters
         is_nesterov = options.sync_outer == "nesterov"
         momentum = options.sync_momentum if is_nesterov else 0.0
         lr = options.sync_lr if is_nesterov else 1.0
-        self._outer = torch.optim.SGD(self._base, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        self._outer = torch.optim.SGD(
+            [base for base, _ in self._pairs], lr=lr, momentum=momentum, nesterov=momentum > 0
+        )
 
     @torch.no_grad()
     def step(self, step: int, loss: float, lr: float) -> None:
@@ -76,16 +76,14 @@ class RareSync:
         if not is_due and done != self._steps:
             return
         for for_experts in (False, True):
-            pairs = [
-                (base, shard.main)
-                for base, shard in zip(self._base, self._shards, strict=True)
-                if is_expert(shard.parameter) == for_experts
-            ]
+            pairs = [(base, shard.main) for base, shard in self._pairs if is_expert(shard.parameter) == for_experts]
             _average_changes(pairs, _group(for_experts))
         self._outer.step()
         self._outer.zero_grad()
-        for base, shard in zip(self._base, self._shards, strict=True):
-            _set(shard, base)
+        for base, shard in self._pairs:
+            shard.main.copy_(base)
+            if shard.main is not shard.parameter:
+                shard.parameter.copy_(base.view(shard.parameter.shape))
         self.last = done
         if self._options.sync_adaptive and math.isfinite(loss) and lr > 0 and done > self._warmup_steps:
             self.first = self.first or (loss, lr)
@@ -96,23 +94,23 @@ class RareSync:
     def restart(self, done: int) -> None:
         """Take the parameters after ``done`` steps, equal on all ranks, as the common ones."""
         self.last = done
-        for base, shard in zip(self._base, self._shards, strict=True):
+        for base, shard in self._pairs:
             base.copy_(shard.main)
 
     def memories(self) -> Iterator[Memory]:
         """Yield the common parameters of the last average, and the outer momentum."""
-        for base, shard in zip(self._base, self._shards, strict=True):
-            is_saved = _group(is_expert(shard.parameter)).rank() == 0
+        for base, shard in self._pairs:
+            is_saved = group_of(shard).rank() == 0
             yield Memory("base", shard.parameter, 0, base.view(-1), is_shared=True, is_saved=is_saved)
             if self._outer.defaults["momentum"]:
                 momentum = self._outer.state[base].setdefault("momentum_buffer", torch.zeros_like(base))
                 yield Memory("momentum", shard.parameter, 0, momentum.view(-1), is_shared=True, is_saved=is_saved)
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> Numbers:
         """Return the rest of the state, for `set_numbers`."""
         return {"last": self.last, "period": self.period, "first": self.first}
 
-    def set_numbers(self, numbers: dict[str, Any]) -> None:
+    def set_numbers(self, numbers: Numbers) -> None:
         """Restore the result of `numbers`. The period is the recipe's, unless it is adaptive."""
         self.last = numbers["last"]
         if self._options.sync_adaptive:
@@ -120,26 +118,15 @@ class RareSync:
             self.first = numbers["first"]
 
 
-def rank_of(shard: Shard) -> int:
-    """Return this rank's place among the ranks that keep different values of a shard between averages."""
-    return _group(is_expert(shard.parameter)).rank()
-
-
-def size_of(shard: Shard) -> int:
-    """Return the number of these ranks."""
-    return _group(is_expert(shard.parameter)).size()
+def group_of(shard: Shard) -> dist.ProcessGroup:
+    """Return the ranks that keep different values of a shard between averages."""
+    return _group(is_expert(shard.parameter))
 
 
 def _group(for_experts: bool) -> dist.ProcessGroup:
     if for_experts:
         return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _set(shard: Shard, values: Tensor) -> None:
-    shard.main.copy_(values)
-    if shard.main is not shard.parameter:
-        shard.parameter.copy_(values.view(shard.parameter.shape))
 
 
 def _average_changes(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> None:
@@ -152,7 +139,5 @@ def _average_changes(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.Process
         return
     for bucket in buckets_of(changes):
         flat = torch.cat([change.view(-1) for change in bucket])
-        collectives.run(dist.all_reduce, flat, group=group)
-        flat.div_(group.size())
-        for change, mean in zip(bucket, flat.split([change.numel() for change in bucket]), strict=True):
-            change.copy_(mean.view_as(change))
+        average(flat, group)
+        copy_back(flat, bucket)
