@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,9 +23,10 @@ from fmoe.kernels.attention import causal_attention, visible
 from megatron_patch import bf16_linear
 from megatron_patch.context import context_group, heads_to_sequence, spread_heads
 from megatron_patch.dropout import HeadDropout
+from megatron_patch.sharded import Sliced
 
 
-class SDPAttention(DotProductAttention):
+class SDPAttention(Sliced, DotProductAttention):
     """Replacement for `DotProductAttention` that uses torch's `scaled_dot_product_attention`.
 
     Arguments, shapes and results are the same, with these exceptions:
@@ -95,20 +95,6 @@ class SDPAttention(DotProductAttention):
             self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return this rank's slice of the learned softmax offsets of all heads; empty without offsets."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-
     def forward(
         self,
         query: Tensor,
@@ -147,7 +133,9 @@ class SDPAttention(DotProductAttention):
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         window = softmax.window_size
-        sinks_H = self._sinks()
+        sinks_H = self.softmax_offset
+        if sinks_H is not None and self.context_group is not None:  # those of the heads with which this rank attends
+            sinks_H = sinks_H.chunk(self.context_group.size())[self.context_group.rank()]
         stride = getattr(self.config, "window_stride", None)
         is_local = sinks_H is not None or window is not None
         # Left to megatron-core: windows and offsets in attention that is not causal, or with a bias.
@@ -205,12 +193,6 @@ class SDPAttention(DotProductAttention):
             )
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
-    def _sinks(self) -> Tensor | None:
-        """Return the learned softmax offsets of the heads with which this rank attends."""
-        if self.softmax_offset is None or self.context_group is None:
-            return self.softmax_offset
-        return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]
-
     def _refuse_context(self, what: str) -> None:
         if self.context_group is not None:
             size = self.context_group.size()
@@ -223,7 +205,7 @@ class SDPAttention(DotProductAttention):
         value: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        sinks_H: Tensor | None = None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         """Return attention with dropout by `HeadDropout`. Inputs and result are [b, heads, s, head width]."""
         # mask: float, added to the scores, or bool, True where a query must not see a key. sinks_H: softmax offsets.

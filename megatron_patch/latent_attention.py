@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from fmoe.runtime import collectives
+from megatron_patch.qk_norm import summed
 
 _FROM_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
@@ -62,6 +62,4 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        collectives.run(dist.all_reduce, total, group=ctx.group)
-        return total, None
+        return summed(grad, ctx.group), None

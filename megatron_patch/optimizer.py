@@ -82,16 +82,15 @@ def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
             main = part.optimizer.param_groups[group]["params"][index]
             has_master = parameter.dtype != torch.float32
             yield Shard(part.optimizer, parameter, main, where.start, where.end, True, has_master)
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for mains, parameters in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
-            for main, parameter in zip(mains, parameters, strict=True):
-                yield Shard(part.optimizer, parameter, main, 0, parameter.numel(), has_master=True)
-        for parameters in part.fp32_from_fp32_groups:
-            for parameter in parameters:
-                yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel())
     else:
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
+        without_master = [group["params"] for group in part.optimizer.param_groups]
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            without_master = part.fp32_from_fp32_groups
+            for mains, parameters in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
+                for main, parameter in zip(mains, parameters, strict=True):
+                    yield Shard(part.optimizer, parameter, main, 0, parameter.numel(), has_master=True)
+        for parameters in without_master:
+            for parameter in parameters:
                 yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel())
 
 

@@ -5,14 +5,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from fmoe.runtime import collectives
+from megatron_patch.sharded import Sliced
 
 
 def norm_all_heads(attention: type[SelfAttention]) -> type[SelfAttention]:
@@ -34,7 +33,7 @@ def norm_all_heads(attention: type[SelfAttention]) -> type[SelfAttention]:
     return AllHeadsNormAttention
 
 
-class AllHeadsRMSNorm(nn.Module):
+class AllHeadsRMSNorm(Sliced, nn.Module):
     """RMSNorm over the elements of all heads; each tensor parallel rank holds some heads and their weights.
 
     Args:
@@ -61,20 +60,6 @@ class AllHeadsRMSNorm(nn.Module):
         y = x_32 * (square / self.num_elements + self.eps).rsqrt()
         return y.to(x.dtype) * self.weight.view(x.shape[-2:])
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, ShardedTensor]:
-        """Return this rank's slice of the weights of all heads as a sharded tensor."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-
 
 class _Sum(torch.autograd.Function):
     """All-reduce whose gradient is all-reduced too, because each rank uses the sum for its own heads."""
@@ -82,14 +67,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over the ranks of a group."""
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.run(dist.all_reduce, total, group=group)
     return total

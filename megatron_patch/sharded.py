@@ -1,13 +1,36 @@
-"""Sharded state of experts for Megatron-core's distributed checkpoints."""
+"""Sharded state of layers for Megatron-core's distributed checkpoints."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from fmoe.exchange import Exchange
 from fmoe.experts import ModuleExperts
+
+
+class Sliced:
+    """Mixin of modules whose parameters are slices, along axis 0, of those of all tensor parallel ranks."""
+
+    tp_group: dist.ProcessGroup | None = None
+
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return this rank's slices as sharded tensors."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=self.tp_group or parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
 def sharded_experts(

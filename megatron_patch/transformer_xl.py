@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from fmoe import UserError
 from fmoe.kernels.attention import relative_shift, sinusoids
+from megatron_patch.sharded import Sliced
 
 
-class PositionBiases(nn.Module):
+class PositionBiases(Sliced, nn.Module):
     """The learned vectors u and v of each head, which Transformer-XL adds to queries (arXiv 1901.02860, section 3.3).
 
     Args:
@@ -61,20 +60,6 @@ class PositionBiases(nn.Module):
         # In a module's forward, because Megatron-core waits there for parameters whose gathering it overlaps.
         content, position = (bias.view(query.shape[-2:]) for bias in (self.content, self.position))
         return query + content, query + position
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, ShardedTensor]:
-        """Return this rank's slices of the vectors of all heads as sharded tensors."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"content": 0, "position": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class RelativeAttention(SelfAttention):
@@ -174,7 +159,13 @@ class RecurrentLayer(TransformerLayer):
         attention: Any = self.self_attention
         past = self.past
         if self.memory_length:
-            self.present = self._extended(hidden_states.detach())
+            with torch.no_grad():
+                states = hidden_states.detach()
+                if self.config.sequence_parallel:
+                    states = gather_from_sequence_parallel_region(states)
+                if past is not None:
+                    states = torch.cat([past, states])
+                self.present = states[-self.memory_length :].clone()  # a view would hold all of them
         if past is not None and self.config.sequence_parallel:
             past = past.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
         # The weights of the norm get their gradient from memory and segment, as all weights of keys and values do.
@@ -183,13 +174,6 @@ class RecurrentLayer(TransformerLayer):
             return super().forward(hidden_states, *args, **options)
         finally:
             attention.memory = None
-
-    @torch.no_grad()
-    def _extended(self, hidden_states: Tensor) -> Tensor:
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states)
-        states = hidden_states if self.past is None else torch.cat([self.past, hidden_states])
-        return states[-self.memory_length :].clone()  # a view would hold all of them
 
 
 class StreamMemory:

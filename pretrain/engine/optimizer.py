@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fmoe import optim
 from fmoe.errors import UserError, add_name, known_names
-from megatron_patch.optimizer import build_optimizer
+from megatron_patch.optimizer import Make, build_optimizer
 from pretrain.config import Recipe
 from pretrain.engine.compression import warmup_of
 
@@ -64,7 +64,7 @@ def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
     return OPTIMIZERS[options.name](groups, recipe, lr=recipe.max_lr, weight_decay=options.weight_decay)
 
 
-def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
+def make_optimizer(recipe: Recipe) -> Make | None:
     """Return a function from parameter groups to the optimizer; None to let Megatron-core build its AdamW.
 
     It is None for AdamW with ``cpu_offload``, and for AdamW on a GPU if Transformer Engine's or apex's fused AdamW is
