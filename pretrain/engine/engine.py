@@ -16,13 +16,11 @@ from torch.profiler import record_function
 from fmoe import MoE, end_step, random
 from fmoe.activations import SavedActivations
 from fmoe.gates import skip_step
-from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from fmoe.runtime.phases import phase
 from megatron_patch import bf16_linear, mtp
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import clip_gradients
 from pretrain.config import Recipe
-from pretrain.config.layer import loss_weights
 from pretrain.data.samples import Samples
 from pretrain.engine import compression
 from pretrain.engine.model import build_model, wrap
@@ -140,15 +138,7 @@ class Engine:
         # Only ranks of the last pipeline stage have a loss, and context parallel ranks share one.
         stage_size = processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
         self._num_losses = stage_size // self.context_group.size()
-        model = recipe.model
-        self._reports = RoutingReports(
-            self.moe_layers,
-            num_layers=len(model.layer_numbers),
-            num_experts=model.routed_experts if model.layers_with_experts else 0,
-            loss_names=tuple(DEFAULT_LOSS_WEIGHTS | loss_weights(model)),
-            data_group=self.data_group,
-            device=processes.device,
-        )
+        self._reports = RoutingReports.of(self.moe_layers, recipe.model, processes.device)
 
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_patch.fsdp import is_in_first_copy
+from pretrain.checkpoint.geometry import Shape
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class ShardLocation:
     """
 
     name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    block: tuple[int, ...]
+    shape: Shape
+    offset: Shape
+    block: Shape
     begin: int
     is_main: bool
     is_main_shard: bool
@@ -128,7 +129,7 @@ def named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                     yield f"{prefix}.{name}", buffer
 
 
-def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[Shape, torch.dtype]]:
     """Return the global shape and the dtype of each parameter and persistent buffer of a model's chunks.
 
     The keys are the names in a checkpoint without the prefix ``model/``.

@@ -91,24 +91,25 @@ def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *optio
 
 def wrap(recipe: Recipe, chunk: Any, index: int) -> DistributedDataParallel | FullyShardedDataParallel:
     """Wrap this rank's chunk number ``index`` of a model for its precision and for data parallelism."""
+    parallel = recipe.parallel
     for module in chunk.modules():
         if isinstance(module, FFNExperts):  # only the experts' operation adds to their gradients, unless shadowed
-            module.into_main_grad = not recipe.parallel.shadow
+            module.into_main_grad = not parallel.shadow
     config = chunk.config
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=recipe.parallel.shard == "optimizer",
-        overlap_grad_reduce=recipe.parallel.overlap_gradients,
-        overlap_param_gather=recipe.parallel.overlap_parameters,
+        use_distributed_optimizer=parallel.shard == "optimizer",
+        overlap_grad_reduce=parallel.overlap_gradients,
+        overlap_param_gather=parallel.overlap_parameters,
     )
     if recipe.train.precision != "fp32":
         chunk = Float16Module(config, chunk)
-    if recipe.parallel.is_fully_sharded:
+    if parallel.is_fully_sharded:
         return FullyShardedDataParallel(
             config,
             chunk,
-            reshard_after_forward=recipe.parallel.shard == "parameters",
-            reduce_dtype=DTYPES[recipe.parallel.grad_reduce],
+            reshard_after_forward=parallel.shard == "parameters",
+            reduce_dtype=DTYPES[parallel.grad_reduce],
             on_host=recipe.optimizer.cpu_offload > 0,
         )
     # The pipeline hides the reductions of later chunks, as in Megatron-LM.
@@ -125,20 +126,19 @@ def check_parts(recipe: Recipe) -> None:
     kind_of(recipe)
     check_optimizer(recipe)
     check_compression(recipe)
-    if not model.moe.num_experts:
+    moe = model.moe
+    if not moe.num_experts:
         return
-    with _refusing("moe", f"gate={model.moe.gate}", "gate_options", model.moe.gate_options):
-        gate: Any = GATES.get(model.moe.gate)
+    with _refusing("moe", f"gate={moe.gate}", "gate_options", moe.gate_options):
+        gate: Any = GATES.get(moe.gate)
         if isinstance(gate, type) and issubclass(gate, HashRouter):
-            raise UserError(
-                f"gate={model.moe.gate} needs token ids, which Megatron-core does not pass: use another gate"
-            )
-        build_gate(model.moe.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
+            raise UserError(f"gate={moe.gate} needs token ids, which Megatron-core does not pass: use another gate")
+        build_gate(moe.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
         loss_weights(model)
-    with _refusing("moe", f"expert={model.moe.expert}", "expert_options", model.moe.expert_options):
+    with _refusing("moe", f"expert={moe.expert}", "expert_options", moe.expert_options):
         expert_shapes(model)
-        if parallel.expert_tensor > 1 and model.moe.expert not in ("ffn", "swiglu", "geglu"):
-            raise UserError(f"expert={model.moe.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")
+        if parallel.expert_tensor > 1 and moe.expert not in ("ffn", "swiglu", "geglu"):
+            raise UserError(f"expert={moe.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")
     with _refusing("parallel", f"exchange={parallel.exchange}", "exchange_options", parallel.exchange_options):
         build_exchange(None, model.routed_experts, parallel.exchange, exchange_options(parallel))
 

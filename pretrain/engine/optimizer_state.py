@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fmoe.optim import Adafactor, AdamW8bit, Lars, Muon, OneBitLamb, is_matrix
 from megatron_patch.optimizer import Shard
+from pretrain.checkpoint.geometry import Shape
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,16 @@ class StateTensor:
     """
 
     name: str
-    axes: tuple[int, ...] = ()
+    axes: Shape = ()
 
-    def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
+    def along(self, values: Sequence[int], value: int) -> Shape:
         """Return ``values`` (one per axis of a parameter) with ``value`` at the indices `axes`."""
         changed = list(values)
         for axis in self.axes:
             changed[axis] = value
         return tuple(changed)
 
-    def shape(self, shard: Shard) -> tuple[int, ...]:
+    def shape(self, shard: Shard) -> Shape:
         """Return the shape for a shard: that of its own range, or of the whole parameter if there are axes."""
         return self.along(shard.parameter.shape, 1) if self.axes else tuple(shard.main.shape)
 

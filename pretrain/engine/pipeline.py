@@ -17,7 +17,8 @@ from torch import Tensor
 from fmoe.runtime.deferral import WeightGradients, backward_inputs
 from pretrain.config import ParallelConfig
 
-Schedule = Callable[..., list[dict[str, Any]]]
+Results = list[dict[str, Any]]  # of the loss function, for each micro batch
+Schedule = Callable[..., Results]
 
 
 def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def get_schedule(parallel: ParallelConfig) -> Schedule:
     if parallel.pipeline == 1 or parallel.schedule not in SCHEDULES:
         return schedule
 
-    def chosen(*, forward_only: bool, **options: Any) -> list[dict[str, Any]]:
+    def chosen(*, forward_only: bool, **options: Any) -> Results:
         # Without backward passes, all schedules are the same.
         return schedule(forward_only=True, **options) if forward_only else SCHEDULES[parallel.schedule](**options)
 
@@ -88,7 +89,7 @@ class _Stage:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             cp_group=context,
         )
-        self.results: list[dict[str, Any]] = []
+        self.results: Results = []
         self._forward = partial(
             schedules.forward_step,
             forward_step_func,
@@ -161,7 +162,7 @@ class _Stage:
         is_last = number == self.count - 1
         return contextlib.nullcontext() if is_last or self.config.no_sync_func is None else self._chunk.no_sync()
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self) -> Results:
         """Wait for messages, reduce gradients, and return `results`."""
         for request in self._requests:
             request.wait()
@@ -171,7 +172,7 @@ class _Stage:
         return self.results
 
 
-def fill_drain(**options: Any) -> list[dict[str, Any]]:
+def fill_drain(**options: Any) -> Results:
     """Run GPipe's schedule (arXiv 1811.06965 section 2.2): all micro batches forward, then all backward.
 
     A stage holds the activations of all micro batches at once. The schedule is for comparison with 1F1B. Both give
@@ -193,7 +194,7 @@ def fill_drain(**options: Any) -> list[dict[str, Any]]:
     return stage.finish()
 
 
-def zero_bubble(**options: Any) -> list[dict[str, Any]]:
+def zero_bubble(**options: Any) -> Results:
     """Run the schedule ZB-H1 (arXiv 2401.10241 section 2.3): 1F1B with weight gradients in the bubble.
 
     Forward passes F and backward passes B run in the order of 1F1B. B computes the gradient that the previous stage

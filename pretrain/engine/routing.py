@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from fmoe.metrics import LayerMetrics, LayerReport
 from fmoe.routing import sum_dtype
+from pretrain.config import ModelConfig
+from pretrain.config.layer import loss_weights
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,18 @@ class RoutingReports:
         self._width = len(LayerMetrics(num_experts, self._loss_names).sums())
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self.begin()
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], model: ModelConfig, device: torch.device) -> Self:
+        """Return the reports of the MoE layers that this rank has of a model."""
+        return cls(
+            layers,
+            num_layers=len(model.layer_numbers),
+            num_experts=model.routed_experts if model.layers_with_experts else 0,
+            loss_names=tuple(DEFAULT_LOSS_WEIGHTS | loss_weights(model)),
+            data_group=parallel_state.get_data_parallel_group(),
+            device=device,
+        )
 
     def begin(self) -> None:
         """Start counting exchanged bytes for the next report."""

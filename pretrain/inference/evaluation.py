@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe import MoE
-from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from fmoe.metrics import LayerReport, counting
 from megatron_patch.transformer_xl import StreamMemory
 from pretrain.config import Recipe
-from pretrain.config.layer import loss_weights
 from pretrain.engine.routing import RoutingReports
 from pretrain.inference.decoding import T5Decoder, generate
 from pretrain.inference.sampling import Sampling
@@ -103,7 +101,7 @@ def evaluate(
     # Streams are not divided: all data parallel ranks read them, and the first counts.
     num_parts = data_group.size() if memory is None else 1
     layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
-    reports = _reports(layers, recipe, device)
+    reports = RoutingReports.of(layers, recipe.model, torch.device(device))
     sums = Evaluation(bytes=None if byte_lengths is None else 0)
     done = 0
     with counting(model):
@@ -182,18 +180,6 @@ def predict(
         best_BS = logits_BSV.argmax(-1).cpu()
         predicted += [best_S[mask_S].tolist() for best_S, mask_S in zip(best_BS, mask_BS, strict=True)]
     return predicted
-
-
-def _reports(layers: list[Any], recipe: Recipe, device: torch.device | str) -> RoutingReports:
-    model = recipe.model
-    return RoutingReports(
-        layers,
-        num_layers=len(model.layer_numbers),
-        num_experts=model.routed_experts if model.layers_with_experts else 0,
-        loss_names=tuple(DEFAULT_LOSS_WEIGHTS | loss_weights(model)),
-        data_group=parallel_state.get_data_parallel_group(),
-        device=torch.device(device),
-    )
 
 
 def _summed(sums: Evaluation, device: torch.device | str) -> Evaluation:
