@@ -138,27 +138,28 @@ def _architecture(recipe: Recipe, config: Mapping[str, Any]) -> Row:
 def _training(checkpoint: Checkpoint, recipe: Recipe, info: Mapping[str, Any]) -> Row:
     sequences = recipe.batches.first(checkpoint.step)
     optimizer = recipe.optimizer
-    factor = optimizer.lr_factor(recipe.train.global_batch)
+    train = recipe.train
+    factor = optimizer.lr_factor(train.global_batch)
     warmup = f"{optimizer.warmup_steps} steps"
     if optimizer.warmup_tokens is not None:
         warmup = f"{optimizer.warmup_tokens:,} tokens"
     rows: Row = {
-        "steps": f"{checkpoint.step:,} of {recipe.train.steps:,}",
+        "steps": f"{checkpoint.step:,} of {train.steps:,}",
         "sequences": f"{sequences:,}",
         "tokens": f"{sequences * recipe.tokens_per_sequence:,}",
-        "global batch": f"{recipe.train.global_batch:,} sequences",
+        "global batch": f"{train.global_batch:,} sequences",
         "optimizer": optimizer.name,
         "learning rate": f"{optimizer.lr * factor:g}, {optimizer.schedule}, warmup of {warmup}",
         "weight decay": f"{optimizer.weight_decay:g}",
-        "precision": recipe.train.precision,
+        "precision": train.precision,
         "ranks": f"{recipe.parallel.world_size} ({recipe.parallel.world_size_name})",
     }
     if optimizer.schedule != "constant":
         rows["learning rate"] += f", at the end {optimizer.min_lr * factor:g}"
-    if recipe.train.ramp_batch is not None:
-        rows["global batch"] += f", from {recipe.train.ramp_batch:,} over {recipe.train.ramp_samples:,} sequences"
-    if recipe.train.init_from is not None:
-        rows["initial weights"] = Path(recipe.train.init_from).name
+    if train.ramp_batch is not None:
+        rows["global batch"] += f", from {train.ramp_batch:,} over {train.ramp_samples:,} sequences"
+    if train.init_from is not None:
+        rows["initial weights"] = Path(train.init_from).name
     if "device" in info:
         rows["device"] = info["device"]
     return rows

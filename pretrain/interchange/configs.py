@@ -1,17 +1,16 @@
 """Conversion between ``[model]`` of a recipe and config.json of a Hugging Face model."""
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families import FAMILIES
-from pretrain.interchange.family import Family, KeyPair, toml
+from pretrain.interchange.family import Config, Family, KeyPair, Values, toml
 from pretrain.interchange.rope import read_rope, read_yarn
 
 
-def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_of(family: Family, model: ModelConfig, dtype: str) -> Values:
     """Return the config.json of a model; ``dtype`` names the dtype of its weights, such as "bfloat16"."""
     return {
         "architectures": [family.architecture],
@@ -25,7 +24,7 @@ def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Config) -> Family:
     """Return the family of a config.json. Raises UserError if it is not supported."""
     key = "fmoe_format" if "fmoe_format" in config else "model_type"
     name = config.get(key)
@@ -35,7 +34,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+def model_of(config: Config) -> tuple[Family, ModelConfig]:
     """Return the family of a config.json, and the section ``[model]`` of a recipe for the same model.
 
     The caller must have applied `Family.adapt` to ``config``.
@@ -64,7 +63,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     return family, ModelConfig().with_values(values)
 
 
-def _value(key: KeyPair, config: Mapping[str, Any]) -> Any:
+def _value(key: KeyPair, config: Config) -> Any:
     value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
         raise UserError(f"{key.theirs} is missing or null")

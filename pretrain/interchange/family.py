@@ -10,6 +10,9 @@ from pretrain.config.model import full_name
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
 
+Config = Mapping[str, Any]  # config.json
+Values = dict[str, Any]  # values by key of the model, or of config.json
+
 # Keys of the model that a family need not mention, because they do not change the logits of a trained model. The last
 # three do in some models, whose families convert them.
 ONLY_TRAINING = frozenset(
@@ -123,15 +126,15 @@ class Family:
     varies: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[Only, ...] = ()
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    read: Callable[[Config], Values] = lambda config: {}
+    write: Callable[[ModelConfig], Values] = lambda model: {}
     ignored: tuple[str, ...] = ()
     places: Callable[[ModelConfig], Iterable[Place]] | None = None
     files: Callable[[], Mapping[str, bytes]] = dict
     notes: Callable[[ModelConfig], tuple[str, ...]] = lambda model: ()
     left_out: str = ""
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
-    adapt: Callable[[Mapping[str, Any], HuggingFaceFolder], Mapping[str, Any]] = lambda config, folder: config
+    adapt: Callable[[Config, HuggingFaceFolder], Config] = lambda config, folder: config
 
     def tensors(self, model: ModelConfig) -> list[Place]:
         """Return all tensors of a model, in the layout that export writes."""
@@ -166,7 +169,7 @@ def without(table: Iterable[Any], *names: str) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-def read_int(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def read_int(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
     """Return an integer of config.json; ``default`` for a missing key.
 
     Raises:
@@ -178,7 +181,7 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, le
     return value
 
 
-def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
+def read_bool(config: Config, key: str, default: bool) -> bool:
     """Return a boolean of config.json; ``default`` for a missing key.
 
     Raises:

@@ -23,6 +23,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from fmoe.files import is_full, sync
 from pretrain.checkpoint.files import free_bytes
+from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import CODES, bytes_of, header_of, open_shard
 from pretrain.files import read_object
 
@@ -42,7 +43,7 @@ class Stored:
 
     file: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class SafetensorsFolder:
@@ -87,29 +88,30 @@ class SafetensorsFolder:
             raise UserError(f"{self.path / stored.file} cannot be read: {name}: {error}") from error
 
     def _files(self) -> list[str]:
-        index = read_object(self.path / INDEX)
+        path = self.path
+        index = read_object(path / INDEX)
         if index is None:
-            if (self.path / WEIGHTS).is_file():
+            if (path / WEIGHTS).is_file():
                 return [WEIGHTS]
             for name in _PICKLED:
-                if (self.path / name).exists():
+                if (path / name).exists():
                     raise UserError(
-                        f"{self.path} has pickled weights ({name}), which can run code and are not read: "
+                        f"{path} has pickled weights ({name}), which can run code and are not read: "
                         "convert them to safetensors"
                     )
-            raise UserError(f"{self.path} has no weights: neither {WEIGHTS} nor {INDEX}")
+            raise UserError(f"{path} has no weights: neither {WEIGHTS} nor {INDEX}")
         file_of = index.get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
-            raise UserError(f"{self.path / INDEX} has no weight_map with entries")
+            raise UserError(f"{path / INDEX} has no weight_map with entries")
         files = sorted(set(map(str, file_of.values())))
         for name in files:
             if not _PLAIN_NAME.fullmatch(name):
                 raise UserError(
-                    f"{self.path / INDEX} names {name!r}, which must be a file name of letters, digits, '_', '.' and "
+                    f"{path / INDEX} names {name!r}, which must be a file name of letters, digits, '_', '.' and "
                     "'-' that begins with a letter or digit and ends with .safetensors"
                 )
-            if not (self.path / name).is_file():
-                raise UserError(f"{self.path / name} is missing; {INDEX} names it")
+            if not (path / name).is_file():
+                raise UserError(f"{path / name} is missing; {INDEX} names it")
         return files
 
 
@@ -131,7 +133,7 @@ class HuggingFaceFolder(SafetensorsFolder):
         self.config: dict[str, Any] = config
 
 
-Layout = tuple[tuple[int, ...], torch.dtype]
+Layout = tuple[Shape, torch.dtype]
 """Shape and dtype of a tensor."""
 
 

@@ -33,6 +33,8 @@ _COMMON_OBJECT = "common_state/shard_0_1"
 _IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<inside>.+)")
 # Names that are not the model's: optimizer states, and extra states of modules.
 _NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
+Arguments = Mapping[str, Any]  # of Megatron-LM, by name
+
 # Pairs of names of one norm: as a separate module, and within the linear layer after it (Transformer Engine).
 _SAME_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -192,7 +194,7 @@ def _brief(value: Any) -> str:
     return toml(value)
 
 
-def _arguments_in(folder: DcpFolder) -> tuple[str, Mapping[str, Any]]:
+def _arguments_in(folder: DcpFolder) -> tuple[str, Arguments]:
     """Return the location of the arguments of Megatron-LM, for messages, and the arguments; empty if there are none."""
     path = folder.path / COMMON
     if path.is_file():
@@ -214,7 +216,7 @@ def _arguments_in(folder: DcpFolder) -> tuple[str, Mapping[str, Any]]:
     return where, state if isinstance(state, Mapping) else {}
 
 
-def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _same_values(model: ModelConfig, arguments: Arguments) -> Iterator[tuple[str, Any, str]]:
     """Yield each argument of Megatron-LM, the value that the recipe implies, and the recipe's keys in words."""
 
     def key(name: str) -> str:
@@ -222,15 +224,16 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
 
     yield "num_layers", model.num_layers, key("num_layers")
     yield "hidden_size", model.hidden_size, key("hidden_size")
-    yield "num_attention_heads", model.attention.num_heads, key("attention.num_heads")
+    attention = model.attention
+    yield "num_attention_heads", attention.num_heads, key("attention.num_heads")
     if arguments.get("group_query_attention"):
         yield "num_query_groups", model.query_groups, key("attention.num_query_groups")
-    if model.attention.kv_lora_rank is None:
+    if attention.kv_lora_rank is None:
         yield "kv_channels", model.head_width, key("attention.head_dim")
     else:
         yield "rope_type", "rope", "rotary positions without YaRN"
-    yield "multi_latent_attention", model.attention.kv_lora_rank is not None, key("attention.kv_lora_rank")
-    yield "qk_layernorm", model.attention.qk_norm or model.attention.kv_lora_rank is not None, key("attention.qk_norm")
+    yield "multi_latent_attention", attention.kv_lora_rank is not None, key("attention.kv_lora_rank")
+    yield "qk_layernorm", attention.qk_norm or attention.kv_lora_rank is not None, key("attention.qk_norm")
     yield "position_embedding_type", model.position.encoding, key("position.encoding")
     if model.position.encoding == "rope":
         yield "rotary_base", model.position.rope_theta, key("position.rope_theta")
@@ -250,12 +253,12 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}{else_gelu}"
     yield (
         "window_size",
-        None if model.attention.sliding_window is None else (model.attention.sliding_window - 1, 0),
+        None if attention.sliding_window is None else (attention.sliding_window - 1, 0),
         key("attention.sliding_window"),
     )
-    if model.attention.sliding_stride is not None:
+    if attention.sliding_stride is not None:
         yield "window_size", "with a stride", key("attention.sliding_stride")
-    if model.attention.sliding_window is not None:
+    if attention.sliding_window is not None:
         which = arguments.get("window_attn_skip_freq")
         if isinstance(which, list | tuple):
             near = tuple(n for n, has_window in enumerate(which, start=1) if has_window)
@@ -267,33 +270,34 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
             which if near == model.layers_with_window else "other",
             key("attention.sliding_layers"),
         )
-    yield "softmax_type", "learnable" if model.attention.sinks else "vanilla", key("attention.sinks")
+    yield "softmax_type", "learnable" if attention.sinks else "vanilla", key("attention.sinks")
     yield "qk_l2_norm", False, "no L2 norm of queries and keys"
     yield "no_rope_freq", None, "the same positions in every layer"
     yield "apply_residual_connection_post_layernorm", False, "residual connections around the norms"
     yield "untie_embeddings_and_output_weights", not model.tie_embeddings, key("tie_embeddings")
-    if not model.moe.num_experts:
+    moe = model.moe
+    if not moe.num_experts:
         return
     yield "num_experts", model.routed_experts, key("moe.num_experts")
     yield "moe_router_topk", model.chosen_experts, key("moe.top_k")
-    score = model.moe.score or ("sigmoid" if model.moe.gate == "sigmoid" else "softmax")
+    score = moe.score or ("sigmoid" if moe.gate == "sigmoid" else "softmax")
     yield "moe_router_score_function", score, f"{key('moe.gate')}, {key('moe.score')}"
-    normalize = model.moe.gate != "switch" and model.moe.normalize is not False
+    normalize = moe.gate != "switch" and moe.normalize is not False
     if score == "softmax":
         yield "moe_router_pre_softmax", not normalize, f"{key('moe.gate')}, {key('moe.normalize')}"
     elif normalize != (model.chosen_experts > 1):
         yield "moe_router_topk", None, f"{key('moe.normalize')}: Megatron-LM normalizes sigmoid weights if top_k > 1"
-    yield "moe_router_topk_scaling_factor", model.moe.routed_scale, key("moe.routed_scale")
-    yield "moe_router_enable_expert_bias", model.moe.gate == "sigmoid", key("moe.gate")
+    yield "moe_router_topk_scaling_factor", moe.routed_scale, key("moe.routed_scale")
+    yield "moe_router_enable_expert_bias", moe.gate == "sigmoid", key("moe.gate")
 
 
-def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
+def _swiglu(model: ModelConfig, arguments: Arguments) -> bool | str:
     """Return the value of ``swiglu`` that the recipe's activation requires; "neither" if both values are wrong."""
     if model.gated:
         return True if model.activation == "silu" else "neither"
     return False if model.activation == _gelu(arguments) else "neither"
 
 
-def _gelu(arguments: Mapping[str, Any]) -> str:
+def _gelu(arguments: Arguments) -> str:
     """Return fmoe's name of Megatron-LM's GELU, which is the tanh approximation if fused with the biases."""
     return "gelu_tanh" if arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear") else "gelu"

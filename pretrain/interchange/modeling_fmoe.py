@@ -151,15 +151,14 @@ class _Attention(nn.Module):
         super().__init__()
         self.index = index
         self.dropout = model.dropout
-        self.scale = model.head_width**-0.5 if model.attention.scale is None else model.attention.scale
+        attention = model.attention
+        self.scale = model.head_width**-0.5 if attention.scale is None else attention.scale
         self.scale *= score_factor(model)
-        width = model.attention.num_heads * model.value_width
-        self.linear_proj = _Linear(model, width, model.hidden_size, bias=model.attention.output_bias, is_output=True)
-        self.window = model.attention.sliding_window if index + 1 in model.layers_with_window else None
-        self.stride = model.attention.sliding_stride
-        sinks = (
-            {"softmax_offset": nn.Parameter(torch.zeros(model.attention.num_heads))} if model.attention.sinks else {}
-        )
+        width = attention.num_heads * model.value_width
+        self.linear_proj = _Linear(model, width, model.hidden_size, bias=attention.output_bias, is_output=True)
+        self.window = attention.sliding_window if index + 1 in model.layers_with_window else None
+        self.stride = attention.sliding_stride
+        sinks = {"softmax_offset": nn.Parameter(torch.zeros(attention.num_heads))} if attention.sinks else {}
         self.core_attention = nn.ParameterDict(sinks)  # named as in a checkpoint
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,27 +239,26 @@ class MultiLatentAttention(_Attention):
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__(model, index)
+        attention = model.attention
         assert (
-            model.attention.kv_lora_rank is not None
-            and model.attention.qk_rope_head_dim is not None
-            and model.attention.qk_head_dim is not None
+            attention.kv_lora_rank is not None
+            and attention.qk_rope_head_dim is not None
+            and attention.qk_head_dim is not None
         )
-        self.heads = model.attention.num_heads
-        self.rank = model.attention.kv_lora_rank
-        self.widths = model.attention.qk_head_dim, model.attention.qk_rope_head_dim, model.value_width
-        self.has_query_rank = model.attention.q_lora_rank is not None
+        self.heads = attention.num_heads
+        self.rank = attention.kv_lora_rank
+        self.widths = attention.qk_head_dim, attention.qk_rope_head_dim, model.value_width
+        self.has_query_rank = attention.q_lora_rank is not None
         width = model.hidden_size
-        if model.attention.q_lora_rank is None:
+        if attention.q_lora_rank is None:
             self.linear_q_proj = _Linear(model, width, self.heads * model.head_width)
         else:
-            self.linear_q_down_proj = _Linear(model, width, model.attention.q_lora_rank)
-            self.q_layernorm = _norm(model, model.attention.q_lora_rank)
-            self.linear_q_up_proj = _Linear(model, model.attention.q_lora_rank, self.heads * model.head_width)
-        self.linear_kv_down_proj = _Linear(model, width, self.rank + model.attention.qk_rope_head_dim)
+            self.linear_q_down_proj = _Linear(model, width, attention.q_lora_rank)
+            self.q_layernorm = _norm(model, attention.q_lora_rank)
+            self.linear_q_up_proj = _Linear(model, attention.q_lora_rank, self.heads * model.head_width)
+        self.linear_kv_down_proj = _Linear(model, width, self.rank + attention.qk_rope_head_dim)
         self.kv_layernorm = _norm(model, self.rank)
-        self.linear_kv_up_proj = _Linear(
-            model, self.rank, self.heads * (model.attention.qk_head_dim + model.value_width)
-        )
+        self.linear_kv_up_proj = _Linear(model, self.rank, self.heads * (attention.qk_head_dim + model.value_width))
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         plain, rope, value = self.widths
@@ -509,7 +507,12 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         if "position_embeddings" in self.embedding:
             x_BSD = x_BSD + self.embedding["position_embeddings"](position_BS)
         x_BSD = self.dropout(x_BSD)
-        rotary = _angles(position_BS, self.recipe_model) if self.recipe_model.position.encoding == "rope" else None
+        rotary = None
+        if self.recipe_model.position.encoding == "rope":
+            angles = position_BS.float().unsqueeze(-1) * rotary_frequencies(self.recipe_model, position_BS.device)
+            angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
+            factor = rotary_factor(self.recipe_model)
+            rotary = (angles.cos() * factor, angles.sin() * factor)
         needs_mask = seen_BK is not None or (past > 0 and length > 1)
         mask = _mask(seen_BK, past, length, x_BSD.device) if needs_mask else None
         valid_BS = None if seen_BK is None else seen_BK[:, past:]
@@ -576,7 +579,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             counted_BS = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
         else:
             counted_BS = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
-            if is_relative and _has_gap(seen_BK):
+            if is_relative and ((seen_BK & ~F.pad(seen_BK, (1, -1))).sum(1) > 1).any():
                 raise UserError(
                     "attention_mask has padding between tokens, which is not supported with "
                     "position.encoding=transformer_xl: pad on the left"
@@ -689,12 +692,6 @@ def _one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | No
     return past_key_values if cache is None else cache
 
 
-def _angles(position_BS: Tensor, model: ModelConfig) -> Rotary:
-    angles = position_BS.float().unsqueeze(-1) * rotary_frequencies(model, position_BS.device)
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
-    return angles.cos() * rotary_factor(model), angles.sin() * rotary_factor(model)
-
-
 def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
     """Return the attention mask, bool [B or 1, 1, S, K], True where a query sees a key."""
     query_S1 = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(1)
@@ -704,12 +701,6 @@ def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) 
         return causal_SK[None, None]
     # Every query sees itself, because padding that sees nothing would give NaN.
     return ((causal_SK & seen_BK.unsqueeze(1)) | (key_K == query_S1)).unsqueeze(1)
-
-
-def _has_gap(seen_BK: Tensor) -> bool:
-    """Return whether a sequence has padding between its tokens."""
-    begins = (seen_BK & ~F.pad(seen_BK, (1, -1))).sum(1)
-    return bool((begins > 1).any())
 
 
 def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

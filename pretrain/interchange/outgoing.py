@@ -89,21 +89,22 @@ def export_checkpoint(
     recipe = recipe_of(checkpoint)
     if no_drops:
         recipe = replace(recipe, model=recipe.model.with_values({"moe.eval_capacity_factor": None}))
-    family = family_for(recipe.model, form)
-    places = family.tensors(recipe.model)
+    model = recipe.model
+    family = family_for(model, form)
+    places = family.tensors(model)
     dtype = _check_tensors(checkpoint, family, places)
     loaded = _load_tokenizer(checkpoint, recipe, tokenizer)
-    config = config_of(family, recipe.model, name_of(dtype))
+    config = config_of(family, model, name_of(dtype))
     files = dict(family.files())
     if loaded is not None:
-        bos = recipe.data.bos if recipe.model.objective == "gpt" else None
-        files |= files_for(loaded, recipe.model.sequence_length, bos=bos, model_type=config["model_type"])
+        bos = recipe.data.bos if model.objective == "gpt" else None
+        files |= files_for(loaded, model.sequence_length, bos=bos, model_type=config["model_type"])
     layouts = {name: (shape, place.dtype or dtype) for place in places for name, shape in place.theirs.items()}
     nbytes = nbytes_of(layouts.values())
     files[CARD] = model_card(
         checkpoint, recipe, config, repo or out.resolve().name, license=license, has_tokenizer=loaded is not None
     ).encode()
-    pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
+    pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
         names = write_weights(folder, layouts, _tensors(checkpoint, recipe, places, dtype), shard_bytes)
         generation = _token_settings(checkpoint, recipe, loaded, config)
@@ -114,8 +115,8 @@ def export_checkpoint(
         names += [CONFIG, GENERATION_CONFIG, *files]
         if llama_cpp is not None:
             names.append(write_gguf(llama_cpp, folder, out.resolve().name, dtype, pre))
-    notes = family.notes(recipe.model)
-    reason = why_own(recipe.model) if form == "auto" else ""
+    notes = family.notes(model)
+    reason = why_own(model) if form == "auto" else ""
     if reason:
         notes = (f"--format auto chose {family.name}: {reason}", *notes)
     weights = [place for place in places if place.ours and place.dtype is None]

@@ -8,7 +8,7 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.config.yarn import rotary_factor
-from pretrain.interchange.family import read_bool, read_int, toml
+from pretrain.interchange.family import Config, Values, read_bool, read_int, toml
 
 _PLAIN = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # Numbers of YaRN: the name in config.json, our key, and transformers' value of a missing one.
@@ -30,12 +30,12 @@ YARN = (
 """Keys of ``[position]`` that `write_rope` and `read_yarn` convert."""
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
+def write_rope(model: ModelConfig) -> Values:
     """Return the keys ``rope_scaling`` and ``rope_parameters`` of config.json, for rotary positions.
 
     The key is ``rope_scaling`` in transformers 4, and ``rope_parameters`` in transformers 5.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.position.rope_theta}
+    rope: Values = {"rope_type": "default", "rope_theta": model.position.rope_theta}
     if model.position.rope_scaling is None:
         return {"rope_scaling": None, "rope_parameters": rope}
     rope |= {theirs: model.value(ours) for theirs, ours, _ in _NUMBERS}
@@ -47,7 +47,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_scaling": rope, "rope_parameters": dict(rope)}
 
 
-def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(config: Config) -> Values:
     """Return ``rope_theta`` and ``partial_rotary_factor``, each if config.json has it.
 
     They are read from ``rope_parameters`` or ``rope_scaling`` and, if missing there, from the top level of config.json.
@@ -68,7 +68,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_yarn(config: Config) -> Values:
     """Return the keys of the model for YaRN; {} if positions are not scaled.
 
     Raises:
@@ -79,7 +79,7 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     # transformers takes null for false, unlike a missing key.
     truncate = "truncate" not in _rope(config) if rope.get("truncate") is None else read_bool(rope, "truncate", True)
-    values: dict[str, Any] = {"position.rope_scaling": "yarn", "position.rope_truncate": truncate}
+    values: Values = {"position.rope_scaling": "yarn", "position.rope_truncate": truncate}
     for theirs, ours, default in _NUMBERS:
         values[ours] = _number(theirs, rope.get(theirs, default), 1 if theirs == "factor" else 0)
     # transformers uses mscale and mscale_all_dim only if both are set; others assume a default for a missing one.
@@ -96,7 +96,7 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope(config: Config) -> Mapping[str, Any]:
     """Return ``rope_parameters`` or ``rope_scaling`` of config.json; empty if both are missing."""
     first: Mapping[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):  # transformers replaces the first by the second

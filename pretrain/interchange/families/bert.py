@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pretrain.interchange.families.llama import SIZES
 from pretrain.interchange.family import DENSE_ONLY, PLAIN_HEADS, Demand, Family, KeyPair, Only
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Same, Transform, Where
 
@@ -54,10 +55,7 @@ MEGATRON_BERT = Family(
     architecture="MegatronBertForMaskedLM",
     tables=(TABLE,),
     keys=(
-        KeyPair("vocab_size", "vocab_size", int),
-        KeyPair("hidden_size", "hidden_size", int),
-        KeyPair("num_hidden_layers", "num_layers", int),
-        KeyPair("num_attention_heads", "attention.num_heads", int),
+        *SIZES,
         KeyPair("intermediate_size", "ffn_hidden_size", int, value=lambda m: m.dense_width),
         KeyPair("max_position_embeddings", "sequence_length", int),
         KeyPair("type_vocab_size", "segment_types", int, 2),

@@ -4,9 +4,6 @@ Rotary elements of a head are interleaved pairs, as in Megatron-core's latent at
 matrices keep their order.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from fmoe.errors import UserError
@@ -18,6 +15,7 @@ from pretrain.interchange.families.llama import (
     COMMON,
     DENSE,
     DROPLESS,
+    EXPERT_WIDTH,
     EXPERTS,
     FIXED,
     KEYS,
@@ -32,7 +30,18 @@ from pretrain.interchange.families.llama import (
     shared_entries,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_bool, read_int, toml, without
+from pretrain.interchange.family import (
+    Config,
+    Demand,
+    Family,
+    KeyPair,
+    Only,
+    Values,
+    read_bool,
+    read_int,
+    toml,
+    without,
+)
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
@@ -104,7 +113,7 @@ def is_dense_first(model: ModelConfig) -> bool:
     return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.moe.num_experts > 0
 
 
-def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
+def read_dense(config: Config, default: int) -> Values:
     """Return the recipe keys ``moe.layers`` and ``dense_ffn_hidden_size``; {} if all layers have experts.
 
     Args:
@@ -126,12 +135,12 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     return {"moe.layers": tuple(range(dense + 1, layers + 1)), "dense_ffn_hidden_size": width}
 
 
-def write_dense(model: ModelConfig) -> dict[str, Any]:
+def write_dense(model: ModelConfig) -> Values:
     """Return the keys of config.json for layers without experts."""
     return {"first_k_dense_replace": num_dense(model), "intermediate_size": model.dense_width, "moe_layer_freq": 1}
 
 
-def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
+def read_groups(config: Config, groups: int, kept: int) -> Values:
     """Return the gate's options for group-limited routing; {} for a single group of experts.
 
     Args:
@@ -149,13 +158,13 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
     return {"expert_groups": groups, "kept_groups": kept} if groups > 1 else {}
 
 
-def write_groups(model: ModelConfig) -> dict[str, Any]:
+def write_groups(model: ModelConfig) -> Values:
     """Return the keys ``n_group`` and ``topk_group`` of config.json, for group-limited routing."""
     groups = model.moe.gate_options.get("expert_groups")
     return {"n_group": groups or 1, "topk_group": model.moe.gate_options.get("kept_groups", 1) if groups else 1}
 
 
-def _write_latent(model: ModelConfig) -> dict[str, Any]:
+def _write_latent(model: ModelConfig) -> Values:
     widths = {
         "head_dim": model.attention.qk_rope_head_dim,
         "q_lora_rank": model.attention.q_lora_rank,
@@ -164,7 +173,7 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
     return write_llama(model) | write_dense(model) | write_groups(model) | widths
 
 
-def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_latent(config: Config) -> Values:
     return {"attention.q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
@@ -183,7 +192,7 @@ LATENT_EPS = 1e-6
 LATENT_KEYS = (
     *without(KEYS, "router_aux_loss_coef"),
     KeyPair("n_routed_experts", "moe.num_experts", int, alias="num_local_experts"),
-    KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+    EXPERT_WIDTH,
     KeyPair("kv_lora_rank", "attention.kv_lora_rank", int, 512),
     KeyPair("qk_nope_head_dim", "attention.qk_head_dim", int, 128),
     KeyPair("qk_rope_head_dim", "attention.qk_rope_head_dim", int, 64),
@@ -198,7 +207,7 @@ GROUPS = Demand(
 )
 
 
-def _read_deepseek_v2(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_deepseek_v2(config: Config) -> Values:
     values = _read_latent(config) | read_dense(config, 0) | DROPLESS | {"moe.normalize": False}
     method = config.get("topk_method", "greedy")
     if method == "group_limited_greedy":
@@ -208,7 +217,7 @@ def _read_deepseek_v2(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
+def _write_deepseek_v2(model: ModelConfig) -> Values:
     method = "group_limited_greedy" if model.moe.gate_options.get("expert_groups") else "greedy"
     return _write_latent(model) | {"topk_method": method}
 
@@ -265,7 +274,7 @@ SIGMOID = (
 )
 
 
-def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
+def read_sigmoid(config: Config, groups: int, kept: int) -> Values:
     """Return the keys of the model for the sigmoid gate and multi-token prediction.
 
     Args:
@@ -285,16 +294,12 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     return values | {"mtp_layers": read_int(config, "num_nextn_predict_layers", 0, least=0)}
 
 
-def write_sigmoid(model: ModelConfig) -> dict[str, Any]:
+def write_sigmoid(model: ModelConfig) -> Values:
     """Return the keys of config.json for the sigmoid gate and multi-token prediction."""
     return write_groups(model) | {"norm_topk_prob": sums_weights(model), "num_nextn_predict_layers": model.mtp_layers}
 
 
-def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
-    return _read_latent(config) | read_dense(config, 3) | read_sigmoid(config, 8, 4)
-
-
-def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
+def adapt_mtp(config: Config, folder: HuggingFaceFolder) -> Values:
     """Return config.json. Set ``num_nextn_predict_layers`` to 0 if the folder has no multi-token prediction layers.
 
     transformers does not save these layers, but keeps their number in config.json.
@@ -329,7 +334,7 @@ DEEPSEEK_V3 = Family(
         Only("scoring_func", ("sigmoid", None)),
         Only("topk_method", ("noaux_tc", None)),
     ),
-    read=_read_deepseek_v3,
+    read=lambda config: _read_latent(config) | read_dense(config, 3) | read_sigmoid(config, 8, 4),
     write=lambda model: _write_latent(model) | write_sigmoid(model),
     ignored=MTP_COPIES,
     adapt=adapt_mtp,

@@ -10,9 +10,8 @@ transformers has no class for it, so an export is a Qwen2-MoE with the same logi
 Import recognizes such an export by ``fmoe_format`` in config.json.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from pretrain.interchange.families.llama import (
     STACKED,
     shared_entries,
 )
-from pretrain.interchange.family import Only
+from pretrain.interchange.family import Config, Only, Values
 from pretrain.interchange.tensors import Entry, Sizes
 
 
@@ -60,12 +59,12 @@ _TABLE = (
 )
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Values:
     width = model.moe.num_shared_experts * model.ffn_hidden_size
     return QWEN3_MOE.write(model) | {"shared_expert_intermediate_size": width}
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     width = config.get("shared_expert_intermediate_size")
     expert = config["moe_intermediate_size"]
     if type(width) is not int or width < 1 or width % expert:

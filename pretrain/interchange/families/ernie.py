@@ -3,9 +3,8 @@
 The combine weights are divided by their sum. transformers uses at least 1e-12 as the sum, and fmoe at least 1e-20.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from pretrain.interchange.families.llama import (
     COMMON,
     DENSE,
     DROPLESS,
+    EXPERT_WIDTH,
     EXPERTS,
     FIXED,
     KEYS,
@@ -24,10 +24,11 @@ from pretrain.interchange.families.llama import (
     ONLY,
     OUR_LAYER,
     STACKED,
+    norm_and_rope,
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_int, toml, without
+from pretrain.interchange.family import Config, Demand, Family, KeyPair, Only, Values, read_int, toml, without
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
@@ -97,7 +98,7 @@ def _is_regular(model: ModelConfig) -> bool:
     return not layers or _range(*_indices(model)) == layers
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Values:
     start, end, interval = _indices(model)
     return write_llama(model) | {
         "moe_layer_start_index": start,
@@ -108,7 +109,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     def number(key: str, default: int, low: int, high: int) -> int:
         value = config.get(key, default)
         if type(value) is not int or not low <= value <= high:
@@ -151,10 +152,9 @@ ERNIE4_5_MOE = Family(
         *without(KEYS, "moe.top_k", "moe.balance_loss", "tie_embeddings"),
         KeyPair("moe_num_experts", "moe.num_experts", int, alias="num_experts"),
         KeyPair("moe_k", "moe.top_k", int, alias="num_experts_per_tok"),
-        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+        EXPERT_WIDTH,
         KeyPair("tie_word_embeddings", "tie_embeddings", bool, True),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
-        KeyPair("rope_theta", "position.rope_theta", float, 5e5),
+        *norm_and_rope(1e-5, 5e5),
     ),
     fixed=FIXED | {"moe.score": "softmax"},
     demands=(

@@ -1,7 +1,6 @@
 """GLM-4.5 (``glm4_moe``, arXiv 2508.06471): the router of DeepSeek-V3 with standard attention."""
 
 from dataclasses import replace
-from typing import Any
 
 from pretrain.config import ModelConfig
 from pretrain.interchange.families.deepseek import (
@@ -20,6 +19,7 @@ from pretrain.interchange.families.deepseek import (
 from pretrain.interchange.families.llama import (
     COMMON,
     DENSE,
+    EXPERT_WIDTH,
     EXPERTS,
     FIXED,
     KEYS,
@@ -28,17 +28,18 @@ from pretrain.interchange.families.llama import (
     QKV_BIAS,
     SHARED,
     STACKED,
+    norm_and_rope,
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Family, KeyPair, Only, without
+from pretrain.interchange.family import Family, KeyPair, Only, Values, without
 from pretrain.interchange.rope import YARN
 
 _HEAD_NORMS = tuple(replace(entry, when=lambda model: model.attention.qk_norm) for entry in QK_NORM)
 _TABLE = (*COMMON, QKV_BIAS, *_HEAD_NORMS, *DENSE, *SHARED_EXPERTS, *CHOICE_BIAS, *MTP)
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Values:
     written = write_llama(model) | write_dense(model) | write_sigmoid(model)
     for key in ("rope_parameters", "rope_scaling"):
         if written[key]:
@@ -54,13 +55,12 @@ GLM4_MOE = Family(
         *without(KEYS, "router_aux_loss_coef"),
         KeyPair("n_routed_experts", "moe.num_experts", int, other="num_experts", alias="num_local_experts"),
         KeyPair("n_shared_experts", "moe.num_shared_experts", int, 1),
-        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+        EXPERT_WIDTH,
         KeyPair("routed_scaling_factor", "moe.routed_scale", float, 1.0),
         KeyPair("attention_bias", "attention.qkv_bias", bool, False),
         KeyPair("use_qk_norm", "attention.qk_norm", bool, False),
         KeyPair("partial_rotary_factor", "position.rotary_fraction", float, 0.5),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
-        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
+        *norm_and_rope(1e-5, 1e4),
     ),
     fixed=FIXED,
     demands=(*SIGMOID, SHARED, *DENSE_FIRST),

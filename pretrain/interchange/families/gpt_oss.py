@@ -5,7 +5,6 @@ Except in MXFP4, its expert matrices are [in, out]. Gates and values alternate a
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +26,23 @@ from pretrain.interchange.families.llama import (
     QKV_BIAS,
     SOFTMAX,
     SUM_TO_ONE,
+    WIDTH,
+    norm_and_rope,
     write_llama,
 )
 from pretrain.interchange.families.mxfp4 import FromMXFP4
-from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_bool, read_int, toml, without
+from pretrain.interchange.family import (
+    Config,
+    Demand,
+    Family,
+    KeyPair,
+    Only,
+    Values,
+    read_bool,
+    read_int,
+    toml,
+    without,
+)
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, Same, Sizes, Transform
@@ -105,20 +117,20 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings"
 _WINDOW = 128  # written for a model without windows: transformers needs a number
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Values:
     return write_llama(model) | {
         "sliding_window": model.attention.sliding_window or _WINDOW,
         "layer_types": [_KINDS[n in model.layers_with_window] for n in model.layer_numbers],
     }
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types", [_KINDS[n % 2] for n in range(1, layers + 1)])
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
         raise UserError(f"layer_types={toml(kinds)} must be a list of {layers} entries, each {' or '.join(_KINDS)}")
     sliding = tuple(n for n, kind in enumerate(kinds, start=1) if kind == "sliding_attention")
-    windows: dict[str, Any] = {}
+    windows: Values = {}
     if sliding:
         windows["attention.sliding_window"] = read_int(config, "sliding_window")
         windows["attention.sliding_layers"] = sliding if len(sliding) < layers else ()
@@ -131,7 +143,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
+def _adapt(config: Config, folder: HuggingFaceFolder) -> Config:
     """Return config.json without the quantization settings of MXFP4.
 
     If it has no settings for rotary positions, add the default ones (YaRN).
@@ -152,9 +164,8 @@ GPT_OSS = Family(
     keys=(
         *KEYS,
         KeyPair("num_local_experts", "moe.num_experts", int, alias="num_experts"),
-        KeyPair("intermediate_size", "ffn_hidden_size", int),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
-        KeyPair("rope_theta", "position.rope_theta", float, 150000.0),
+        WIDTH,
+        *norm_and_rope(1e-5, 150000.0),
         KeyPair("attention_bias", "attention.qkv_bias", bool, True),
     ),
     fixed=FIXED | {"activation": "swiglu_oai", "attention.sinks": True, "moe.gate_options": {"bias": True}},

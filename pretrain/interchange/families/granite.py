@@ -1,8 +1,5 @@
 """Granite-MoE: experts in two tensors per layer, and constant factors on activations (arXiv 2408.13359)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pretrain.interchange.families.llama import (
     COMMON,
     DROPLESS,
@@ -14,10 +11,12 @@ from pretrain.interchange.families.llama import (
     OUR_LAYER,
     SOFTMAX,
     SUM_TO_ONE,
+    WIDTH,
+    norm_and_rope,
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Family, KeyPair
+from pretrain.interchange.family import Config, Family, KeyPair, Values
 from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
@@ -36,7 +35,7 @@ _PUBLISHED = _experts("router.layer.weight", "input_linear.weight", "output_line
 _IN_MEMORY = _experts("router.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     values = read_llama(config) | DROPLESS | {"moe.normalize": True}
     width = values["attention.head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     if config.get("attention_multiplier") == width**-0.5:
@@ -51,9 +50,8 @@ GRANITE_MOE = Family(
     keys=(
         *KEYS,
         KeyPair("num_local_experts", "moe.num_experts", int),
-        KeyPair("intermediate_size", "ffn_hidden_size", int),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-6),
-        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
+        WIDTH,
+        *norm_and_rope(1e-6, 1e4),
         KeyPair("embedding_multiplier", "embedding_scale", float, 1.0),
         KeyPair("residual_multiplier", "residual_scale", float, 1.0),
         KeyPair("logits_scaling", "logit_divisor", float, 1.0),

@@ -1,11 +1,10 @@
 """The families Mixtral and Qwen3-MoE, and the tables and keys that they share with similar models with experts."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.family import Demand, Family, KeyPair, Only, read_bool, read_int, toml
+from pretrain.interchange.family import Config, Demand, Family, KeyPair, Only, Values, read_bool, read_int, toml
 from pretrain.interchange.rope import YARN, write_rope
 from pretrain.interchange.tensors import Entry, Halves, OfOne, QueryKeyValue, Same, Transform
 
@@ -111,16 +110,29 @@ W1_W3_W2 = expert_entries("block_sparse_moe", "w1", "w3", "w2")
 EXPERTS = expert_entries("mlp", "gate_proj", "up_proj", "down_proj")
 
 
+def norm_and_rope(eps: float, theta: float) -> tuple[KeyPair, KeyPair]:
+    """Return the keys of the norms' epsilon and of the rotary base, whose defaults differ between families."""
+    return (
+        KeyPair("rms_norm_eps", "norm_eps", float, eps),
+        KeyPair("rope_theta", "position.rope_theta", float, theta),
+    )
+
+
 def weights_sum_to_one(model: ModelConfig) -> bool:
     """Return whether a softmax gate makes the combine weights of a token sum to one in evaluation."""
     return model.moe.gate != "switch" and model.moe.normalize is not False
 
 
-KEYS = (
+WIDTH = KeyPair("intermediate_size", "ffn_hidden_size", int)
+EXPERT_WIDTH = KeyPair("moe_intermediate_size", "ffn_hidden_size", int)
+SIZES = (
     KeyPair("vocab_size", "vocab_size", int),
     KeyPair("hidden_size", "hidden_size", int),
     KeyPair("num_hidden_layers", "num_layers", int),
     KeyPair("num_attention_heads", "attention.num_heads", int),
+)
+KEYS = (
+    *SIZES,
     KeyPair("max_position_embeddings", "sequence_length", int),
     KeyPair("num_experts_per_tok", "moe.top_k", int),
     KeyPair("num_key_value_heads", "attention.num_query_groups", int, value=lambda m: m.query_groups),
@@ -186,7 +198,7 @@ DROPLESS = {
 }
 
 
-def write_llama(model: ModelConfig) -> dict[str, Any]:
+def write_llama(model: ModelConfig) -> Values:
     """Return the keys of config.json that all families similar to Llama share."""
     return {
         "hidden_act": "silu",
@@ -198,7 +210,7 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_llama(config: Config) -> Values:
     """Return a dict with the recipe key ``head_dim``. Its value is None if config.json lacks ``head_dim``.
 
     Raises:
@@ -231,13 +243,9 @@ EVERY_LAYER = (
 )
 
 
-def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_mixtral(config: Config) -> Values:
     window = {"attention.sliding_window": read_int(config, "sliding_window")} if "sliding_window" in config else {}
     return read_llama(config) | DROPLESS | {"moe.normalize": True} | window
-
-
-def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
-    return write_llama(model) | {"sliding_window": model.attention.sliding_window}
 
 
 MIXTRAL = Family(
@@ -247,9 +255,8 @@ MIXTRAL = Family(
     keys=(
         *KEYS,
         KeyPair("num_local_experts", "moe.num_experts", int, alias="num_experts"),
-        KeyPair("intermediate_size", "ffn_hidden_size", int),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),
-        KeyPair("rope_theta", "position.rope_theta", float, 1e6),
+        WIDTH,
+        *norm_and_rope(1e-5, 1e6),
     ),
     fixed=FIXED,
     demands=(
@@ -262,11 +269,11 @@ MIXTRAL = Family(
     constants={"router_jitter_noise": 0.0},
     only=ONLY,
     read=_read_mixtral,
-    write=_write_mixtral,
+    write=lambda model: write_llama(model) | {"sliding_window": model.attention.sliding_window},
 )
 
 
-def write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
+def write_qwen_moe(model: ModelConfig) -> Values:
     """Return the keys of config.json that Qwen2-MoE and Qwen3-MoE have."""
     dense = [number for number in model.layer_numbers if number not in model.layers_with_experts]
     every = [number for number in model.layer_numbers if number % model.moe.every]
@@ -279,7 +286,7 @@ def write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_qwen_moe(config: Config) -> Values:
     """Return recipe keys of a Qwen2-MoE or Qwen3-MoE: routing, layers with experts, widths of heads and dense layers.
 
     Raises:
@@ -313,9 +320,8 @@ QWEN3_MOE = Family(
     keys=(
         *KEYS,
         KeyPair("num_experts", "moe.num_experts", int, other="num_local_experts"),
-        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-6),
-        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
+        EXPERT_WIDTH,
+        *norm_and_rope(1e-6, 1e4),
     ),
     fixed=FIXED | {"attention.qk_norm": True},
     demands=SOFTMAX,

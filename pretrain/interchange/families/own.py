@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,10 +13,11 @@ from fmoe.errors import UserError
 from fmoe.experts import EXPERTS
 from fmoe.files import write_atomically
 from fmoe.gates import GATES
+from pretrain.checkpoint.geometry import Shape
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer, is_shipped
 from pretrain.config.model import full_name
-from pretrain.interchange.family import Demand, Family, Only, toml
+from pretrain.interchange.family import Config, Demand, Family, Only, Values, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Place, Same
 
@@ -50,7 +50,7 @@ def tensors(model: ModelConfig) -> Iterator[Place]:
         yield Place(f"model/{ours}", layer, {name: shape}, Same(), torch.float32 if is_bias else None)
 
 
-def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     width = model.hidden_size
     yield "embedding.word_embeddings.weight", (model.vocab_size, width)
     if model.position.encoding == "learned_absolute":
@@ -74,48 +74,49 @@ def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "output_layer.bias", (model.vocab_size,)
 
 
-def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (width,)
     if model.norm == "layer":
         yield f"{name}.bias", (width,)
 
 
-def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
     width = model.hidden_size
-    heads = model.attention.num_heads
+    attention = model.attention
+    heads = attention.num_heads
     head = model.head_width
     yield f"{name}.linear_proj.weight", (width, heads * model.value_width)
-    if model.attention.kv_lora_rank is None:
+    if attention.kv_lora_rank is None:
         rows = (heads + 2 * model.query_groups) * head
         yield f"{name}.linear_qkv.weight", (rows, width)
         if model.position.encoding == "transformer_xl":
             yield f"{name}.linear_position.weight", (heads * head, width)
             yield from ((f"{name}.biases.{part}", (heads * head,)) for part in ("content", "position"))
-        if model.attention.qkv_bias:
+        if attention.qkv_bias:
             yield f"{name}.linear_qkv.bias", (rows,)
-        if model.attention.output_bias:
+        if attention.output_bias:
             yield f"{name}.linear_proj.bias", (width,)
-        if model.attention.sinks:
+        if attention.sinks:
             yield f"{name}.core_attention.softmax_offset", (heads,)
-        for part, number in (("q", heads), ("k", model.query_groups)) if model.attention.qk_norm else ():
+        for part, number in (("q", heads), ("k", model.query_groups)) if attention.qk_norm else ():
             yield from _norm(
-                model, f"{name}.{part}_layernorm", head * (number if model.attention.qk_norm_over == "all" else 1)
+                model, f"{name}.{part}_layernorm", head * (number if attention.qk_norm_over == "all" else 1)
             )
         return
-    assert model.attention.qk_head_dim is not None and model.attention.qk_rope_head_dim is not None
-    if model.attention.q_lora_rank is None:
+    assert attention.qk_head_dim is not None and attention.qk_rope_head_dim is not None
+    if attention.q_lora_rank is None:
         yield f"{name}.linear_q_proj.weight", (heads * head, width)
     else:
-        yield f"{name}.linear_q_down_proj.weight", (model.attention.q_lora_rank, width)
-        yield from _norm(model, f"{name}.q_layernorm", model.attention.q_lora_rank)
-        yield f"{name}.linear_q_up_proj.weight", (heads * head, model.attention.q_lora_rank)
-    rank = model.attention.kv_lora_rank
-    yield f"{name}.linear_kv_down_proj.weight", (rank + model.attention.qk_rope_head_dim, width)
+        yield f"{name}.linear_q_down_proj.weight", (attention.q_lora_rank, width)
+        yield from _norm(model, f"{name}.q_layernorm", attention.q_lora_rank)
+        yield f"{name}.linear_q_up_proj.weight", (heads * head, attention.q_lora_rank)
+    rank = attention.kv_lora_rank
+    yield f"{name}.linear_kv_down_proj.weight", (rank + attention.qk_rope_head_dim, width)
     yield from _norm(model, f"{name}.kv_layernorm", rank)
-    yield f"{name}.linear_kv_up_proj.weight", (heads * (model.attention.qk_head_dim + model.value_width), rank)
+    yield f"{name}.linear_kv_up_proj.weight", (heads * (attention.qk_head_dim + model.value_width), rank)
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Values:
     model = without_mtp(model)
     # For tools that read config.json without our code; `FMoEConfig` computes these from the section.
     common = {
@@ -130,7 +131,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return {**common, "auto_map": _AUTO_MAP, "model": model.values()}
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     section = config.get("model")
     if not isinstance(section, Mapping):
         raise UserError(f"model={toml(section)} must be an object")

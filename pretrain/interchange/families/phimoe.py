@@ -1,9 +1,7 @@
 """Phi-3.5-MoE (``phimoe``): LayerNorm, biases of attention and logits, and SparseMixer, which chooses two experts."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
@@ -24,10 +22,12 @@ from pretrain.interchange.families.llama import (
     SPARSE,
     STACKED,
     W1_W3_W2,
+    WIDTH,
+    norm_and_rope,
     read_llama,
     write_llama,
 )
-from pretrain.interchange.family import Demand, Family, KeyPair, read_int, toml, without
+from pretrain.interchange.family import Config, Demand, Family, KeyPair, Values, read_int, toml, without
 from pretrain.interchange.tensors import Entry
 
 _MARGIN = 0.02  # default of the gate, and twice transformers' default
@@ -46,12 +46,12 @@ _ROUTER = {f"{LAYER}.mlp.router.weight": "E D"}
 _STACKED = tuple(replace(e, theirs=_ROUTER) if e.ours.endswith(".gate.weight") else e for e in STACKED)
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Values:
     noise = model.moe.gate_options.get("margin", _MARGIN) / 2
     return write_llama(model) | {"router_jitter_noise": noise, "sliding_window": model.attention.sliding_window}
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     if config["num_experts_per_tok"] != 2:
         raise UserError(f"num_experts_per_tok={config['num_experts_per_tok']} is not supported: SparseMixer chooses 2")
     window = read_int(config, "sliding_window") if "sliding_window" in config else None
@@ -72,9 +72,8 @@ PHIMOE = Family(
     keys=(
         *KEYS,
         KeyPair("num_local_experts", "moe.num_experts", int, 16, alias="num_experts"),
-        KeyPair("intermediate_size", "ffn_hidden_size", int),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-5),  # of a LayerNorm
-        KeyPair("rope_theta", "position.rope_theta", float, 1e6),
+        WIDTH,
+        *norm_and_rope(1e-5, 1e6),  # of a LayerNorm
         KeyPair("attention_bias", "attention.qkv_bias", bool, False),
         KeyPair("lm_head_bias", "output_bias", bool, False),
     ),

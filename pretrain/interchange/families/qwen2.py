@@ -3,6 +3,7 @@
 from pretrain.interchange.families.llama import (
     COMMON,
     DENSE,
+    EXPERT_WIDTH,
     EXPERTS,
     FIXED,
     KEYS,
@@ -13,6 +14,7 @@ from pretrain.interchange.families.llama import (
     SHARED,
     SOFTMAX,
     STACKED,
+    norm_and_rope,
     read_qwen_moe,
     shared_entries,
     write_qwen_moe,
@@ -37,12 +39,11 @@ QWEN2_MOE = Family(
     keys=(
         *KEYS,
         KeyPair("num_experts", "moe.num_experts", int),
-        KeyPair("moe_intermediate_size", "ffn_hidden_size", int),
+        EXPERT_WIDTH,
         # The shared experts are one block as wide as all of them together.
         KeyPair("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", int, value=lambda m: m.shared_width),
         KeyPair("qkv_bias", "attention.qkv_bias", bool, True),
-        KeyPair("rms_norm_eps", "norm_eps", float, 1e-6),
-        KeyPair("rope_theta", "position.rope_theta", float, 1e4),
+        *norm_and_rope(1e-6, 1e4),
     ),
     fixed=FIXED | {"moe.shared_expert_gate": True},
     demands=(*SOFTMAX, SHARED),

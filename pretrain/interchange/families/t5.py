@@ -6,9 +6,8 @@ T5 does not scale attention scores. fmoe scales them by d^-0.5 for heads of widt
 * For any other d, such as T5-3B's, import sets ``attention.scale`` to 1 and leaves the query matrices as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families.llama import SOFTMAX_SCORES, SPARSE, in_layers, weights_sum_to_one
-from pretrain.interchange.family import DENSE_ONLY, Demand, Family, KeyPair, Only, read_int, toml
+from pretrain.interchange.family import DENSE_ONLY, Config, Demand, Family, KeyPair, Only, Values, read_int, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Sizes, Stack, Transform
 
@@ -213,7 +212,7 @@ COPIES = {f"{stack}.embed_tokens.weight": SHARED for stack in ("encoder", "decod
 IGNORED = (".EncDecAttention.relative_attention_bias.weight",)
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read(config: Config) -> Values:
     depth = read_int(config, "num_decoder_layers", config["num_layers"])
     return {
         "num_decoder_layers": None if depth == config["num_layers"] else depth,
@@ -237,7 +236,7 @@ _BLOCKS = {
 }
 
 
-def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_t5(config: Config) -> Values:
     block = config.get("feed_forward_proj", "relu")
     if not isinstance(block, str) or block not in _BLOCKS:
         raise UserError(f"feed_forward_proj={toml(block)} is not supported: it must be one of {', '.join(_BLOCKS)}")
@@ -256,7 +255,7 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
+def _adapt_t5(config: Config, folder: HuggingFaceFolder) -> Values:
     """Return config.json, with ``tie_word_embeddings`` set according to the weights."""
     config = dict(config)
     # The default is the stored tie_word_embeddings. The weights then decide that key, because transformers 5 writes it
@@ -269,7 +268,7 @@ def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str,
     return config | {"tie_word_embeddings": is_tied}
 
 
-def _write_t5(model: ModelConfig) -> dict[str, Any]:
+def _write_t5(model: ModelConfig) -> Values:
     return {
         "d_ff": model.dense_width,
         "num_decoder_layers": model.decoder_layers,
@@ -320,7 +319,7 @@ def _steps(model: ModelConfig) -> list[int] | None:
     return steps
 
 
-def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_switch(config: Config) -> Values:
     layers: list[int] = []
     steps: list[str] = []
     total = 0
@@ -349,7 +348,7 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_switch(model: ModelConfig) -> dict[str, Any]:
+def _write_switch(model: ModelConfig) -> Values:
     encoder, decoder = _steps(model) or [0, 0]
     return {
         "num_decoder_layers": model.decoder_layers,
