@@ -119,7 +119,7 @@ def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:
     return {name: FileRecord(_counts([entry["size"]])[0], str(entry["sha256"])) for name, entry in fields.items()}
 
 
-def _counts(values: Any) -> tuple[int, ...]:
+def _counts(values: Any) -> Shape:
     if any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{values} must be non-negative integers")
     return tuple(values)

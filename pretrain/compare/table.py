@@ -9,6 +9,8 @@ from pretrain.compare.groups import Group, Point, differing_keys, reach
 from pretrain.compare.runs import Run
 from pretrain.formats import count_text, finite, markdown
 
+Json = dict[str, Any]
+
 _count = partial(count_text, units=[f" {prefix}" for prefix in "kMGTPEZY"])  # 2.17 M
 _CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # only their names are shown, not SHA-256
 
@@ -42,7 +44,7 @@ def text(groups: Sequence[Group]) -> str:
     return "\n\n".join(parts)
 
 
-def values(groups: Sequence[Group]) -> dict[str, Any]:
+def values(groups: Sequence[Group]) -> Json:
     """Return the comparison as JSON values.
 
     The keys are ``groups``, ``reaches`` (where each group reaches the final loss of each other group, or null) and
@@ -90,7 +92,7 @@ def _differences(groups: Sequence[Group]) -> list[str]:
     return lines
 
 
-def _group_values(group: Group, keys: Sequence[str]) -> dict[str, Any]:
+def _group_values(group: Group, keys: Sequence[str]) -> Json:
     first = group.runs[0]
     last = group.last
     recipe = first.keys()
@@ -119,7 +121,7 @@ def _losses(point: Point) -> dict[str, float | None]:
     return {name: finite(loss) for name, loss in losses.items()}
 
 
-def _run_values(run: Run) -> dict[str, Any]:
+def _run_values(run: Run) -> Json:
     return {
         "folder": str(run.folder),
         "seed": run.recipe.train.seed,
@@ -130,8 +132,8 @@ def _run_values(run: Run) -> dict[str, Any]:
     }
 
 
-def _reach_values(group: Group, of: Group) -> dict[str, Any]:
-    row: dict[str, Any] = {"group": group.name, "of": of.name, "loss": finite(of.last.mean)}
+def _reach_values(group: Group, of: Group) -> Json:
+    row: Json = {"group": group.name, "of": of.name, "loss": finite(of.last.mean)}
     reached = reach(group.curve, of.last.mean)
     if reached is None:
         return row | dict.fromkeys(("step", "tokens", "flops", "steps_ratio", "tokens_ratio", "flops_ratio"))

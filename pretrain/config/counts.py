@@ -124,13 +124,15 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.attention.num_heads + 2 * model.query_groups) if model.attention.qkv_bias else 0
     biases += model.hidden_size * model.attention.output_bias + model.attention.num_heads * model.attention.sinks
+    if model.linear_bias:  # of attention and the feed-forward block
+        biases += (model.attention.num_heads + 2 * model.query_groups) * model.head_width
+        biases += 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense
         # Multi-token prediction projects hidden state and embedding to the layer's input.
         projection = 2 * model.hidden_size**2 if number in model.mtp_numbers else 0
-        others += biases + (_biases(model) if model.linear_bias else 0)
-        layers.append((matrices + _attention(model, number) + projection, others))
+        layers.append((matrices + _attention(model, number) + projection, others + biases))
     return layers
 
 
@@ -162,12 +164,6 @@ def _shared(model: ModelConfig) -> tuple[int, int]:
 def _block(model: ModelConfig, hidden: int) -> int:
     """Return the number of parameters in the matrices of a feed-forward block."""
     return (3 if model.gated else 2) * model.hidden_size * hidden
-
-
-def _biases(model: ModelConfig) -> int:
-    """Return the number of biases in a layer's attention and feed-forward block with ``model.linear_bias=true``."""
-    heads = (model.attention.num_heads + 2 * model.query_groups) * model.head_width
-    return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 
 
 def _attention(model: ModelConfig, number: int) -> int:

@@ -101,7 +101,7 @@ def _origin(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in _parents(module):
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
         raise _failed(module, error) from error
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
@@ -161,11 +161,6 @@ def _import_file(path: Path) -> None:
         for stem in plugins:
             del sys.modules[stem]
     _FILES[path] = module
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _failed(entry: str, error: BaseException) -> UserError:

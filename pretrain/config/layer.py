@@ -15,6 +15,8 @@ from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from pretrain.config.model import ModelConfig
 from pretrain.config.parallel import ParallelConfig
 
+Options = dict[str, Any]  # of a gate, of experts, of an exchange, by name
+
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Options of gates that have a key of [moe], under the same name. Those of `_ALWAYS` are passed to each gate that has
@@ -54,7 +56,7 @@ def is_shipped(factory: Any) -> bool:
     return getattr(getattr(factory, "func", factory), "__module__", "").startswith("fmoe.")
 
 
-def gate_options(model: ModelConfig) -> dict[str, Any]:
+def gate_options(model: ModelConfig) -> Options:
     """Return the gate's options: those with a key of their own in ``[moe]``, and the table ``moe.gate_options``.
 
     Raises:
@@ -74,7 +76,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
     return options | _from_table("gate", "moe.gate_options", moe.gate_options, moe.gate, known)
 
 
-def expert_options(model: ModelConfig) -> dict[str, Any]:
+def expert_options(model: ModelConfig) -> Options:
     """Return ``moe.expert_options`` after a check of the option names.
 
     Raises:
@@ -101,7 +103,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     return {"balance": model.moe.balance_loss, "z": model.moe.z_loss, **options}
 
 
-def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
+def exchange_options(parallel: ParallelConfig) -> Options:
     """Return the options of the exchange (token dispatcher) that ``parallel.exchange`` names.
 
     They are the table ``parallel.exchange_options``, and the exchange's keys in ``[parallel]`` that differ from their
@@ -133,7 +135,7 @@ def _named(key: str, name: str, registry: Mapping[str, Any]) -> Any:
 
 def _set_options(
     section: str, config: Any, names: tuple[str, ...], part: str, registry: Mapping[str, Any], known: list[str] | None
-) -> dict[str, Any]:
+) -> Options:
     """Return the options among ``names`` that a section sets to other values than the defaults.
 
     Args:
@@ -154,9 +156,7 @@ def _set_options(
     return options
 
 
-def _from_table(
-    part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None
-) -> dict[str, Any]:
+def _from_table(part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None) -> Options:
     """Return ``options`` after a check that their names are in ``known`` (None allows any name), and not in `HOMES`.
 
     Args:
@@ -177,7 +177,7 @@ def _from_table(
     return dict(options)
 
 
-def moe_options(model: ModelConfig) -> dict[str, Any]:
+def moe_options(model: ModelConfig) -> Options:
     """Return the options of `fmoe.build.Spec` that ``[model]`` sets.
 
     The result lacks ``d_model``, ``num_experts`` and ``shared_options``.
@@ -211,7 +211,7 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
         UserError: see `moe_options`.
     """
     options = moe_options(model)
-    of_model: dict[str, Any] = {"activation": model.activation, "gated": model.gated, "bias": False}
+    of_model: Options = {"activation": model.activation, "gated": model.gated, "bias": False}
     if init_methods:
         of_model |= dict(zip(("init_method", "output_init_method"), init_methods, strict=True))
         if "init_method" in (option_names(GATES[model.moe.gate]) or ()):

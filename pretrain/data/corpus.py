@@ -128,7 +128,10 @@ def write_documentation(
             count = 0
             for document in of_source:
                 digest = hashlib.sha256(document.data.strip()).digest()
-                if _is_prose(document.data) and digest not in seen:
+                text = document.data.decode(errors="ignore")
+                letters = sum(c.isalpha() or c.isspace() for c in text)
+                is_prose = len(document.data) >= _SHORTEST and letters >= _LETTERS * len(text)
+                if is_prose and digest not in seen:
                     seen.add(digest)
                     count += 1
                     yield document
@@ -138,11 +141,6 @@ def write_documentation(
             raise UserError(f"this machine has no usable {', '.join(sources)}")
 
     return _write(out, documents())
-
-
-def _is_prose(data: bytes) -> bool:
-    text = data.decode(errors="ignore")
-    return len(data) >= _SHORTEST and sum(c.isalpha() or c.isspace() for c in text) >= _LETTERS * len(text)
 
 
 CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {

@@ -73,29 +73,30 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """
     _check_machine(recipe)
     vocab_size = recipe.model.vocab_size
-    needs_tokenizer = recipe.data.tokenizer or recipe.data.samples is None
+    data = recipe.data
+    needs_tokenizer = data.tokenizer or data.samples is None
     tokenizer: Any = open_tokenizer(recipe) if needs_tokenizer else None
     samples: Samples
     corpora: list[IndexedCorpus] = []
     epochs_per_sample: tuple[float, ...] = ()
     entropy = None
     with naming("data.train"):
-        if recipe.data.samples is not None:
-            samples, fingerprints = open_source(recipe, recipe.data.train, recipe.train.seed)
+        if data.samples is not None:
+            samples, fingerprints = open_source(recipe, data.train, recipe.train.seed)
         else:
-            corpora = _open_corpora(recipe, recipe.data.train, tokenizer)
+            corpora = _open_corpora(recipe, data.train, tokenizer)
             seed = recipe.train.seed
-            samples, epochs_per_sample = _build_samples(recipe, corpora, tokenizer, seed, recipe.data.weights)
+            samples, epochs_per_sample = _build_samples(recipe, corpora, tokenizer, seed, data.weights)
             check_ids(corpora, vocab_size)
             if all(corpus.counts for corpus in corpora):
                 entropy = unigram_entropy(corpora, vocab_size)
             fingerprints = _fingerprints(recipe, corpora)
     validation = None
     held_out: tuple[str | None, ...] = ()
-    if recipe.data.validation:
+    if data.validation:
         validation, held_out = open_validation(recipe, tokenizer)
     warnings: list[str] = []
-    if recipe.data.samples is None:
+    if data.samples is None:
         warnings = [
             *_conversation_doubts("data.train", samples),
             *_conversation_doubts("data.validation", validation),

@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from fmoe.errors import require
 
@@ -26,8 +27,8 @@ def show_progress(purpose: str, total_bytes: int | None, enabled: bool) -> Itera
     if not enabled:
         yield lambda done, documents, tokens: None
     elif sys.stderr.isatty():
-        with _bar(purpose, total_bytes) as report:
-            yield report
+        with bar(purpose, total_bytes, _columns, documents=0, tokens=0) as update:
+            yield lambda done, documents, tokens: update(done, documents=documents, tokens=tokens)
     else:
         yield _lines(purpose, total_bytes)
 
@@ -48,17 +49,23 @@ def _lines(purpose: str, total_bytes: int | None) -> Report:
 
 
 @contextmanager
-def _bar(purpose: str, total_bytes: int | None) -> Iterator[Report]:
+def bar(
+    purpose: str, total: int | None, columns: Callable[[Any], Sequence[Any]], **fields: int
+) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr; yield a function of what is done and, as keywords, of the ``fields``.
+
+    Args:
+        columns: function of the module ``rich.progress``; returns columns to show before the remaining time.
+        fields: first values that columns show.
+    """
     console = require("rich.console", "pretrain", "the progress bar")
     rich = require("rich.progress", "pretrain", "the progress bar")
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.TaskProgressColumn(),
-        rich.TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console.Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(purpose, total=total_bytes, documents=0, tokens=0)
-        yield lambda done, documents, tokens: progress.update(task, completed=done, documents=documents, tokens=tokens)
+    shown = (rich.TextColumn("{task.description}"), rich.BarColumn(), *columns(rich), rich.TimeRemainingColumn())
+    with rich.Progress(*shown, console=console.Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(purpose, total=total, **fields)
+        yield lambda done, **values: progress.update(task, completed=done, **values)
+
+
+def _columns(rich: Any) -> Sequence[Any]:
+    counts = rich.TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
+    return rich.TaskProgressColumn(), counts, rich.TransferSpeedColumn()

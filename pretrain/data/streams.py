@@ -207,7 +207,8 @@ class _Opened:
 def _open(datasets, dataset: Dataset) -> _Opened:
     check_path("dataset", dataset.name)
     path = Path(dataset.name).expanduser()
-    facts: dict[str, Any] = {"name": dataset.name, "config": dataset.config, "split": dataset.split, "revision": None}
+    split = dataset.split
+    facts: dict[str, Any] = {"name": dataset.name, "config": dataset.config, "split": split, "revision": None}
     is_builder = _is_builder(dataset.name)  # `load_dataset` prefers a builder to a folder of the same name
     if is_builder and not dataset.data_files:
         raise UserError(
@@ -232,7 +233,7 @@ def _open(datasets, dataset: Dataset) -> _Opened:
                 )
         with _one_line_errors(_quoted(dataset)):
             saved = datasets.load_from_disk(str(path))
-        splits = saved if isinstance(saved, dict) else {dataset.split: saved}
+        splits = saved if isinstance(saved, dict) else {split: saved}
         files = sorted(path.rglob("*.arrow"))
     else:
         if path.is_dir() and (path / f"{path.resolve().name}.py").is_file():
@@ -243,19 +244,19 @@ def _open(datasets, dataset: Dataset) -> _Opened:
                     str(Path("" if is_builder else path, pattern)), recursive=True
                 ):
                     raise UserError(f"data_files: {pattern!r} of {_quoted(dataset)} matches no file")
-        wanted = {dataset.split: list(dataset.data_files)} if dataset.data_files else None
+        wanted = {split: list(dataset.data_files)} if dataset.data_files else None
         name = dataset.name if is_builder or not path.exists() else str(path)
         with _one_line_errors(_quoted(dataset)):
             builder = datasets.load_dataset_builder(name, dataset.config, data_files=wanted, revision=facts["revision"])
             splits = builder.as_streaming_dataset()
         facts["config"] = dataset.config or builder.config.name
-        named = (builder.config.data_files or {}).get(dataset.split, ())
+        named = (builder.config.data_files or {}).get(split, ())
         files = [Path(file) for file in map(str, named) if "://" not in file]
         if len(files) < len(named):
             files = []
-    if dataset.split not in splits:
-        raise UserError(f"split={dataset.split!r} is not in {_quoted(dataset)}: its splits are {shorten(splits)}")
-    rows = splits[dataset.split]
+    if split not in splits:
+        raise UserError(f"split={split!r} is not in {_quoted(dataset)}: its splits are {shorten(splits)}")
+    rows = splits[split]
     if is_saved:
         facts["fingerprint"] = rows._fingerprint
         rows = rows.with_format(None).to_iterable_dataset()
@@ -266,7 +267,7 @@ def _open(datasets, dataset: Dataset) -> _Opened:
         facts["data_files"] = [name if "://" in name else printable(Path(name).name) for name in dataset.data_files]
     return _Opened(
         rows=rows,
-        shown=f"{facts['name']}, split {dataset.split}" if not is_builder else ", ".join(facts["data_files"]),
+        shown=f"{facts['name']}, split {split}" if not is_builder else ", ".join(facts["data_files"]),
         num_bytes=sum(file.stat().st_size for file in files if file.is_file()) if files else None,
         files=files,
         provenance=facts,

@@ -31,7 +31,7 @@ def summary(plan: Plan) -> str:
         f"{count_text(plan.tokens_per_step * train.steps)} in {train.steps:,} steps",
         f"{size_text(plan.checkpoint_bytes)} per checkpoint",
         "",
-        f"process grid: world size {grid.world_size:,}, {grid.nodes:,} {_plural(grid.nodes, 'node')} of "
+        f"process grid: world size {grid.world_size:,}, {grid.nodes:,} {'node' if grid.nodes == 1 else 'nodes'} of "
         f"{grid.processes_per_node:,}",
         f"  dense part: tensor {axes.tensor:,} x context {axes.context:,} x data {axes.data:,} x "
         f"pipeline {axes.pipeline:,}",
@@ -88,10 +88,6 @@ def _row(kind: RankKind) -> tuple[str, ...]:
         count_text(held.parameters),
         *map(size_text, sizes),
     )
-
-
-def _plural(count: int, name: str) -> str:
-    return name if count == 1 else f"{name}s"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

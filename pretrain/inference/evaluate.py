@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError
 from pretrain.config import ParallelConfig
+from pretrain.data.progress import bar
 from pretrain.inference import report
 from pretrain.inference.evaluation import evaluate
 from pretrain.inference.load import Trained, load_model, open_run, process_groups, start_ranks
@@ -32,15 +33,16 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
         if path in seen:
             raise UserError(f"{trained.checkpoint.path} is given twice")
         seen.add(path)
-        if arguments.memory_length is not None and not trained.recipe.model.position.memory_length:
+        memory_length = trained.recipe.model.position.memory_length
+        if arguments.memory_length is not None and not memory_length:
             raise UserError(
                 f"--memory-length {arguments.memory_length} needs a model with memory; {trained.name} has "
                 "position.memory_length=0"
             )
-        if parallel.data > 1 and trained.recipe.model.position.memory_length:
+        if parallel.data > 1 and memory_length:
             raise UserError(
                 f"--parallel.data {parallel.data} is not supported with position.memory_length="
-                f"{trained.recipe.model.position.memory_length} of {trained.name}: its streams of text are not divided"
+                f"{memory_length} of {trained.name}: its streams of text are not divided"
             )
     options = (arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format)
     data_of_runs = [report.open_data(trained, *options) for trained in runs]
@@ -75,10 +77,11 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
     """Return the number of UTF-8 bytes of every token's text; None if the model does not predict text."""
-    if trained.recipe.model.objective != "gpt":
+    model = trained.recipe.model
+    if model.objective != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths
-    return np.pad(lengths, (0, trained.recipe.model.vocab_size - len(lengths)))
+    return np.pad(lengths, (0, model.vocab_size - len(lengths)))
 
 
 @contextlib.contextmanager
@@ -87,15 +90,5 @@ def _progress(name: str, total: int | None, processes: Processes) -> Iterator:
     if not (processes.is_main and sys.stderr.isatty()):
         yield lambda sequences: None
         return
-    console = require("rich.console", "pretrain", "the progress bar")
-    rich = require("rich.progress", "pretrain", "the progress bar")
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("sequences"),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console.Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda sequences: progress.update(task, completed=sequences)
+    with bar(name, total, lambda rich: (rich.MofNCompleteColumn(), rich.TextColumn("sequences"))) as update:
+        yield update

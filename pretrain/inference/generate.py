@@ -86,17 +86,18 @@ def _decoder(
 ) -> tuple[decoding.Decoder, list[int], int]:
     """Load the model. Return its decoder, the tokens that it begins with, and the maximum number of new ones."""
     model = trained.recipe.model
-    if model.position.memory_length and arguments.no_cache:
-        raise UserError(f"--no-cache is not supported with position.memory_length={model.position.memory_length}")
+    position = model.position
+    if position.memory_length and arguments.no_cache:
+        raise UserError(f"--no-cache is not supported with position.memory_length={position.memory_length}")
     module = load_model(trained, processes, drops=False)
     if model.kind == "t5":
         inputs = torch.tensor([ids], device=processes.device, dtype=torch.int64)
         # Learned positions, if the model has any, end there.
         max_tokens = min(arguments.max_tokens, max(model.sequence_length, trained.recipe.decoder_length))
         return decoding.T5Decoder(module, inputs, arguments.num_samples), [trained.tokenizer.role("pad")], max_tokens
-    if model.position.memory_length:
-        return decoding.MemoryDecoder(module, model.position.memory_length), ids, arguments.max_tokens
-    keeps = not arguments.no_cache and model.position.encoding != "transformer_xl"
+    if position.memory_length:
+        return decoding.MemoryDecoder(module, position.memory_length), ids, arguments.max_tokens
+    keeps = not arguments.no_cache and position.encoding != "transformer_xl"
     return decoding.GPTDecoder(module, model.sequence_length, keeps=keeps), ids, arguments.max_tokens
 
 

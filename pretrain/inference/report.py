@@ -64,33 +64,34 @@ def open_data(
     """
     recipe = trained.recipe
     model = recipe.model
-    if recipe.data.samples is not None and recipe.parallel.pipeline > 1:
+    own_data = recipe.data
+    if own_data.samples is not None and recipe.parallel.pipeline > 1:
         raise UserError(
             f"--parallel.pipeline {recipe.parallel.pipeline} is not supported with data.samples="
-            f"{recipe.data.samples} of {trained.name}"
+            f"{own_data.samples} of {trained.name}"
         )
     if data is None:
-        if not recipe.data.validation:
+        if not own_data.validation:
             raise UserError(f"{trained.name} has no data.validation: pass text with --data")
         try:
             samples, sums = open_validation(recipe, trained.tokenizer)
         except UserError as error:
-            hint = "; pass other text with --data" if recipe.data.samples is None else ""
+            hint = "; pass other text with --data" if own_data.samples is None else ""
             raise UserError(f"{trained.name}: {error}{hint}") from error
         recorded = trained.run_data.get("validation") or ()
         if len(recorded) == len(sums) and any(a and b and a != b for a, b in zip(recorded, sums, strict=True)):
             raise UserError(
-                f"{trained.name}: data.validation={list(recipe.data.validation)} has changed since the run"
-                + ("; pass --data to evaluate on its present content" if recipe.data.samples is None else "")
+                f"{trained.name}: data.validation={list(own_data.validation)} has changed since the run"
+                + ("; pass --data to evaluate on its present content" if own_data.samples is None else "")
             )
         count = recipe.train.validation_sequences
         if max_sequences is not None:
             count = min(max_sequences, samples.samples_per_epoch)
         source = samples if isinstance(samples, SourceSamples) else None
         rows = (samples[n] for n in range(count))
-        return EvaluationData(recipe.data.validation, count, rows, recipe.streams or 1, source)
-    if recipe.data.samples is not None:
-        raise UserError(f"--data is not supported with data.samples={recipe.data.samples} of {trained.name}")
+        return EvaluationData(own_data.validation, count, rows, recipe.streams or 1, source)
+    if own_data.samples is not None:
+        raise UserError(f"--data is not supported with data.samples={own_data.samples} of {trained.name}")
     if stride is not None:
         _check_stride(stride, trained)
     text = Text(data, trained.tokenizer, model.vocab_size, text_key, format, bos_of(recipe, trained.tokenizer))

@@ -1,6 +1,7 @@
 """Encoders for masked language modelling: Megatron-core's BERT with one segment, without next sentence prediction."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +40,7 @@ class UnpaddedBert(BertModel):
         return super().forward(input_ids, attention_mask, tokentype_ids, **options)
 
 
-def build(
-    recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
-) -> BertModel:
+def build(recipe: Recipe, **stage: Any) -> BertModel:
     """Build a BERT; see `pretrain.models`."""
     model = recipe.model
     spec = copy.deepcopy(bert_layer_local_spec)
@@ -55,15 +54,13 @@ def build(
             keyed_layer_spec(spec, seed, without_mlp=model.layers_with_experts),
             vocab_size=model.vocab_size,
             max_sequence_length=model.sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
             share_embeddings_and_output_weights=model.tie_embeddings,
             position_embedding_type=model.position.encoding,
             add_binary_head=False,
-            vp_stage=vp_stage,
+            **stage,
         )
     set_rope_theta(module, recipe)
-    if post_process:
+    if module.post_process:
         with random.keyed("head", seed), torch.no_grad():
             module.config.init_method(module.lm_head.dense.weight)
     key_output_layer(module, seed)

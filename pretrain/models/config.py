@@ -104,12 +104,13 @@ def _split(recipe: Recipe) -> dict:
 
 
 def _latent_fields(model: ModelConfig) -> dict[str, Any]:
+    attention = model.attention
     return {
-        "q_lora_rank": model.attention.q_lora_rank,
-        "kv_lora_rank": model.attention.kv_lora_rank,
-        "qk_head_dim": model.attention.qk_head_dim,
-        "qk_pos_emb_head_dim": model.attention.qk_rope_head_dim,
-        "v_head_dim": model.attention.v_head_dim,
+        "q_lora_rank": attention.q_lora_rank,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_head_dim": attention.qk_head_dim,
+        "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
         "rope_type": "rope",
         "rotary_base": model.position.rope_theta,
         "rotary_scaling_factor": 1.0,
@@ -128,15 +129,16 @@ def _local_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
-    is_latent = model.attention.kv_lora_rank is not None
+    attention = model.attention
+    is_latent = attention.kv_lora_rank is not None
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=options.pop("num_layers", model.num_layers),
         hidden_size=model.hidden_size,
-        num_attention_heads=model.attention.num_heads,
+        num_attention_heads=attention.num_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_width,
-        qk_layernorm=model.attention.qk_norm and model.attention.qk_norm_over == "head",  # see norm_all_heads
-        softmax_scale=model.attention.scale,
+        qk_layernorm=attention.qk_norm and attention.qk_norm_over == "head",  # see norm_all_heads
+        softmax_scale=attention.scale,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,
         # For the dense blocks; `pretrain.engine.model` sets the width of experts.
@@ -144,7 +146,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         activation_func=(ACTIVATIONS | GATED_ACTIVATIONS)[model.activation],
         gated_linear_unit=model.gated,
         add_bias_linear=model.linear_bias,
-        add_qkv_bias=model.attention.qkv_bias,
+        add_qkv_bias=attention.qkv_bias,
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
         attention_dropout=model.dropout,
@@ -170,8 +172,8 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         **(_latent_fields(model) if is_latent else {}),
         **options,
     )
-    if model.attention.sliding_stride is not None:
-        config.window_stride = model.attention.sliding_stride  # for `SDPAttention`
+    if attention.sliding_stride is not None:
+        config.window_stride = attention.sliding_stride  # for `SDPAttention`
     if model.position.rope_scaling is not None:
         prepare_yarn(config, model)
     return config

@@ -1,6 +1,7 @@
 """Decoder-only language models: Megatron-core's GPT."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -29,9 +30,7 @@ from pretrain.models.memory import Memory
 from pretrain.models.yarn import scale_positions
 
 
-def build(
-    recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
-) -> GPTModel:
+def build(recipe: Recipe, **stage: Any) -> GPTModel:
     """Build a GPT; see `pretrain.models`."""
     patches.install()  # before attention is built
     is_latent = recipe.model.attention.kv_lora_rank is not None
@@ -46,9 +45,7 @@ def build(
         transformer_config(recipe),
         layer_spec,
         without_mlp=recipe.model.layers_with_experts,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
+        **stage,
     )
 
 
@@ -70,37 +67,37 @@ def build_gpt(
         stage: `GPTModel`'s ``pre_process`` and ``post_process``.
     """
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
-    own_norms(layer_spec, recipe.model)
-    if recipe.model.attention.output_bias:
+    options = recipe.model
+    own_norms(layer_spec, options)
+    if options.attention.output_bias:
         layer_spec.submodules.self_attention.submodules.linear_proj = BiasedRowParallelLinear
     seed = recipe.train.seed
     keyed_spec = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp)
     mtp = {}
-    if recipe.model.mtp_layers:
-        mtp_spec = mtp_block_spec(config, layer_spec, keyed_spec, seed, vp_stage, norm_class(recipe.model))
+    if options.mtp_layers:
+        mtp_spec = mtp_block_spec(config, layer_spec, keyed_spec, seed, vp_stage, norm_class(options))
         mtp = {"mtp_block_spec": mtp_spec}
+    position = options.position
     with random.keyed("embedding", seed):
         model = (MTPModel if mtp else GPTModel)(
             config,
             keyed_spec,
-            vocab_size=recipe.model.vocab_size,
-            max_sequence_length=recipe.model.sequence_length,
-            share_embeddings_and_output_weights=recipe.model.tie_embeddings,
+            vocab_size=options.vocab_size,
+            max_sequence_length=options.sequence_length,
+            share_embeddings_and_output_weights=options.tie_embeddings,
             # Transformer-XL's attention encodes positions itself.
-            position_embedding_type=recipe.model.position.encoding
-            if recipe.model.position.encoding != "transformer_xl"
-            else "none",
-            rotary_base=recipe.model.position.rope_theta,
-            rotary_percent=recipe.model.position.rotary_fraction,
+            position_embedding_type=position.encoding if position.encoding != "transformer_xl" else "none",
+            rotary_base=position.rope_theta,
+            rotary_percent=position.rotary_fraction,
             vp_stage=vp_stage,
             **mtp,
             **stage,
         )
-    if recipe.model.position.rope_scaling is not None:
-        scale_positions(model, recipe.model)
+    if position.rope_scaling is not None:
+        scale_positions(model, options)
     slice_rotary_positions(model)
     key_output_layer(model, seed)
-    if recipe.model.output_bias:
+    if options.output_bias:
         add_output_bias(model)
     return model
 

@@ -82,7 +82,7 @@ def build(
         _key_relative_positions(module, seed, stage)
     lengths = model.sequence_length, recipe.decoder_length
     if encoder_layers:
-        module.register_forward_pre_hook(lambda module, _: _enter_encoder(module))
+        module.register_forward_pre_hook(lambda module, _: _enter(module, "encoder"))
         # The decoder's embedding runs before the decoder does.
         module.encoder.register_forward_hook(lambda *_: _enter_decoder(module, *lengths))
     else:
@@ -171,16 +171,15 @@ def _key_relative_positions(module: T5Model, seed: int, stage: int) -> None:
             weight.copy_(whole)
 
 
-def _enter_encoder(module: T5Model) -> None:
-    """Switch the dropout of the shared embedding to the encoder's random numbers."""
+def _enter(module: T5Model, part: str) -> None:
+    """Switch the dropout of the shared embedding to the random numbers of the encoder or decoder."""
     if module.pre_process:
-        module.embedding.embedding_dropout.part = "encoder"
+        module.embedding.embedding_dropout.part = part
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
     """Switch the dropout of the shared embedding, and `random.position`, to the decoder's random numbers."""
-    if module.pre_process:
-        module.embedding.embedding_dropout.part = "decoder"
+    _enter(module, "decoder")
     # Random numbers depend on the index of the micro batch's first token: count it in decoder tokens.
     where = random.position()
     if module.training and where is not None:

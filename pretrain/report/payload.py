@@ -21,6 +21,8 @@ from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads
 from pretrain.report.runs import RunFolder
 from pretrain.tracking.metrics import DECLARED, Metric
 
+Json = dict[str, Any]
+
 # Bits of mantissa, out of 23: a relative error of at most 2^-(bits + 1). Means are drawn but never shown as text.
 _CURVE_BITS = 23
 _LAYER_BITS = 16
@@ -82,10 +84,10 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
     return zlib.compress(len(text).to_bytes(4, "little") + text + arrays.tobytes(), 9)
 
 
-def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+def _groups(runs: Sequence[RunFolder]) -> list[Json]:
     """Return name and indices of runs that have different seeds, but else differ only in keys in `OF_NO_EFFECT`."""
 
-    def experiment_of(index: int) -> tuple[dict[str, Any], int | None]:
+    def experiment_of(index: int) -> tuple[Json, int | None]:
         recipe = runs[index].recipe
         seed = recipe.get("train.seed")
         keys = {key: value for key, value in recipe.items() if not key.startswith(OF_NO_EFFECT)}
@@ -95,7 +97,7 @@ def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     return [{"name": name or runs[indices[0]].name, "runs": indices} for name, indices in groups]
 
 
-def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
+def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> Json:
     record = run.record
     points = CURVE_POINTS // num_runs
     versions = run.run_info.get("versions")
@@ -130,7 +132,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
     """
     record = run.record
     names = ("params", "active_params", "flops_per_token", "world_size")
-    values: dict[str, Any] = {name: run.run_info.get(name) for name in names}
+    values: Json = {name: run.run_info.get(name) for name in names}
     values |= {"step": record.step, "total_steps": run.total_steps}
     values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
@@ -140,7 +142,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
     return {name: value for name, value in values.items() if _is_finite(value)}
 
 
-def _declaration(metric: Metric) -> dict[str, Any]:
+def _declaration(metric: Metric) -> Json:
     """Return a metric's declaration as JSON values."""
     section = "routing" if metric.reduce else metric.section
     figure = metric.label + ", mean of the layers" * (section == "routing")
@@ -163,7 +165,7 @@ def _is_averaged(metric: Metric) -> bool:
     return metric.section == "speed" and not metric.is_exact
 
 
-def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
+def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, Json]:
     """Append the steps and values of each series to ``arrays``. Return the indices of these arrays by series."""
     # x, y: steps, as differences, and values; mx, my: the same of the means, if points span several steps.
     indices = {}
@@ -178,7 +180,7 @@ def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, An
     return indices
 
 
-def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
+def _loads(loads: Loads, arrays: Arrays, cells: int) -> Json:
     steps, shares = loads.frames()
     max_frames = max(_FRAMES_AT_LEAST, cells // shares.shape[1])
     if len(steps) > max_frames:  # average neighbouring frames

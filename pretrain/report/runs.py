@@ -4,14 +4,14 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fmoe.errors import UserError
 from pretrain.config.renamed import with_new_names
 from pretrain.report.record import Record
 from pretrain.tracking.events import EVENTS, read_events
 from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
-from pretrain.tracking.jsonl import complete_lines, parse_row, without_replaced
+from pretrain.tracking.jsonl import Row, complete_lines, parse_row, without_replaced
 
 
 class MetricsFile:
@@ -64,7 +64,7 @@ class MetricsFile:
         self._offset = 0
         self._num_lines = 0
 
-    def _new_rows(self, file: BinaryIO) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    def _new_rows(self, file: BinaryIO) -> Iterator[tuple[int, int, Row]]:
         """Yield number, offset and row of each complete line."""
         for line in complete_lines(file):
             offset = self._offset
@@ -82,7 +82,7 @@ class MetricsFile:
             file.seek(offset)
             self._add(parse_row(file.readline(), self.path, number))
 
-    def _add(self, row: dict[str, Any]) -> None:
+    def _add(self, row: Row) -> None:
         try:
             self.record.add(row)
         except UserError as error:
@@ -113,9 +113,9 @@ class RunFolder:
         self.name = folder.resolve().name
         self._metrics = MetricsFile(folder / METRICS)
         self._versions: dict[str, tuple[int, int] | None] = {}  # of the other files, when they were last read
-        self.recipe: dict[str, Any] = {}
-        self.run_info: dict[str, Any] = {}
-        self._logged: list[dict[str, Any]] = []
+        self.recipe: Row = {}
+        self.run_info: Row = {}
+        self._logged: list[Row] = []
 
     @property
     def record(self) -> Record:
@@ -147,10 +147,10 @@ class RunFolder:
             raise UserError(f"{self.folder / METRICS} has no step yet")
 
     @property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Row]:
         """Events in order of steps. ``lost`` marks an event after which the run was resumed from an earlier step."""
         logged = {(event["kind"], event["step"]) for event in self._logged}
-        events: list[dict[str, Any]] = []
+        events: list[Row] = []
         for event in self._logged:
             if event["kind"] in ("resume", "start"):
                 events = [e | {"lost": True} if e["step"] > event["step"] else e for e in events]
@@ -203,14 +203,14 @@ def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
     return list(runs.values())
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
+def _read_recipe(path: Path) -> Row:
     try:
         sections = with_new_names(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    recipe: dict[str, Any] = {}
+    recipe: Row = {}
     for name, section in sections.items():
         if isinstance(section, dict):
             recipe |= {f"{name}.{key}": value for key, value in section.items()}

@@ -18,6 +18,7 @@ from fmoe.files import write_atomically
 from pretrain.tracking.tracker import Metrics
 
 T = TypeVar("T")
+Row = dict[str, Any]  # values by key
 
 
 class JsonlTracker:
@@ -50,7 +51,7 @@ class JsonlTracker:
         Raises:
             UserError: the line cannot be written: the disk is full, or the file was removed.
         """
-        row: dict[str, Any] = {"step": step}
+        row: Row = {"step": step}
         for key, value in metrics.items():
             if key in row:
                 raise ValueError(
@@ -83,7 +84,7 @@ class JsonlTracker:
             ) from error
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Row]:
     """Return the rows of a ``metrics.jsonl`` in order of steps, without an incomplete last line.
 
     Steps may go back, as in a file concatenated from the parts of a resumed run: see `without_replaced`.
@@ -103,7 +104,7 @@ def complete_lines(file: Iterable[bytes]) -> Iterator[bytes]:
     return itertools.takewhile(lambda line: line.endswith(b"\n"), file)
 
 
-def parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def parse_row(line: bytes, path: Path, number: int) -> Row:
     """Return a row of a ``metrics.jsonl``.
 
     Raises:
@@ -130,7 +131,7 @@ def without_replaced(rows: Iterable[T], step_of: Callable[[T], int]) -> list[T]:
     return valid
 
 
-def _strict(key: str, value: Any) -> dict[str, Any]:
+def _strict(key: str, value: Any) -> Row:
     if value is None or isinstance(value, str):
         return {key: value}
     if isinstance(value, list | tuple):

@@ -272,7 +272,8 @@ class Tokenizer(ABC):
                 f"the tokenizer {self.path} has no token {eos!r}, which is eos_token in {declared.files['eos_token']}: "
                 "correct eos_token"
             )
-        if eos is not None and eos not in self._special:
+        special = self._special
+        if eos is not None and eos not in special:
             raise UserError(
                 f"the tokenizer {self.path} encodes the text {eos!r} as the token that ends documents, which eos_token "
                 f"in {declared.files['eos_token']} names: use another eos_token"
@@ -281,9 +282,9 @@ class Tokenizer(ABC):
         self.end_by_name = own.get("eos", by_name[0] if by_name else None)
         self._roles = dict(own)
         for role, names in ROLES.items():
-            known = [self._special[name] for name in names if name in self._special]
-            if declared.names.get(role) in self._special:
-                self._roles[role] = self._special[declared.names[role]]
+            known = [special[name] for name in names if name in special]
+            if declared.names.get(role) in special:
+                self._roles[role] = special[declared.names[role]]
             elif known:
                 self._roles.setdefault(role, known[0])
         if "eos" not in self._roles:
@@ -300,8 +301,11 @@ class Tokenizer(ABC):
         self.bos = self._roles.get("bos")
         self.pad = self._roles.get("pad")
         self.adds_bos = declared.adds_bos and self.bos is not None
-        self.sentinels = self._consecutive_sentinels()
-        self.special_ids = frozenset([*self._special.values(), *self._roles.values()])
+        found: list[int] = []
+        while (number := special.get(sentinel(len(found)))) is not None:
+            found.append(number)
+        self.sentinels = tuple(found)
+        self.special_ids = frozenset([*special.values(), *self._roles.values()])
 
     def _spelled(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that a text can spell: `encode` gives their ids. Left out is the token of unknown
@@ -313,12 +317,6 @@ class Tokenizer(ABC):
             if self._id_of[name] not in unknown
             and any(self._id_of[name] in self.encode(before + name + after) for before, after in _AROUND)
         ]
-
-    def _consecutive_sentinels(self) -> tuple[int, ...]:
-        found: list[int] = []
-        while (number := self._special.get(sentinel(len(found)))) is not None:
-            found.append(number)
-        return tuple(found)
 
 
 def named_sentinels(ids: Iterable[str]) -> set[str]:
