@@ -48,7 +48,8 @@ def choosing(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
     monkeypatch.setattr(gemm, "_tuned", fresh())
     monkeypatch.setattr(gemm, "_checked", {})
-    monkeypatch.setattr(gemm, "_key", lambda x, num_rows, *_: f"a GPU, {num_rows}")
+    monkeypatch.setattr(gemm.tuning, "cache_key", lambda x, num_rows, *_: f"a GPU, {num_rows}")
+    monkeypatch.setattr(gemm.triton_gemm, "version", lambda: "a version")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: "triton is not installed: pip install triton")
     measured = []
