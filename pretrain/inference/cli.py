@@ -43,13 +43,14 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fmoe generate",
         description="Continue a text with a GPT, or fill in the spans <extra_id_0>, <extra_id_1>, ... of a text with "
-        "a T5. Runs in one process, or in as many as the --parallel options need, on GPUs if there are any. The "
-        "checkpoint may come from any number of processes.",
+        "a T5. A T5 trained on a source of samples, such as sentence pairs, also answers a text without spans. Runs in "
+        "one process, or in as many as the --parallel options need, on GPUs if there are any. The checkpoint may come "
+        "from any number of processes.",
         epilog='example: fmoe generate runs/quickstart --prompt "def main(" --max-tokens 200 --top-p 0.9',
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: read standard input)")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue or fill in (default: read standard input)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default: %(default)s)"

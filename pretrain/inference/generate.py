@@ -17,7 +17,7 @@ from pretrain.data.sources import refuse_other_encoding
 from pretrain.inference import decoding
 from pretrain.inference.load import Trained, load_model, open_run, process_groups, start_ranks
 from pretrain.inference.sampling import Sampling
-from pretrain.inference.text import TextStream, encode_spans, fill, spans_of
+from pretrain.inference.text import TextStream, answer, encode_spans, spans_of
 from pretrain.start.process import Processes
 
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
     else:
         for number, tokens in enumerate(samples):
             _print_head(number, len(samples))
-            print(fill(prompt, spans_of(tokens, trained.tokenizer)))
+            print(answer(prompt, tokens, trained.tokenizer))
     return 0
 
 
@@ -128,7 +128,11 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     length = trained.recipe.model.sequence_length
     if kind in ("bert", "classifier"):
         raise UserError(f"{trained.name} has model.kind={kind}, which does not generate text: use a run of a gpt or t5")
-    ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
+    if kind == "t5":
+        # A source of samples may train on texts without spans, such as sentences to translate.
+        ids = encode_spans(prompt, tokenizer, needs_spans=trained.recipe.data.samples is None)
+    else:
+        ids = tokenizer.encode(prompt)
     if not ids:
         raise UserError(f"the prompt has no tokens with the tokenizer {tokenizer.path}: use another prompt")
     bos = bos_of(trained.recipe, tokenizer)
@@ -202,7 +206,8 @@ def _generated(
         sample: dict[str, Any] = {"finish": "end" if is_over else "length", "tokens": tokens}
         if trained.recipe.model.kind == "t5":
             spans = spans_of(tokens, tokenizer)
-            sample |= {"spans": {str(number): text for number, text in spans.items()}, "text": fill(prompt, spans)}
+            sample["spans"] = {str(number): text for number, text in spans.items()}
+            sample["text"] = answer(prompt, tokens, tokenizer)
         else:
             stream = TextStream(tokenizer, ids)
             sample["text"] = "".join(map(stream.add, tokens)) + stream.close()

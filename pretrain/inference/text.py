@@ -47,18 +47,19 @@ class TextStream:
         return text[len(shown) :]
 
 
-def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_spans(text: str, tokenizer: Tokenizer, needs_spans: bool = True) -> list[int]:
     """Encode a text in which sentinels <extra_id_0>, <extra_id_1>, ... stand for the spans to fill in.
 
     The end token that a T5's encoder expects is appended.
 
     Raises:
-        UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer has.
+        UserError: the text has no sentinel although ``needs_spans``, sentinels out of order, or more sentinels than the
+            tokenizer has.
     """
     parts = _SENTINEL.split(text)  # texts and numbers of sentinels alternate
     texts = parts[::2]
     numbers = [int(number) for number in parts[1::2]]
-    if not numbers:
+    if needs_spans and not numbers:
         raise UserError(f"the prompt has no {sentinel(0)}: a T5 fills in spans marked by {sentinel(0)}, ...")
     if numbers != list(range(len(numbers))):
         names = ", ".join(map(sentinel, numbers))
@@ -88,6 +89,11 @@ def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
         else:
             span.append(token)
     return {number: tokenizer.decode(ids) for number, ids in spans.items()}
+
+
+def answer(text: str, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return a text with the spans of a T5's output filled in; the output alone if the text has no sentinels."""
+    return fill(text, spans_of(tokens, tokenizer)) if _SENTINEL.search(text) else tokenizer.decode(tokens)
 
 
 def fill(text: str, spans: Mapping[int, str]) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from fmoe import UserError
 from pretrain.data.tokenizers import train_tokenizer
-from pretrain.inference.text import TextStream, encode_spans, fill, spans_of
+from pretrain.inference.text import TextStream, answer, encode_spans, fill, spans_of
 
 TEXT = "def f(x):\n    return '«Grüße»' + x  # 日本語 🙂 \u2581 end\n\tend"
 
@@ -56,6 +56,10 @@ def test_spans_go_in_and_come_out(tokenizer):
     assert fill(prompt, spans_of(out[:3], tokenizer)).endswith("(x):\n<extra_id_1>"), "not reached"
     twice = [*tokenizer.encode("x"), first, *tokenizer.encode("a"), first, *tokenizer.encode("b")]
     assert spans_of(twice, tokenizer) == {0: "a"}
+    assert answer(prompt, out, tokenizer) == "def name(x):\n    pass"
+    ids = encode_spans("red car", tokenizer, needs_spans=False)
+    assert ids == [*tokenizer.encode("red car"), tokenizer.end_of_document]
+    assert answer("red car", [*tokenizer.encode("Auto"), tokenizer.end_of_document], tokenizer) == "Auto"
 
 
 @pytest.mark.parametrize(
