@@ -1,6 +1,8 @@
 """The recipes of examples/tasks train, improve their figures and are evaluated, on small data in their formats."""
 
+import functools
 import json
+import os
 import re
 import runpy
 import struct
@@ -39,6 +41,38 @@ def train(forks, folder, task, *options, size=1):
     assert [end.code for end in ends] == [0] * size, ends
     name = options[len(options) - options[::-1].index("--run.folder")]
     return metrics(folder / name)
+
+
+def absent(package):
+    sys.modules[package] = None  # an import fails as if it were not installed
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "argv"),
+    [
+        ("django", TASKS / "translation.py", ["out"]),
+        ("sklearn", "pretrain.start.launch", [TASKS / "vit.toml", "--parallel.expert", "1", "--run.folder", "run"]),
+        ("transformers", "pretrain.start.launch", [TASKS / "vit.toml", "--parallel.expert", "1", "--dry-run"]),
+    ],
+)
+def test_a_missing_package_is_one_line(forks, tmp_path, package, program, argv):
+    (end,) = forks.command(str(program), *argv, folder=tmp_path, before=functools.partial(absent, package))
+    lines = [line for line in end.err.splitlines() if "error:" in line]
+    assert end.code == 2 and len(lines) == 1 and "Traceback" not in end.err, end
+    assert f"package {package}" in lines[0] and "pip install 'fmoe[pretrain,tasks]'" in lines[0], end
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--package", "nowhere"], ["package nowhere", "pip install nowhere"]),
+        (["--package", "json", "--languages", "de", "fr"], ["--package json", "--languages de fr"]),
+    ],
+)
+def test_a_package_without_catalogs_is_one_line(forks, tmp_path, argv, parts):
+    (end,) = forks.command(str(TASKS / "translation.py"), "out", *argv, folder=tmp_path)
+    assert end.code == 2 and end.err.count("\n") == 1 and all(part in end.err for part in parts), end
+    assert not (tmp_path / "out").exists()
 
 
 def catalog(messages):
@@ -136,6 +170,45 @@ def test_translation_learns_and_is_scored(forks, translations, translated):
     assert told["loss"] == pytest.approx(translated[60]["val/loss"], rel=1e-5)
     # Without training, both are nearly 0. Rounding, which depends on the processor, moves BLEU by units.
     assert told["scores"]["bleu"] > 1 and told["scores"]["chrf"] > 10
+    before = functools.partial(absent, "sacrebleu")
+    (end,) = forks.command("fmoe", "evaluate", translations / "run", folder=translations, before=before)
+    assert end.code == 2 and end.err.count("\n") == 1, end
+    assert "package sacrebleu" in end.err and "pip install 'fmoe[pretrain,tasks]'" in end.err, end
+
+
+def test_a_translation_is_generated_as_it_is_scored(forks, translations, translated):
+    rows = [json.loads(line) for line in (translations / "validation.jsonl").read_text().splitlines()]
+    found = []
+    for row in rows[:3]:
+        argv = [translations / "run", "--prompt", row["source"], "--temperature", "0"]
+        (end,) = forks.command("fmoe", "generate", *argv, folder=translations)
+        assert end.code == 0 and not end.err, end
+        (end_json,) = forks.command("fmoe", "generate", *argv, "--json", folder=translations)
+        (sample,) = json.loads(end_json.out)["samples"]
+        assert sample["text"] + "\n" == end.out and sample["spans"] == {}, end_json
+        found.append(sample["text"])
+    assert found == only(forks.run(1, translation_of, translations, [row["source"] for row in rows[:3]]))
+    assert all(found), found
+
+
+def translation_of(folder, texts):
+    """The text of the tokens that `predict`, which an evaluation scores, decodes from sources."""
+    from megatron_patch import cpu
+    from pretrain.engine import init_parallel
+    from pretrain.inference.evaluation import predict
+    from pretrain.inference.load import load_model, open_run
+    from pretrain.start.process import Processes
+
+    cpu.install()
+    os.chdir(folder)
+    trained = open_run(folder / "run")
+    init_parallel(trained.recipe)
+    device = torch.device("cpu")
+    model = load_model(trained, Processes(0, 1, device), drops=False)
+    tokenizer = trained.tokenizer
+    sources = [np.array([*tokenizer.encode(text), tokenizer.end_of_document]) for text in texts]
+    predicted = predict(model, trained.recipe, tokenizer, ({"tokens": source} for source in sources), device)
+    return [tokenizer.decode(tokens) for tokens in predicted]
 
 
 def test_a_pack_equals_its_pairs(forks, translations, translated, monkeypatch):

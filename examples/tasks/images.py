@@ -1,6 +1,6 @@
 """Images with classes for a ViT or a Swin Transformer: a plugin with the source of samples "digits".
 
-    pip install 'fmoe[tasks]'
+    pip install 'fmoe[pretrain,tasks]'
     fmoe train examples/tasks/vit.toml
     fmoe train examples/tasks/swin.toml
     fmoe evaluate runs/vit runs/swin
@@ -46,7 +46,7 @@ class Digits:
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Return scikit-learn's digits: images, float32 [images, 1, 8, 8], and classes, int64 [images]."""
-    data = require("sklearn.datasets", "tasks", "the digits").load_digits()
+    data = require("sklearn.datasets", "pretrain,tasks", "scikit-learn's digits").load_digits()
     return (data.images[:, None] / 8 - 1).astype(np.float32), data.target.astype(np.int64)
 
 

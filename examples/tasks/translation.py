@@ -1,6 +1,6 @@
 """Translation into English with a T5: a plugin with the source of samples "pairs", and the preparation of its data.
 
-    pip install 'Django<6' sacrebleu
+    pip install 'fmoe[pretrain,tasks]'
     python examples/tasks/translation.py data/translation
     fmoe train examples/tasks/translation.toml
     fmoe evaluate runs/translation
@@ -14,11 +14,13 @@ import gettext
 import hashlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from fmoe import cli
 from fmoe.errors import UserError, require
 from pretrain.config import Recipe
 from pretrain.data.conversations import pack
@@ -27,6 +29,7 @@ from pretrain.data.opening import open_tokenizer
 from pretrain.data.tokenizers import train_tokenizer
 
 LANGUAGES = ("de", "nl", "sv", "da", "nb", "fr", "es", "it", "pt_BR", "ca")
+DEFAULT = "django"  # package with catalogs
 HELD_OUT = 16  # one of this many messages is for validation
 VOCAB = 2048
 
@@ -76,7 +79,7 @@ class Pairs:
 
     def score(self, numbers: list[int], predict: Callable) -> dict[str, float]:
         """Return BLEU (Papineni et al. 2002) and chrF by sacrebleu, 0 to 100."""
-        sacrebleu = require("sacrebleu", "tasks", "BLEU")
+        sacrebleu = require("sacrebleu", "pretrain,tasks", "BLEU")
         chosen = np.concatenate([self._packs[i] for i in dict.fromkeys(numbers)])
         chosen = sorted(chosen.tolist(), key=lambda number: len(self._pairs[number][0]))  # full batches of one length
         predicted = predict({"tokens": np.array(self._pairs[number][0], dtype=np.int64)} for number in chosen)
@@ -109,7 +112,8 @@ def catalog_pairs(package: str, languages: tuple[str, ...]) -> Iterator[tuple[st
     """Yield (message in another language, message in English) from the catalogs of an installed package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise UserError(f"{package} is not installed: pip install {package}")
+        wanted = "'fmoe[pretrain,tasks]'" if package == DEFAULT else package
+        raise UserError(f"the package {package} is not installed: pip install {wanted}")
     for path in sorted(Path(spec.origin).parent.rglob("locale/*/LC_MESSAGES/*.mo")):
         if path.parts[-3] not in languages:
             continue
@@ -129,6 +133,8 @@ def prepare(folder: Path, package: str, languages: tuple[str, ...]) -> None:
         is_held_out = int(hashlib.sha256(english.encode()).hexdigest(), 16) % HELD_OUT == 0
         row = json.dumps({"source": text, "target": english}, ensure_ascii=False)
         rows["validation" if is_held_out else "train"][row] = None  # each pair once
+    if not rows["train"]:
+        raise UserError(f"--package {package} has no messages in --languages {' '.join(languages)}")
     folder.mkdir(parents=True, exist_ok=True)
     for split, lines in rows.items():
         (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -142,11 +148,11 @@ def prepare(folder: Path, package: str, languages: tuple[str, ...]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write sentence pairs and a tokenizer for examples/tasks/translation.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--package", default="django", help="installed package with catalogs (default: %(default)s)")
+    parser.add_argument("--package", default=DEFAULT, help="installed package with catalogs (default: %(default)s)")
     parser.add_argument("--languages", nargs="+", default=LANGUAGES)
     arguments = parser.parse_args()
     prepare(arguments.folder, arguments.package, tuple(arguments.languages))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run("translation.py", main))

@@ -24,7 +24,7 @@ def build_classifier(model: ModelConfig) -> tuple[nn.Module, list[Found]]:
             that transformers refuses; the configuration has no ``image_size`` and ``num_channels``; or
             ``model.num_layers`` is not the number of blocks.
     """
-    auto: Any = require("transformers", "tasks", "model.kind=classifier")
+    auto: Any = require("transformers", "pretrain,tasks", "model.kind=classifier")
     options = dict(model.config)
     kind = options.pop("model_type", None)
     if kind not in auto.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
