@@ -259,13 +259,43 @@ def classified(request, forks, tmp_path_factory):
     return request.param, folder, images(forks, folder, request.param, 8, "--run.folder", "whole")
 
 
-@pytest.mark.parametrize("axis", ["expert", pytest.param("data", marks=pytest.mark.slow)])
-def test_images_on_two_ranks_equal_one(forks, classified, axis):
+SPLITS = {
+    "expert": ["--parallel.expert", "2"],
+    "data": ["--parallel.data", "2"],
+    "optimizer": ["--parallel.data", "2", "--parallel.shard", "optimizer"],
+}
+
+
+@pytest.mark.parametrize("split", ["expert", "optimizer", pytest.param("data", marks=pytest.mark.slow)])
+def test_images_on_two_ranks_equal_one(forks, classified, split):
     task, folder, rows = classified
-    found = images(forks, folder, task, 8, f"--parallel.{axis}", "2", "--run.folder", axis, size=2)
+    found = images(forks, folder, task, 8, *SPLITS[split], "--run.folder", split, size=2)
     for step, row in rows.items():
         for name in {"loss", "val/loss", "grad_norm", "moe/entropy"} & row.keys():
             assert found[step][name] == pytest.approx(row[name], rel=2e-5), (step, name)
+
+
+def test_images_are_compared_and_not_exported(forks, classified):
+    _, folder, rows = classified
+    (end,) = forks.command("fmoe", "compare", "whole", "--json", folder=folder)
+    assert end.code == 0 and str(rows[8]["val/loss"]) in end.out, end
+    (end,) = forks.command("fmoe", "report", "whole", folder=folder)
+    assert end.code == 0 and "report.html" in end.out, end
+    (end,) = forks.command("fmoe", "export", "whole", "out", folder=folder)
+    (line,) = [line for line in end.err.splitlines() if "error:" in line]
+    assert end.code == 2 and "model.kind=classifier" in line and not (folder / "out").exists(), end
+
+
+def test_images_train_in_bf16(forks, classified):
+    """Weights and activations are bf16, and the loss is that of fp32 up to bf16's rounding."""
+    task, folder, rows = classified
+    found = images(forks, folder, task, 8, "--train.precision", "bf16", "--run.folder", "bf16")
+    for step, row in rows.items():
+        for name in {"loss", "val/loss"} & row.keys():
+            assert 0 < abs(found[step][name] - row[name]) < 0.02 * row[name], (step, name)
+    (end,) = forks.command("fmoe", "evaluate", "bf16", "--json", folder=folder)
+    (told,) = json.loads(end.out)["runs"]
+    assert told["loss"] == pytest.approx(found[8]["val/loss"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -349,6 +379,14 @@ def plain_figures(path):
         (["--model.num-layers", "3", "--moe.layers", "2"], ["model.num_layers=3", "must be 4"]),
         (["--model.norm", "rms"], ["model.kind=classifier", "model.norm=rms"]),
         (["--parallel.tensor", "2"], ["model.kind=classifier", "parallel.tensor=2"]),
+        (
+            ["--parallel.data", "2", "--parallel.shard", "gradients"],
+            ["model.kind=classifier", "parallel.shard=gradients"],
+        ),
+        (
+            ["--parallel.data", "2", "--parallel.shard", "parameters"],
+            ["model.kind=classifier", "parallel.shard=parameters"],
+        ),
         (["--data.train", "training"], ["data.train", "training is not a split"]),
     ],
     ids=[
@@ -360,6 +398,8 @@ def plain_figures(path):
         "layers",
         "other section",
         "split",
+        "shard gradients",
+        "shard parameters",
         "data",
     ],
 )
