@@ -94,6 +94,7 @@ model.kind=classifier excludes moe.expert, moe.expert_options, moe.granularity, 
 model.kind=classifier excludes parallel.tensor>1, parallel.pipeline>1, parallel.context>1, parallel.shard=gradients,
     parallel.shard=parameters, parallel.recompute=selective, parallel.recompute=full: use parallel.expert and data
 evaluation.tasks excludes model.kind=classifier: the harness's requests are those of a GPT
+evaluation.tasks excludes data.tokenizer=: the harness's requests are text
 
 # Experts
 moe.top_k at most moe.num_experts if moe.num_experts>0

@@ -76,9 +76,10 @@ def run(arguments: argparse.Namespace, parallel: ParallelConfig, argv: Sequence[
 
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
-    """Return the number of UTF-8 bytes of every token's text; None if the model does not predict text."""
+    """Return the number of UTF-8 bytes of every token's text; None if the model does not predict text, or without a
+    tokenizer."""
     model = trained.recipe.model
-    if model.objective != "gpt":
+    if model.objective != "gpt" or trained.tokenizer is None:
         return None
     lengths = trained.tokenizer.byte_lengths
     return np.pad(lengths, (0, model.vocab_size - len(lengths)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe import MoE
+from fmoe.errors import UserError
 from fmoe.metrics import LayerReport, counting
 from megatron_patch.transformer_xl import StreamMemory
 from pretrain.config import Recipe
@@ -149,7 +150,12 @@ def predict(
 
     Args:
         model: for a T5, loaded without expert capacity limits (``load_model(..., drops=False)``).
+
+    Raises:
+        UserError: a T5 has no tokenizer, whose padding and end token decoding needs.
     """
+    if recipe.model.kind == "t5" and tokenizer is None:
+        raise UserError("data.tokenizer= is not supported for the scores of model.kind=t5: decoding needs a tokenizer")
     forward = kind_of(recipe).forward
     predicted: list[list[int]] = []
     for batch in batches(samples, recipe.train.micro_batch, recipe.model.vocab_size):

@@ -128,6 +128,8 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     length = trained.recipe.model.sequence_length
     if kind in ("bert", "classifier"):
         raise UserError(f"{trained.name} has model.kind={kind}, which does not generate text: use a run of a gpt or t5")
+    if tokenizer is None:
+        raise UserError(f"{trained.name} has data.tokenizer=, without which there is no text to generate")
     if kind == "t5":
         # A source of samples may train on texts without spans, such as sentences to translate.
         ids = encode_spans(prompt, tokenizer, needs_spans=trained.recipe.data.samples is None)

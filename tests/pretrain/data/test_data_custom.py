@@ -174,6 +174,12 @@ def test_keys_that_do_not_go_together(data, keys):
     assert all(key in str(caught.value) for key in keys)
 
 
+def test_the_harness_needs_a_tokenizer():
+    recipe = recipe_with(samples="numbers", tokenizer="")
+    with pytest.raises(UserError, match=r"evaluation\.tasks=.*data\.tokenizer="):
+        replace(recipe, evaluation=replace(recipe.evaluation, tasks=("arc_easy",))).check()
+
+
 def test_a_validation_that_repeats_samples_is_reported(monkeypatch):
     monkeypatch.setitem(SOURCES, "one", lambda recipe, names: [SAMPLE])
     recipe = recipe_with(samples="one", tokenizer="")
@@ -318,6 +324,54 @@ def test_an_evaluation_scores_the_samples(forks, whole, folder):
     assert end.code == 2 and "data.samples=" in end.err and "--data" in end.err, end
     (end,) = forks.command("fmoe", "evaluate", folder / f"{kind}-whole", "--parallel.pipeline", "2", folder=folder)
     assert end.code == 2 and "data.samples=" in end.err and "--parallel.pipeline 2" in end.err, end
+
+
+TOKENS = """
+import numpy as np
+from pretrain.data.custom import register_samples
+
+
+class Tokens:
+    def __init__(self, recipe, names):
+        self.arrays = ["tokens", "labels"] + ["decoder_tokens"] * (recipe.model.kind == "t5")
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return {name: np.full(16, 7 + i) for name in self.arrays}
+
+    def score(self, numbers, predict):
+        return {"predicted": sum(map(len, predict(self[i] for i in numbers)))}
+
+
+register_samples("tokens", Tokens)
+"""
+
+
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
+def test_a_run_without_a_tokenizer_is_evaluated_and_generates_no_text(forks, folder, write_tiny_recipe, kind):
+    (folder / "tokens.py").write_text(TOKENS)
+    data = {"samples": "tokens", "train": ("a",), "validation": ("b",), "tokenizer": ""}
+    recipe = write_tiny_recipe(
+        folder / f"tokens-{kind}.toml",
+        data=data,
+        model={"kind": kind},
+        run={"imports": ("tokens.py",)},
+        checkpoint={"every": 4},
+    )
+    run = folder / f"tokens-{kind}"
+    (end,) = forks.command("pretrain", recipe, "--run.folder", run, folder=folder)
+    assert end.code == 0, end
+    (end,) = forks.command("fmoe", "generate", run, "--prompt", "x", folder=folder)
+    assert end.code == 2 and end.err.count("\n") == 1 and "data.tokenizer=" in end.err, end
+    (end,) = forks.command("fmoe", "evaluate", run, "--json", folder=folder)
+    if kind == "t5":  # which its source would decode
+        assert end.code == 2 and end.err.count("\n") == 1 and "data.tokenizer=" in end.err, end
+        return
+    (told,) = json.loads(end.out)["runs"]
+    assert told["loss"] == pytest.approx(steps(run)[4]["val/loss"], rel=1e-6)
+    assert told["bits_per_byte"] is None and told["scores"]["predicted"] == 16 * told["sequences"]
 
 
 def decoded(path):
