@@ -54,9 +54,9 @@ class Link:
         plain = collectives.Pending
 
         class Delayed(plain):
-            def __init__(self, monitor: Any, work: Any, what: str, sent: int, result: Tensor, *read: Tensor):
-                super().__init__(monitor, work, what, sent, result, *read)
-                if read:  # an all-to-all; the rows that stay here are in both
+            def __init__(self, monitor: Any, work: Any, what: str, sent: int, result: Tensor, read: tuple):
+                super().__init__(monitor, work, what, sent, result, read)
+                if read and isinstance(read[0], Tensor):  # what is sent; the part that stays here is in both
                     self._ends_at = link.start(max(sent, result.nbytes - (read[0].nbytes - sent)))
                 else:
                     self._ends_at = link.start(result.nbytes)
