@@ -143,9 +143,9 @@ NAV = {
     "Start": "quickstart tutorial",
     "The layer": "layer gates experts losses fmoefy interop parallelism tables selftest migration",
     "In Megatron-core": "megatron",
-    "Pretraining": """pretraining recipes recipe-reference plugins data launch report tracking checkpoints operations
-        finetuning tasks inference interchange large-batch communication precision convergence headlines /data/README
-        /data/pylib/README /data/docs/README /data/bytes/README""",
+    "Pretraining": """pretraining recipes recipe-reference planner plugins data launch report tracking checkpoints
+        operations finetuning tasks inference interchange large-batch communication precision convergence headlines
+        /data/README /data/pylib/README /data/docs/README /data/bytes/README""",
     "Speed": "performance native cuda kernels",
     "API": "api/index api/layer api/gates api/experts api/parallel api/convert api/fastmoe api/pretrain api/data",
     "Project": "/README sources /CONTRIBUTING architecture /CODE_OF_CONDUCT /SECURITY /CHANGELOG",

@@ -1,0 +1,1 @@
+"""The planner: sizes and splits of runs (``fmoe plan``, docs/planner.md)."""
