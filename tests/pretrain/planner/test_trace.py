@@ -1,0 +1,84 @@
+"""Traces of steps on fake tensors, against steps of the same engine on real ones."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from engines import RECIPE, Samples, Split, engine_of
+from forks import only, values
+
+DROPLESS = replace(RECIPE.model.moe, capacity_factor=None, jitter=0.0)
+BASE = replace(RECIPE, model=replace(RECIPE.model, moe=DROPLESS))
+
+
+def measured(recipe):
+    """Bytes that autograd held in a step, and the rows that this rank sent to each expert, by layer."""
+    from fmoe.kernels.rows import DispatchPlan
+    from fmoe.moe import MoE
+    from pretrain.planner.trace import Saved, Trace
+
+    engine = engine_of(recipe)
+    rows = {}
+    layers = []
+    split = MoE.split
+    from_routing = DispatchPlan.from_routing
+
+    def noted_split(layer, *arguments):
+        layers.append(layer.layer_number)
+        return split(layer, *arguments)
+
+    def noted_plan(routing, num_experts):
+        plan = from_routing(routing, num_experts)
+        rows[layers[-1]] = plan.count_E.tolist()
+        return plan
+
+    trace = Trace()
+    with (
+        mock.patch.object(MoE, "split", noted_split),
+        mock.patch.object(DispatchPlan, "from_routing", staticmethod(noted_plan)),
+        Saved(trace, engine),
+    ):
+        engine.backward(0, Samples())
+    return trace.saved, rows
+
+
+def traced(recipe, rank, rows_of_rank):
+    from megatron.core import parallel_state
+
+    from pretrain.planner.trace import trace_step
+
+    dist.destroy_process_group()
+
+    def loads(layer, sender, assignments):
+        group = parallel_state.get_expert_model_parallel_group()
+        counts = rows_of_rank[dist.get_global_rank(group, sender)][layer]
+        assert sum(counts) <= assignments
+        return counts
+
+    return trace_step(recipe, rank, loads).saved
+
+
+@pytest.mark.by_default("one", "EP2", "PP2 EP2")
+@pytest.mark.parametrize(
+    "text",
+    ["one", "one bf16", "EP2", "TP2", "CP2", "ETP2 TP2", "PP2 EP2", "PP2 VPP2", "DP2 ZeRO1", "DP2 ZeRO2", "EP2 DP2 ZeRO3"],
+)
+def test_saved_bytes_are_those_of_a_real_step(forks, text):
+    recipe = Split.of(text).recipe(BASE)
+    layers = 4 if "VPP" in text else 2
+    size = recipe.parallel.world_size
+    # One micro batch, whose rows are those that `measured` noted; the interleaved schedule needs two.
+    sequences = recipe.parallel.expert * recipe.parallel.data * 2 * (2 if "VPP" in text else 1)
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, num_layers=layers),
+        train=replace(recipe.train, micro_batch=2, global_batch=sequences),
+    )
+    real = values(forks.run(size, measured, recipe))
+    rows = {layer: of_layer for _, rows in real for layer, of_layer in rows.items()}
+    rows_of_rank = [{**rows, **own} for _, own in real]
+    for rank, (saved, _) in enumerate(real):
+        # Ranks that divide experts' hidden units are given equal numbers of rows.
+        expected = pytest.approx(saved, rel=0.02) if recipe.parallel.expert_tensor > 1 else saved
+        assert only(forks.run(1, traced, recipe, rank, rows_of_rank)) == expected, f"rank {rank}"
