@@ -106,9 +106,14 @@ def _message(error: Mapping[str, Any]) -> str:
     elif key.kind is Mapping:
         problem = f"must be a table: in TOML {{name = value}}, as arguments --{name.replace('_', '-')}.name value"
     else:
-        limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
-        problem = _PROBLEMS[error["type"]].format(**limits)
+        problem = limit_of(error)
     return f"{name}={text} {problem}{' or none' if key.is_optional else ''}"
+
+
+def limit_of(error: Mapping[str, Any]) -> str:
+    """Return what an error of pydantic requires of the value: "must be at least 1"."""
+    limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in error.get("ctx", {}).items()}
+    return _PROBLEMS.get(error["type"], error["msg"]).format(**limits)
 
 
 def instead_of_key(name: str) -> str | None:

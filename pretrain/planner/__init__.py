@@ -1,1 +1,1 @@
-"""The planner: sizes and splits of runs (``fmoe plan``, docs/planner.md)."""
+"""``fmoe plan``: the size of a model for a budget by scaling laws, clusters and their calibration, traces of steps."""

@@ -1,0 +1,269 @@
+"""``fmoe plan calibrate``: measure the operations and collectives of these machines, and write a cluster file."""
+
+import itertools
+import json
+import math
+import operator
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from fmoe.cli import Parser, run
+from fmoe.errors import UserError
+from fmoe.experts import FFNExperts
+from fmoe.experts.call import ExpertCall
+from fmoe.runtime import launcher
+from fmoe.runtime.collectives import run as run_collective
+from megatron_patch import bf16_linear
+from pretrain.config import Recipe
+from pretrain.config.load import to_toml
+from pretrain.files import refuse_existing, replacing
+from pretrain.models.config import DTYPES
+from pretrain.planner.cluster import Cluster, Device, Kind, Link, Points
+from pretrain.start import process, ranks
+from pretrain.start.job import Job
+from pretrain.start.launch import rendezvous
+
+_PROGRAM = "fmoe plan calibrate"
+_BYTES_COPIED = 1 << 28  # more than the caches of most processors hold
+_WIDTHS = (64, 128, 256, 512, 1024, 2048)  # these and others on a CPU; a GPU takes larger sizes
+_ROWS = (8, 32, 128, 512, 2048)
+_BYTES = [4**power for power in range(5, 14)]  # 1 KiB to 64 MiB
+
+Step = Callable[[], object]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure these machines, write a cluster file, and return the exit code; see docs/planner.md.
+
+    Starts ranks on this machine, unless torchrun has started them.
+
+    Raises:
+        UserError: an option is invalid, the file cannot be written, or there are fewer GPUs than ranks.
+    """
+    parser = Parser(
+        prog=_PROGRAM,
+        description="Time products, attention, experts, memory and collectives on this machine, and write the figures "
+        "to a cluster file. Other work on the machine spoils them. Under torchrun, all machines of the job take part.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write (TOML)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE")
+    default = torch.cuda.device_count() or 2
+    parser.add_argument(
+        "--ranks", type=int, default=default, metavar="N", help="number of ranks (default: %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: half a minute on two cores")
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 1:
+        raise UserError(f"--ranks {arguments.ranks} must be at least 1")
+    refuse_existing([arguments.out], arguments.overwrite)
+    if launcher.is_launched() or arguments.ranks == 1:
+        return process.run_rank(lambda: _measure(arguments.out, arguments.quick))
+    job = Job(_PROGRAM, Recipe(), tuple(argv), processes_per_node=arguments.ranks, program=_PROGRAM)
+    with rendezvous(job) as environment:
+        return ranks.run(job, environment, command=(sys.executable, "-m", "pretrain.planner.calibrate"))
+
+
+@torch.no_grad()
+def _measure(out: Path, quick: bool) -> int:
+    timer = Timer(process.start().device, quick)
+    local_size = launcher.number("LOCAL_WORLD_SIZE", 1)
+    if timer.is_gpu:
+        name = torch.cuda.get_device_name()
+        memory = torch.cuda.mem_get_info()[1]
+    else:
+        name = f"{torch.get_num_threads()} thread(s) of a CPU, {platform.processor() or platform.machine()},"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+    collectives = _collectives(timer)
+    cluster = Cluster(
+        name=out.stem,
+        source=f"measured on {name} with torch {torch.__version__} and {dist.get_backend()}",
+        num_ranks=dist.get_world_size(),
+        device=_device(timer, memory),
+        links=_links(collectives["send"], local_size),
+        collectives=collectives,
+    )
+    if dist.get_rank() == 0:
+        with replacing(out) as [file]:
+            file.write(cluster_text(cluster).encode())
+        sys.stderr.write(f"{_PROGRAM}: wrote {out}\n")
+    return 0
+
+
+class Timer:
+    """Times steps on all ranks at once.
+
+    Args:
+        quick: time only every other size, and less often.
+    """
+
+    def __init__(self, device: torch.device, quick: bool):
+        self.device = device
+        self.is_gpu = device.type == "cuda"
+        self.stride = 2 if quick else 1
+        self.repeats = 5 if quick else 9
+        self.min_seconds = 0.002 if quick else 0.005
+
+    def __call__(self, step: Step) -> tuple[float, float]:
+        """Return the median seconds of a call on the slowest rank, and their spread (see `pretrain.planner.cluster`).
+
+        Collective. Two calls warm up; then each repeat takes at least `min_seconds`.
+        """
+        self._repeat(step, 2)
+        calls = math.ceil(self.min_seconds / self._repeat(step, 1))
+        seconds = [self._repeat(step, calls) for _ in range(self.repeats)]
+        first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+        return median, (third - first) / median
+
+    def points(self, name: str, make: Callable[..., Step], *axes: Sequence[int]) -> Points:
+        """Return the points of a grid of sizes, of which ``make(*sizes)`` returns the step."""
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"{_PROGRAM}: {name}\n")
+        points: list[tuple[float, ...]] = []
+        for sizes in itertools.product(*(axis[:: self.stride] for axis in axes)):
+            seconds, spread = self(make(*sizes))
+            # Noise must not make a larger operation faster than a smaller one.
+            smaller = [point[-2] for point in points if all(map(operator.le, point, sizes))]
+            points.append((*sizes, max([seconds, *smaller]), spread))
+        return tuple(points)
+
+    def _repeat(self, step: Step, calls: int) -> float:
+        dist.barrier()
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            step()
+        self._wait()
+        seconds = torch.tensor((time.perf_counter() - begin) / calls, dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def _wait(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+
+def _device(timer: Timer, memory: int) -> Device:
+    new = partial(torch.ones, dtype=torch.float32, device=timer.device)
+    one = new(1)
+    launch, launch_spread = timer(lambda: one.add_(1))
+    a = new(_BYTES_COPIED // 4)
+    b = torch.ones_like(a)
+    c = torch.ones_like(a)
+    moved, moved_spread = timer(lambda: torch.add(a.copy_(b), b, out=c))  # a copy of two and a sum of three tensors
+    widths = [4 * width if timer.is_gpu else width for width in _WIDTHS]
+    rows = [8 * number if timer.is_gpu else number for number in _ROWS]
+    operations: dict[Any, tuple[Any, ...]] = {
+        "gemm": (_gemm, rows, widths, widths),
+        "attention": (_attention, (1, 4, 16), rows[1:], (64, 96, 128)),
+        "experts": (_experts, (2, 4, 8), rows[:3], widths[1:4], widths[1:]),
+    }
+    measured: dict[Any, dict[Any, Points]] = {name: {} for name in operations}
+    for dtype in ("fp32", "bf16", "fp16") if timer.is_gpu else ("fp32", "bf16"):  # fp16 takes CPUs forty times as long
+        values = partial(torch.rand, dtype=DTYPES[dtype], device=timer.device)
+        for name, (make, *axes) in operations.items():
+            measured[name][dtype] = timer.points(f"{name}, {dtype}", partial(make, values), *axes)
+    return Device(
+        memory=memory,
+        peak={
+            dtype: max(2 * m * k * n / seconds for m, k, n, seconds, _ in points)
+            for dtype, points in measured["gemm"].items()
+        },
+        efficiency=1.0,
+        bandwidth=5 * a.nbytes / moved,
+        launch=launch,
+        measured=measured,
+        spread={"bandwidth": moved_spread, "launch": launch_spread},
+    )
+
+
+def _gemm(values: Callable[..., Tensor], m: int, k: int, n: int) -> Step:
+    x = values(m, k)
+    weight = values(n, k)
+    if x.dtype == torch.bfloat16 and bf16_linear.is_needed():  # as in training
+        return partial(bf16_linear.product, x, weight.t())
+    return partial(F.linear, x, weight)
+
+
+def _attention(values: Callable[..., Tensor], heads: int, length: int, width: int) -> Step:
+    x = values(1, heads, length, width)
+    return partial(F.scaled_dot_product_attention, x, x, x, is_causal=True)
+
+
+def _experts(values: Callable[..., Tensor], num_experts: int, rows: int, d_model: int, d_hidden: int) -> Step:
+    x = values(num_experts * rows, d_model)
+    with x.device:
+        experts = FFNExperts(num_experts, d_model, d_hidden).to(x.dtype)
+    return lambda: ExpertCall(experts, "experts", x, training=True).rows([x], [rows] * num_experts)
+
+
+def _collectives(timer: Timer) -> dict[Any, dict[int, Points]]:
+    """Return the points of each kind, by the size of groups that all run at the same time."""
+    world_size = dist.get_world_size()
+    curves: dict[Any, dict[int, Points]] = {kind: {} for kind in get_args(Kind)}
+    for size in range(2, world_size + 1):
+        if world_size % size == 0:
+            group, _ = dist.new_subgroups(size)
+            unit = 4 * size  # bytes of a number for each rank
+            num_bytes = sorted({unit * max(1, number // unit) for number in _BYTES})
+            for kind in curves:
+                make = partial(_collective, kind, group, timer.device)
+                curves[kind][size] = timer.points(f"{kind}, {size} ranks", make, num_bytes)
+    return curves
+
+
+def _collective(kind: str, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Step:
+    whole = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    part = whole[: len(whole) // group.size()].clone()
+    last = group.size() - 1
+    if kind == "send":
+        if group.rank() == 0:
+            return partial(dist.send, whole, group=group, group_dst=last)
+        return partial(dist.recv, whole, group=group, group_src=0) if group.rank() == last else lambda: None
+    calls: dict[str, Any] = {
+        "all_reduce": partial(dist.all_reduce, whole),
+        "all_gather": partial(dist.all_gather_into_tensor, whole, part),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole),
+        "all_to_all": partial(dist.all_to_all_single, torch.empty_like(whole), whole),
+    }
+    return partial(run_collective, calls[kind], group=group)
+
+
+def _links(sends: Mapping[int, Points], local_size: int) -> tuple[Link, ...]:
+    """Return the levels within and between machines, by the time of messages over them."""
+    links = []
+    for size in sorted(sends.keys() & {local_size, dist.get_world_size()}):
+        bandwidth = max(num_bytes / seconds for num_bytes, seconds, _ in sends[size])
+        links.append(Link(size=size, bandwidth=bandwidth, latency=sends[size][0][1]))
+    return tuple(links)
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Return the TOML text of a cluster, which `pretrain.planner.cluster.load_cluster` reads."""
+    lines = []
+    # JSON: strings for keys, and four digits of a float.
+    values = json.loads(json.dumps(asdict(cluster)), parse_float=lambda text: float(f"{float(text):.4g}"))
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines += [f"[{key}]", *(f"{name} = {to_toml(entry)}" for name, entry in value.items())]
+        elif value is not None:
+            lines.append(f"{key} = {to_toml(value)}")
+    return "\n".join(lines).replace("], [", "],\n    [") + "\n"
+
+
+if __name__ == "__main__":  # a rank
+    job = ranks.launched_job()
+    sys.exit(run(_PROGRAM, lambda: main(sys.argv[1:] if job is None else job.argv)))
