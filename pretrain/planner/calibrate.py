@@ -126,7 +126,7 @@ class Timer:
         calls = math.ceil(self.min_seconds / self._repeat(step, 1))
         seconds = [self._repeat(step, calls) for _ in range(self.repeats)]
         first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
-        return median, (third - first) / median
+        return _rounded(median), _rounded((third - first) / median)
 
     def points(self, name: str, make: Callable[..., Step], *axes: Sequence[int]) -> Points:
         """Return the points of a grid of sizes, of which ``make(*sizes)`` returns the step."""
@@ -251,17 +251,15 @@ def _links(sends: Mapping[int, Points], local_size: int) -> tuple[Link, ...]:
     return tuple(links)
 
 
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.4g}")
+
+
 def cluster_text(cluster: Cluster) -> str:
     """Return the TOML text of a cluster, which `pretrain.planner.cluster.load_cluster` reads."""
-    lines = []
-    # JSON: strings for keys, and four digits of a float.
-    values = json.loads(json.dumps(asdict(cluster)), parse_float=lambda text: float(f"{float(text):.4g}"))
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            lines += [f"[{key}]", *(f"{name} = {to_toml(entry)}" for name, entry in value.items())]
-        elif value is not None:
-            lines.append(f"{key} = {to_toml(value)}")
-    return "\n".join(lines).replace("], [", "],\n    [") + "\n"
+    values = json.loads(json.dumps(asdict(cluster)))  # whose keys are strings
+    lines = [f"{key} = {to_toml(value)}\n" for key, value in values.items() if value is not None]
+    return "".join(lines).replace("], [", "],\n    [")
 
 
 if __name__ == "__main__":  # a rank
