@@ -104,7 +104,8 @@ class _Recorder(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.trace: Trace | None = None
+        self.trace = Trace()
+        self._is_recording = False
         self._alive: dict[int, int] = {}  # bytes of each storage
         self._allocated = 0
 
@@ -114,13 +115,13 @@ class _Recorder(FakeTensorMode):
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs or {})
         result = super().dispatch(func, types, args, kwargs)
-        if self.trace is not None:
+        if self._is_recording:
             self._count(func, args, kwargs or {}, result)
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        if self.trace is not None:
+        if self._is_recording:
             group = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             kind = func._opname.strip("_")
@@ -134,10 +135,12 @@ class _Recorder(FakeTensorMode):
                 (args, kwargs),
             )
             result = func(*real[0], **real[1])
-        *outputs, sent = tensors if len(tensors) > 1 else (*tensors, tensors[0])
-        if "allgather" in func._opname and getattr(sent, "constant", None) is not None:
-            for output in outputs:  # all ranks have this rank's numbers
-                output.constant.view(-1, sent.numel()).copy_(sent.constant.flatten())
+        if "allgather" in func._opname:
+            sent: Any = tensors[-1]
+            outputs: list[Any] = tensors[:-1]
+            if sent.constant is not None:
+                for output in outputs:  # all ranks have this rank's numbers
+                    output.constant.view(-1, sent.numel()).copy_(sent.constant.flatten())
         given = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(given), result)
 
@@ -176,7 +179,7 @@ class _Recorder(FakeTensorMode):
 
     def begin(self, engine: Engine) -> None:
         """Start a trace of a step of the engine, whose present tensors are not counted."""
-        self.trace = Trace()
+        self._is_recording = True
         for tensor in _persistent(engine):
             self._allocate(tensor.untyped_storage())
         self.trace.peak = self._allocated = 0
@@ -314,7 +317,8 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
     recorder = _Recorder()
     with as_rank(recipe, rank) as processes, _given(loads), recorder:
         engine = Engine(recipe, processes)
+        samples: Any = _Samples(recipe)
         recorder.begin(engine)
         with Saved(recorder.trace, engine):
-            engine.backward(0, _Samples(recipe))
+            engine.backward(0, samples)
         return recorder.trace

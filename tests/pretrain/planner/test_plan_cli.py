@@ -32,6 +32,8 @@ def test_gpu_days_are_flops(capsys):
         ("--flops nan", ("--flops=nan",)),
         ("--flops ten", ("--flops", "'ten'")),
         ("--gpu-days 3", ("--gpu-days=3 ", "--peak-flops")),
+        ("--gpu-days 3 --cluster h100-0", ("h100-0", "16384")),
+        ("--flops 1e21 --cluster h100-8", ("--cluster=h100-8 ", "--gpu-days")),
         ("--gpu-days -3 --peak-flops 1e15", ("--gpu-days=-3 ", "0.001")),
         ("--gpu-days 3 --peak-flops 989", ("--peak-flops=989 ", "1e+09")),
         ("--gpu-days 3 --peak-flops 1e15 --mfu 35", ("--mfu=35 ", "0.01 and 1")),
@@ -60,3 +62,16 @@ def test_torch_is_not_imported():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\nFalse\n")
+
+
+def test_days_on_a_cluster_count_with_its_peak(capsys):
+    cli.main(["--gpu-days", "100", "--cluster", "h100-256", "--json"])
+    of_cluster = capsys.readouterr().out
+    cli.main(["--gpu-days", "100", "--peak-flops", "989e12", "--json"])
+    assert of_cluster == capsys.readouterr().out
+
+
+def test_calibration_is_a_command_of_the_planner(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["calibrate", "--help"])
+    assert end.value.code == 0 and "--quick" in capsys.readouterr().out

@@ -62,7 +62,19 @@ def traced(recipe, rank, rows_of_rank):
 @pytest.mark.by_default("one", "EP2", "PP2 EP2")
 @pytest.mark.parametrize(
     "text",
-    ["one", "one bf16", "EP2", "TP2", "CP2", "ETP2 TP2", "PP2 EP2", "PP2 VPP2", "DP2 ZeRO1", "DP2 ZeRO2", "EP2 DP2 ZeRO3"],
+    [
+        "one",
+        "one bf16",
+        "EP2",
+        "TP2",
+        "CP2",
+        "ETP2 TP2",
+        "PP2 EP2",
+        "PP2 VPP2",
+        "DP2 ZeRO1",
+        "DP2 ZeRO2",
+        "EP2 DP2 ZeRO3",
+    ],
 )
 def test_saved_bytes_are_those_of_a_real_step(forks, text):
     recipe = Split.of(text).recipe(BASE)
