@@ -59,7 +59,7 @@ def traced(recipe, rank, rows_of_rank):
     return trace_step(recipe, rank, loads).saved
 
 
-@pytest.mark.by_default("one", "EP2", "PP2 EP2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
