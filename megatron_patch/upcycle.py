@@ -128,4 +128,6 @@ def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
     drawn = {"init_method": layer.config.init_method, "output_init_method": layer.config.output_layer_init_method}
     vars(layer.experts).update(drawn)  # for reset_parameters
     layer.spec.expert_options.update(drawn)  # for set_layer_number
+    for parameter in layer.experts.parameters():
+        parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
     return layer

@@ -339,6 +339,8 @@ def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: in
     if how is not None:
         upcycle_(layer, block, how)
         layer.experts.init_method, layer.experts.output_init_method = None, None
+        for parameter in layer.experts.parameters():
+            parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
     return layer.train(block.module.training)
 
 

@@ -53,15 +53,13 @@ class Upcycling:
 
 @torch.no_grad()
 def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
-    """Fill the experts of ``layer`` from ``block``. Experts of a frozen block are frozen.
+    """Fill the experts of ``layer`` from ``block``.
 
     The router's weight changes too if ``how.is_quiet`` is True or ``how.granularity`` is above 1. The experts are
     `fmoe.experts.FFNExperts` of hidden width ``block.d_hidden / how.granularity``. Like initial weights, noise depends
     on (seed of the layer, global expert id, name of the parameter).
     """
     experts = layer.experts
-    for parameter in experts.parameters():
-        parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
     granularity = how.granularity
     width = block.d_hidden // granularity
     for local in range(experts.weight_in.shape[0]):

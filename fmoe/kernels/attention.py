@@ -61,7 +61,9 @@ def causal_attention(
     if queries < keys:
         near = visible(queries, keys, window, query_BHSd.device, stride)
         return _attend(query_BHSd, key_BGKd, value_BGKv, near if seen is None else near & seen, **options)
-    return _by_blocks(query_BHSd, key_BGKd, value_BGKv, window, stride, seen, **options)
+    if stride is not None:
+        return _by_blocks_with_stride(query_BHSd, key_BGKd, value_BGKv, window, stride, seen, **options)
+    return _by_blocks(query_BHSd, key_BGKd, value_BGKv, window, seen, **options)
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device, stride: int | None = None) -> Tensor:
@@ -87,33 +89,51 @@ def _visible(query_S: Tensor, key_K: Tensor, window: int | None, stride: int | N
     return is_earlier & (is_near if stride is None else is_near | (key_K % stride == stride - 1))
 
 
-def _by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, window: int, stride: int | None, seen: Tensor | None, **options: Any
-) -> Tensor:
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
     """Compute sliding-window attention in blocks of ``window`` queries. Needs as many keys as queries."""
-    # A block of queries sees keys of its own block, of the previous one and, with a stride, some before that.
-    position = torch.arange(key.shape[2], dtype=torch.int64, device=key.device)
+    # A block of queries sees keys of its own block and of the previous one.
     keys = key.split(window, dim=2)  # slices would have gradients of full size
     values = value.split(window, dim=2)
+    near = visible(window, 2 * window, window, query.device)
+    outputs: list[Tensor] = []
+    for index, block in enumerate(query.split(window, dim=2)):
+        begin = index * window
+        count = block.shape[2]
+        first = max(0, begin - window)
+        mask = None if index == 0 else near[:count, : window + count]
+        if seen is not None:
+            seen_block = seen[..., begin : begin + count, first : begin + count]
+            mask = seen_block if mask is None else mask & seen_block
+        both = slice(max(0, index - 1), index + 1)
+        block_keys = torch.cat(keys[both], dim=2)
+        block_values = torch.cat(values[both], dim=2)
+        outputs.append(_attend(block, block_keys, block_values, mask, **options))
+    return torch.cat(outputs, dim=2)
+
+
+def _by_blocks_with_stride(
+    query: Tensor, key: Tensor, value: Tensor, window: int, stride: int, seen: Tensor | None, **options: Any
+) -> Tensor:
+    """As `_by_blocks`, for blocks that also see every ``stride``-th key before the previous block."""
+    position = torch.arange(key.shape[2], dtype=torch.int64, device=key.device)
+    keys = key.split(window, dim=2)
+    values = value.split(window, dim=2)
+    far_keys = key[:, :, stride - 1 :: stride]
+    far_values = value[:, :, stride - 1 :: stride]
     outputs: list[Tensor] = []
     for index, block in enumerate(query.split(window, dim=2)):
         begin = index * window
         end = begin + block.shape[2]
         first = max(0, begin - window)
+        count = first // stride
         both = slice(max(0, index - 1), index + 1)
-        block_keys = list(keys[both])
-        block_values = list(values[both])
-        at = position[first:end]
-        if stride is not None:
-            far = slice(stride - 1, first, stride)
-            block_keys.insert(0, key[:, :, far])
-            block_values.insert(0, value[:, :, far])
-            at = torch.cat([position[far], at])
-        mask = None if index == 0 and stride is None else _visible(position[begin:end], at, window, stride)
+        block_keys = torch.cat([far_keys[:, :, :count], *keys[both]], dim=2)
+        block_values = torch.cat([far_values[:, :, :count], *values[both]], dim=2)
+        at = torch.cat([position[stride - 1 : first : stride], position[first:end]])
+        mask = _visible(position[begin:end], at, window, stride)
         if seen is not None:
-            seen_block = seen[..., begin:end, :].index_select(-1, at)
-            mask = seen_block if mask is None else mask & seen_block
-        outputs.append(_attend(block, torch.cat(block_keys, dim=2), torch.cat(block_values, dim=2), mask, **options))
+            mask = mask & seen[..., begin:end, :].index_select(-1, at)
+        outputs.append(_attend(block, block_keys, block_values, mask, **options))
     return torch.cat(outputs, dim=2)
 
 

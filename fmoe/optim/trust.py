@@ -63,7 +63,7 @@ class WideOptimizer(Optimizer):
         tensors = (tensor for group in self.param_groups for tensor in group["params"])
         for number, tensor in zip(numbers, tensors, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if name != "step":
+                if name != "step" and isinstance(value, Tensor):
                     self.state[tensor][name] = value.to(tensor.device, copy=True)
 
 
