@@ -23,10 +23,9 @@ class _DenseExperts(nn.Module):
         d_model: int,
         num_experts: int,
         d_hidden: int | None,
-        *,
-        expert: str | Factory = "ffn",
-        expert_options: Mapping[str, Any] | None = None,
-        seed: int | None = None,
+        expert: str | Factory,
+        expert_options: Mapping[str, Any] | None,
+        seed: int | None,
     ):
         super().__init__()
         for name, value in (("d_model", d_model), ("num_experts", num_experts)):
@@ -78,8 +77,7 @@ class SoftMoE(_DenseExperts):
     Args:
         d_model: D.
         num_experts, slots_per_expert: E and P; the paper mostly sets ``E * P`` to the number of tokens of a sequence.
-        d_hidden: as in `fmoe.build.Spec`.
-        options: ``expert``, ``expert_options`` and ``seed`` of `fmoe.build.Spec`.
+        d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
     router_parameters = ("slots", "scale")  # `fmoe.optim.hidden_matrices`
@@ -90,9 +88,12 @@ class SoftMoE(_DenseExperts):
         num_experts: int,
         slots_per_expert: int = 1,
         d_hidden: int | None = None,
-        **options: Any,
+        *,
+        expert: str | Factory = "ffn",
+        expert_options: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ):
-        super().__init__(d_model, num_experts, d_hidden, **options)
+        super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
         if slots_per_expert < 1:
             raise UserError(f"slots_per_expert={slots_per_expert} must be at least 1")
         self.slots_per_expert = slots_per_expert
@@ -149,8 +150,7 @@ class MMoE(_DenseExperts):
     Args:
         d_model: D.
         num_experts, num_tasks: E and N.
-        d_hidden: as in `fmoe.build.Spec`.
-        options: ``expert``, ``expert_options`` and ``seed`` of `fmoe.build.Spec`.
+        d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
     router_parameters = ("gates",)
@@ -161,9 +161,12 @@ class MMoE(_DenseExperts):
         num_experts: int,
         num_tasks: int,
         d_hidden: int | None = None,
-        **options: Any,
+        *,
+        expert: str | Factory = "ffn",
+        expert_options: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ):
-        super().__init__(d_model, num_experts, d_hidden, **options)
+        super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
         if num_tasks < 1:
             raise UserError(f"num_tasks={num_tasks} must be at least 1")
         self.num_tasks = num_tasks

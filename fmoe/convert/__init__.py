@@ -33,7 +33,6 @@ from fmoe.random import draw_seed, key
 from fmoe.runtime.versions import installed, warn_untested
 
 Convert = Callable[..., nn.Module]
-Converter = Callable[[nn.Module], Convert | None]  # an entry point
 logger = logging.getLogger("fmoe")
 
 # Wrappers of torch (FSDPModule is FSDP2's), Megatron and DeepSpeed, by class name, so that no package is imported.

@@ -158,8 +158,7 @@ class TopKRouter(Router):
     """Base class of gates with a linear router, K choices per token, and losses. Subclasses override `choose`.
 
     Args:
-        d_model, num_experts, top_k: see `Router`.
-        limits: ``capacity_factor`` and ``eval_capacity_factor`` of `Router`.
+        d_model, num_experts, top_k, capacity_factor, eval_capacity_factor: see `Router`.
         balance_group: process group. The balance loss counts the loads of all routing groups on its ranks together
             ("global batch" balance, arXiv 2501.11873). None counts them within each routing group.
         bias: add a bias to the router's linear map.
@@ -180,12 +179,19 @@ class TopKRouter(Router):
         num_experts: int,
         top_k: int | None = None,
         *,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
         balance_group: dist.ProcessGroup | None = None,
         bias: bool = False,
         init_method: Callable[[Tensor], object] | None = None,
-        **limits: float | None,
     ):
-        super().__init__(d_model, num_experts, top_k, **limits)
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+        )
         if balance_group is not None and "balance" not in self.common_losses:
             raise UserError(
                 f"balance_group is given, but {type(self).__name__} has no balance loss: omit balance_group"

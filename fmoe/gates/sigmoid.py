@@ -35,6 +35,7 @@ class SigmoidRouter(NaiveRouter):
     is one sequence unless ``group_size`` is set. The loss counts the K largest scores without bias (equation 18).
 
     Args:
+        d_model, num_experts, top_k, options: see `fmoe.gates.NaiveRouter`, whose options are all but ``bias_step``.
         bias_step: u, the change of a bias per step; 0 leaves balancing to the loss.
         routed_scale: factor of the weights (2.5 in DeepSeek-V3).
         normalize: False uses the scores as weights without normalizing them.

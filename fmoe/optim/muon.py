@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from fmoe.errors import UserError
 from fmoe.optim.checks import check
-from fmoe.optim.layout import Blocks, Group, Part, Shards, State, gradient_of, is_stacked, loss_of, parts_of
+from fmoe.optim.layout import Blocks, Group, Part, Shards, gradient_of, is_stacked, loss_of, parts_of
 from fmoe.optim.matrices import Matrices, orthogonalize
 from fmoe.optim.trust import WideOptimizer, floats, stepped_dtype
 from fmoe.runtime import collectives
@@ -130,7 +130,7 @@ class Muon(WideOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_matrices": self._matrices, "_shards": self._shards}
 
-    def __setstate__(self, state: State) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan_now = None
 

@@ -103,7 +103,7 @@ class TrustOptimizer(WideOptimizer):
         super().add_param_group(param_group)
         self._plan_now = None
 
-    def __setstate__(self, state: State) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan_now = None
         self.__dict__.setdefault("_layout", None)

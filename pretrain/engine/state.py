@@ -249,10 +249,12 @@ def _load_compressors(engine: Engine, checkpoint: Checkpoint, locations: ShardLo
     saved_numbers = checkpoint.rank_state(_saved_rank(engine, checkpoint)).get("compression")
     if not engine.compressors or not saved_numbers or not compression.is_same_method(engine.recipe, saved_numbers):
         return
+    names = set(checkpoint.names())
     for compressor in engine.compressors:
         for memory in compressor.memories():
             ranks = [""] if memory.is_shared else [f"@{rank}" for rank in range(checkpoint.num_ranks)]
-            saved = _saved_memories(checkpoint, [f"compressor/{memory.name}{k}/" for k in ranks], memory, locations)
+            prefixes = [f"compressor/{memory.name}{k}/" for k in ranks]
+            saved = _saved_memories(checkpoint, names, prefixes, memory, locations)
             if memory.is_shared or len(saved) != compressor.group.size():
                 values = torch.stack(saved).mean(0) if saved else memory.values
             else:
@@ -285,7 +287,7 @@ def _load_sync(engine: Engine, rare: RareSync, checkpoint: Checkpoint, locations
             shard.main.copy_(torch.stack([shard.main.cpu(), *others]).mean(0))
         shard.parameter.copy_(shard.main.view(shard.parameter.shape))
     for memory in rare.memories():
-        saved_values = _saved_memories(checkpoint, [f"sync/{memory.name}/"], memory, locations)
+        saved_values = _saved_memories(checkpoint, names, [f"sync/{memory.name}/"], memory, locations)
         if saved_values:
             memory.values.copy_(saved_values[0])
         elif memory.name == "base":  # a run that averaged gradients: parameters are equal on all ranks
@@ -295,10 +297,9 @@ def _load_sync(engine: Engine, rare: RareSync, checkpoint: Checkpoint, locations
 
 
 def _saved_memories(
-    checkpoint: Checkpoint, prefixes: list[str], memory: Memory, locations: ShardLocations
+    checkpoint: Checkpoint, names: set[str], prefixes: list[str], memory: Memory, locations: ShardLocations
 ) -> list[Tensor]:
-    """Return the values of a memory that are saved under any of the prefixes."""
-    names = set(checkpoint.names())
+    """Return the values of a memory under those of the prefixes that the checkpoint's ``names`` have."""
     places = locations.of(memory.parameter)
     stop = memory.start + memory.values.numel()
     return [

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +61,29 @@ def test_all_reduce_algorithms_train_the_same(forks, name, parallel):
     for found, _ in values(forks.run(4, losses, recipe_with(chosen), 5)):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
+
+
+def losses_of_own(recipe, steps):
+    """`losses` with a registered compressor, which averages gradients whole and counts its buckets."""
+    from fmoe.parallel.compression import Compressor, average
+    from pretrain.engine.compression import register_compressor
+
+    class Whole(Compressor):
+        reduced = 0
+
+        def reduce(self, bucket):
+            Whole.reduced += 1
+            average(bucket.buffer(), self.group)
+
+    register_compressor("whole", Whole)
+    return losses(recipe, steps)[0], Whole.reduced
+
+
+def test_a_registered_compressor_reduces_gradients(forks):
+    plain = {"data": 2}
+    expected = values(forks.run(2, losses, recipe_with(plain), 3))[0][0]
+    for found, reduced in values(forks.run(2, losses_of_own, recipe_with(plain | {"grad_compress": "whole"}), 3)):
+        assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5) and reduced >= 3
 
 
 METHODS = {
