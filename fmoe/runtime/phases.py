@@ -47,6 +47,11 @@ def start(device: torch.device, *backward: tuple[Any, str]) -> None:
     _mark("other")
 
 
+def current() -> str:
+    """Return the present phase of a measurement."""
+    return _marks[-1][0]
+
+
 def stop() -> dict[str, float]:
     """End the measurement, and return the milliseconds of each phase. On a GPU, wait for the device."""
     _patches.close()

@@ -6,11 +6,11 @@ step reads from its data are given: how many rows each expert gets.
 """
 
 import contextlib
-import math
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 from torch._library.fake_impl import FakeImplCtx
 from torch._subclasses import fake_tensor
@@ -27,32 +28,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fmoe.exchange import all_to_all
+from fmoe.errors import UserError
+from fmoe.exchange import AllToAllExchange, HierarchicalExchange, all_to_all, base
 from fmoe.experts import initial
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.moe import MoE
+from fmoe.parallel.gradients import is_expert
+from fmoe.runtime import phases
+from fmoe.runtime.deferral import WeightGradients
 from megatron_patch import cpu
+from megatron_patch.layer import drop_tracked_losses
 from pretrain.config import Recipe
-from pretrain.engine import Engine
+from pretrain.dryrun.holding import hold
+from pretrain.engine import Engine, pipeline
 from pretrain.engine.meta import as_rank
-
-# Rows of each expert that a rank of the expert parallel group sends: (number of the layer, from 1; rank; assignments).
-Loads = Callable[[int, int, int], Sequence[int]]
-
-
-def uniform(num_experts: int) -> Loads:
-    """Return equal loads of all experts, as far as assignments divide."""
-    return lambda layer, rank, assignments: shared_out([1.0] * num_experts, assignments)
-
-
-def shared_out(shares: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers with these shares of ``total``, by largest remainder."""
-    exact = [total * share / math.fsum(shares) for share in shares]
-    counts = [math.floor(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
-    for index in by_remainder[: total - sum(counts)]:
-        counts[index] += 1
-    return counts
+from pretrain.models import kind_of
+from pretrain.planner.loads import Loads
 
 
 @dataclass(frozen=True)
@@ -88,15 +79,21 @@ class Trace:
     """What a rank's step does.
 
     Attributes:
-        steps: number of each operation and collective.
+        steps: number of each operation and collective, by pass (forward, backward, weights, or optimizer) and phase
+            (`fmoe.runtime.phases`). ``weights`` are gradients of weights in passes of their own.
         saved: largest number of bytes that autograd held for backward passes, without weights.
         peak: largest number of bytes that were allocated in the step and alive at the same time, without what
             existed before it.
+        dense, experts: number of parameters that the rank holds outside of experts, and in experts.
+        state: bytes of the optimizer's master weights and moments.
     """
 
-    steps: Counter[Operation | Collective] = field(default_factory=Counter)
+    steps: dict[tuple[str, str], Counter[Operation | Collective]] = field(default_factory=lambda: defaultdict(Counter))
     saved: int = 0
     peak: int = 0
+    dense: int = 0
+    experts: int = 0
+    state: int = 0
 
 
 class _Recorder(FakeTensorMode):
@@ -105,27 +102,42 @@ class _Recorder(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.trace = Trace()
-        self._is_recording = False
+        self.part = "forward"
+        self.is_recording = False
         self._alive: dict[int, int] = {}  # bytes of each storage
         self._allocated = 0
+        self._num_storages = 0
+        self._depth = 0  # of operations within fake kernels of others
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
+            if args[0].dtype == torch.bool:
+                return False  # so that no loop repeats a draw of weights
             return 1.0 if args[0].is_floating_point() else 1  # a loss, a norm: any number that is finite
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs or {})
-        result = super().dispatch(func, types, args, kwargs)
-        if self._is_recording:
-            self._count(func, args, kwargs or {}, result)
+        before = self._num_storages
+        self._depth += 1
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if self.is_recording:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+            for tensor in outputs:
+                self._allocate(tensor.untyped_storage())
+            is_view = self._num_storages == before and not func._schema.is_mutable
+            if outputs and not is_view and not self._depth:
+                self._count(func, args, kwargs or {}, result, outputs)
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        if self._is_recording:
+        if self.is_recording:
             group = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             kind = func._opname.strip("_")
-            self.trace.steps[Collective(kind, ranks, max((t.nbytes for t in tensors), default=0))] += 1
+            self._add(Collective(kind, ranks, max((t.nbytes for t in tensors), default=0)))
         with unset_fake_temporarily():
             # The fake group reads no element. Its coalesced operations have no meta kernels, but take empty tensors.
             has_meta = "coalesced" not in func._opname
@@ -144,13 +156,8 @@ class _Recorder(FakeTensorMode):
         given = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(given), result)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Any]) -> None:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_new = [self._allocate(tensor.untyped_storage()) for tensor in outputs]
-        is_view = not any(is_new) and not func._schema.is_mutable
-        if not outputs or is_view:
-            return
         flops = 0
         packet = func._overloadpacket
         if packet in flop_registry:
@@ -162,24 +169,27 @@ class _Recorder(FakeTensorMode):
             flops,
             sum(tensor.nbytes for tensor in (*inputs, *outputs)),
         )
-        self.trace.steps[operation] += 1
+        self._add(operation)
 
-    def _allocate(self, storage: torch.UntypedStorage) -> bool:
-        """Count the bytes of a storage as long as it is alive; return whether it is a new one."""
+    def _add(self, step: Operation | Collective) -> None:
+        self.trace.steps[self.part, phases.current()][step] += 1
+
+    def _allocate(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a storage as long as it is alive."""
         if id(storage) in self._alive:
-            return False
+            return
+        self._num_storages += 1
         self._alive[id(storage)] = storage.nbytes()
         weakref.finalize(storage, self._free, id(storage)).atexit = False
         self._allocated += storage.nbytes()
         self.trace.peak = max(self.trace.peak, self._allocated)
-        return True
 
     def _free(self, key: int) -> None:
         self._allocated -= self._alive.pop(key)
 
     def begin(self, engine: Engine) -> None:
         """Start a trace of a step of the engine, whose present tensors are not counted."""
-        self._is_recording = True
+        self.is_recording = True
         for tensor in _persistent(engine):
             self._allocate(tensor.untyped_storage())
         self.trace.peak = self._allocated = 0
@@ -217,14 +227,27 @@ class _Box:
     storage: torch.UntypedStorage
 
 
-class _Samples:
-    """Samples of zeros for a GPT, int64 [sequence_length + 1]."""
+def _blank_samples(recipe: Recipe) -> Any:
+    """Return samples of the model's kind, made of blocks of zeros."""
+    if recipe.data.samples is not None:
+        raise UserError(f"data.samples={recipe.data.samples} is not supported: a plan knows samples of tokens only")
+    kind = kind_of(recipe)
+    length = kind.block_length(recipe)
+    block = np.zeros(length + 1, np.int64)
+    sentinels = list(range(2, recipe.model.vocab_size))
+    tokenizer = SimpleNamespace(
+        role=lambda name: 0, end_of_document=1, sentinels=sentinels, special_ids=set(), vocab_size=2
+    )
+    return kind.samples(recipe, _Repeated(block), tokenizer, 0, length)
 
-    def __init__(self, recipe: Recipe):
-        self._sample = np.zeros(recipe.model.sequence_length + 1, np.int64)
+
+@dataclass(frozen=True)
+class _Repeated:
+    block: np.ndarray
+    samples_per_epoch: int = 1
 
     def __getitem__(self, n: int) -> np.ndarray:
-        return self._sample
+        return self.block
 
 
 def _persistent(engine: Engine) -> Iterator[Tensor]:
@@ -241,12 +264,14 @@ def _persistent(engine: Engine) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def _given(loads: Loads) -> Iterator[None]:
+def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
     """Give the numbers that a step reads from its data: rows of each expert; and make torch take fake tensors."""
     layer = 0
-    rows: list[list[int]] = []  # of each expert, by sending rank, in the latest dispatch plan
+    needed = 1  # chunks
+    rows_WE = np.zeros((1, 1), np.int64)  # in the latest dispatch plan, without rows of shadowed experts
     split = MoE.split
     from_routing = DispatchPlan.from_routing
+    tolist = FakeTensor.tolist
 
     def split_of(moe: Any, *arguments: Any) -> Any:
         nonlocal layer
@@ -254,25 +279,40 @@ def _given(loads: Loads) -> Iterator[None]:
         return split(moe, *arguments)
 
     def planned(routing: Any, num_experts: int) -> DispatchPlan:
+        nonlocal rows_WE, needed
+        needed = 1
         group = parallel_state.get_expert_model_parallel_group()
-        assignments = routing.expert_TK.numel()
-        rows[:] = [list(loads(layer, rank, assignments)) for rank in range(group.size())]
-        return replace(from_routing(routing, num_experts), known_counts=rows[group.rank()])
+        rows_WE = loads(layer, group.size(), routing.expert_TK.numel())
+        if routing.max_load is not None:
+            rows_WE = np.minimum(rows_WE, routing.max_load)  # of the gate's capacity
+        return replace(from_routing(routing, num_experts), known_counts=rows_WE[group.rank()].tolist())
 
-    def to_host(tensors: list[Tensor]) -> list[list[list[int]]]:
-        group = parallel_state.get_expert_model_parallel_group()
-        local = len(rows[0]) // group.size()
-        sent, arrived = (
-            [rows[sender][receiver * local : (receiver + 1) * local] for sender, receiver in pairs]
-            for pairs in (
-                [(group.rank(), peer) for peer in range(group.size())],
-                [(peer, group.rank()) for peer in range(group.size())],
-            )
-        )
-        return [[[*counts, 1] for counts in matrix] for matrix in (sent, arrived)]
+    def choose_shadows(exchange: Any, count_E: Tensor, cost: Any) -> tuple[list[tuple[int, int]], Tensor]:
+        nonlocal rows_WE
+        chosen = np.argsort(-rows_WE.sum(0), kind="stable")[: exchange.shadow]
+        own = rows_WE[exchange.ep_rank, chosen]
+        rows_WE = rows_WE.copy()
+        rows_WE[:, chosen] = 0
+        return list(zip(chosen.tolist(), own.tolist(), strict=True)), torch.zeros_like(count_E)
+
+    def hops(exchange: Any, tensors: list[Tensor], on_host: Any) -> list[Any]:
+        with_flags = [np.pad(counts, ((0, 0), (0, 1))).tolist() for counts in _counts(exchange, rows_WE)]
+        return original_hops[type(exchange)](exchange, tensors, with_flags)
+
+    def chunks_needed(exchange: Any, received: list[Tensor], max_rows: int) -> Tensor:
+        nonlocal needed
+        most = int(rows_WE.reshape(len(rows_WE), exchange.ep_size, -1).sum((0, 2)).max())
+        needed = 1 if most <= max_rows else -(-most // (max_rows - exchange.num_experts))
+        return received[0]
+
+    def known(tensor: FakeTensor) -> Any:
+        if tensor.constant is None:
+            return tolist(tensor)
+        with unset_fake_temporarily():
+            return tensor.constant.tolist()
 
     def own_rows(_: Any, **limits: Any) -> int:
-        return sum(rows[parallel_state.get_expert_model_parallel_rank()])
+        return int(rows_WE[parallel_state.get_expert_model_parallel_rank()].sum())
 
     def gather_objects(result: list[Any], value: Any, group: Any = None) -> None:
         result[:] = [value] * len(result)
@@ -286,22 +326,55 @@ def _given(loads: Loads) -> Iterator[None]:
                 tensor.data = tensor.data.to(dtype)  # as for real tensors; torch would swap fake ones
         return module
 
+    def within(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            outer = recorder.part
+            recorder.part = part
+            try:
+                return function(*arguments, **options)
+            finally:
+                recorder.part = outer
+
+        return run
+
+    original_hops = {kind: kind._hops for kind in (AllToAllExchange, HierarchicalExchange)}
     patches = (
         (MoE, "split", split_of),
         (initial, "draw", undrawn),
         (DispatchPlan, "from_routing", staticmethod(planned)),
-        (fake_tensor, "CONSTANT_NUMEL_LIMIT", 1 << 16),  # so that small tensors of known numbers keep them
+        (FakeTensor, "tolist", known),
+        (fake_tensor, "CONSTANT_NUMEL_LIMIT", 1 << 24),  # so that tensors of known counts keep them
         (FakeImplCtx, "new_dynamic_size", own_rows),
-        (all_to_all, "_to_host", to_host),
+        (base, "check_consistency", lambda *arguments: None),
+        (all_to_all, "_to_host", lambda tensors: [[[1]]] * (len(tensors) - 1) + [[[needed]]]),
+        (AllToAllExchange, "_choose_shadows", choose_shadows),
+        (AllToAllExchange, "_chunks_needed", chunks_needed),
+        *((kind, "_hops", hops) for kind in original_hops),
         (dist, "all_gather_object", gather_objects),
         (nn.Module, "to", convert),
         (nn.Module, "half", lambda module: convert(module, dtype=torch.float16)),
         (nn.Module, "bfloat16", lambda module: convert(module, dtype=torch.bfloat16)),
+        (schedules, "backward_step", within("backward", schedules.backward_step)),
+        (pipeline, "backward_inputs", within("backward", pipeline.backward_inputs)),
+        (WeightGradients, "run", within("weights", WeightGradients.run)),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+def _counts(exchange: Any, rows_WE: np.ndarray) -> list[np.ndarray]:
+    """Return the counts that a rank's exchange reads (`AllToAllExchange._exchange_counts`), without flags."""
+    rank = exchange.ep_rank
+    if not isinstance(exchange, HierarchicalExchange):
+        rows_WWL = rows_WE.reshape(exchange.ep_size, exchange.ep_size, -1)
+        return [rows_WWL[rank], rows_WWL[:, rank]]
+    nodes = (exchange.num_nodes, exchange.node_size)
+    rows_NINIL = rows_WE.reshape(*nodes, *nodes, -1)
+    node, index = divmod(rank, exchange.node_size)
+    counts = (rows_NINIL[node, index].swapaxes(0, 1), rows_NINIL[node, :, :, index], rows_NINIL[:, :, node, index])
+    return [part.reshape(len(part), -1) for part in counts]
 
 
 def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
@@ -311,14 +384,30 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
         loads: rows of each expert, such as `uniform`.
 
     Raises:
+        UserError: the recipe has samples of its own.
         RuntimeError: torch sees a GPU, or this process is in a process group.
     """
     cpu.install()
     recorder = _Recorder()
-    with as_rank(recipe, rank) as processes, _given(loads), recorder:
+    samples = _blank_samples(recipe)
+    with as_rank(recipe, rank) as processes, _given(loads, recorder), recorder:
+        drop_tracked_losses()
         engine = Engine(recipe, processes)
-        samples: Any = _Samples(recipe)
+        trace = recorder.trace
+        for parameter in engine.gpt.parameters():
+            if is_expert(parameter):
+                trace.experts += parameter.numel()
+            else:
+                trace.dense += parameter.numel()
+        held = hold(engine)
+        trace.state = held.masters + held.moments
         recorder.begin(engine)
-        with Saved(recorder.trace, engine):
-            engine.backward(0, samples)
-        return recorder.trace
+        phases.start(processes.device)
+        try:
+            with Saved(trace, engine):
+                engine.backward(0, samples)
+        finally:
+            recorder.is_recording = False
+            phases.stop()
+            drop_tracked_losses()  # which are fake
+        return trace

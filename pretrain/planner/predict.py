@@ -1,0 +1,306 @@
+"""Time and memory of a recipe's step on a cluster, composed of traces of its kinds of layers.
+
+1. One layer of each kind is traced with embeddings and losses, on one pipeline stage and one micro batch; then with one
+   more layer of each kind. The difference is what a layer adds.
+2. Operations and collectives are priced on the cluster.
+3. The passes of all stages' layers are replayed in the order of the schedule.
+4. Reduction of gradients and the optimizer's step follow from the numbers of parameters.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pretrain.config import ModelConfig, ParallelConfig, Recipe
+from pretrain.models.config import DTYPES
+from pretrain.planner import schedule
+from pretrain.planner.cluster import Cluster
+from pretrain.planner.prices import steps_seconds
+from pretrain.planner.trace import Loads, Trace, trace_step
+
+# In the decoder of a T5; with experts; with a window of attention.
+LayerKind = tuple[bool, bool, bool]
+Seconds = dict[str, float]  # by term
+
+MARGIN = 0.05  # share of the memory in use that is kept free: for fragmentation, communication buffers and kernels
+_PASSES = ("forward", "backward", "weights")
+
+
+@dataclass
+class Piece:
+    """What a part of the model adds to a rank.
+
+    Attributes:
+        passes: seconds of a micro batch by pass and term (`prices.steps_seconds`).
+        once: seconds of a step by term, besides its micro batches.
+        saved: bytes that a micro batch holds for its backward pass.
+        dense, experts: number of parameters outside of experts, and in experts.
+    """
+
+    passes: dict[str, Seconds]
+    once: Seconds
+    saved: float
+    dense: int
+    experts: int
+
+    @classmethod
+    def of(cls, trace: Trace, cluster: Cluster) -> "Piece":
+        """Return the piece of a trace of one micro batch."""
+        seconds: dict[str, Seconds] = {name: {} for name in ("once", *_PASSES)}
+        for (part, phase), steps in trace.steps.items():
+            name = "once" if part == "forward" and phase in ("other", "reduction") else part
+            seconds[name] = _sum(seconds[name], steps_seconds(cluster, steps))
+        return cls(seconds, seconds.pop("once"), trace.saved, trace.dense, trace.experts)
+
+    @property
+    def times(self) -> schedule.Times:
+        """Seconds of a micro batch's passes."""
+        return schedule.Times(*(sum(self.passes[name].values()) for name in _PASSES))
+
+    def minus(self, other: "Piece", times: int = 1) -> "Piece":
+        """Return this piece without ``times`` the other."""
+        return Piece(
+            {name: _sum(self.passes[name], other.passes[name], -times) for name in _PASSES},
+            _sum(self.once, other.once, -times),
+            self.saved - times * other.saved,
+            self.dense - times * other.dense,
+            self.experts - times * other.experts,
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Time and memory of a training step.
+
+    Attributes:
+        recipe: the recipe, with its split.
+        seconds: time of a step.
+        terms: seconds of the busiest stage by term: gemm, attention, experts, memory, exchange, groups
+            (`prices.steps_seconds`), and bubble, reduction, optimizer. They add up to ``seconds``.
+        memory: bytes of the rank that needs the most: weights, gradients, optimizer, activations, transient (the most
+            of other tensors at the same time), margin.
+        stage: pipeline stage of this rank.
+    """
+
+    recipe: Recipe
+    seconds: float
+    terms: dict[str, float]
+    memory: dict[str, float]
+    stage: int
+
+    @property
+    def bytes(self) -> float:
+        """Sum of ``memory``."""
+        return sum(self.memory.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks together, per second."""
+        return self.recipe.train.global_batch * self.recipe.tokens_per_sequence / self.seconds
+
+    def mfu(self, cluster: Cluster) -> float:
+        """Return the share of the cluster's peak that the model's FLOPs reach."""
+        peaks: dict = dict(cluster.device.peak)
+        peak = peaks.get(self.recipe.train.precision, max(peaks.values())) * self.recipe.parallel.world_size
+        return self.recipe.flops_per_token() * self.tokens_per_second / peak
+
+
+@dataclass
+class Predictor:
+    """Predictions for splits of one recipe on a cluster, under given loads. Traces are kept for later predictions."""
+
+    cluster: Cluster
+    loads: Loads
+    _traces: dict[str, Trace] = field(default_factory=dict)
+
+    def predict(self, recipe: Recipe) -> Prediction:
+        """Return the time and memory of a step of a recipe that passed its check."""
+        parallel = recipe.parallel
+        kinds = layer_kinds(recipe.model)
+        base, pieces, first = self._pieces(recipe, sorted(set(kinds.values())))
+        stages = _stages(recipe, base, [pieces[kind] for kind in kinds.values()])
+        micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * parallel.dense_data)
+        times = [[part.times for part in chunks] for chunks in stages]
+        if parallel.schedule != "zero_bubble":
+            times = [[schedule.Times(t.forward, t.backward + t.weights) for t in chunks] for chunks in times]
+        hop = 0.0
+        if parallel.pipeline > 1:
+            rows = recipe.train.micro_batch * recipe.tokens_per_sequence / parallel.context
+            rows /= parallel.tensor if parallel.is_sequence_parallel else 1
+            num_bytes = rows * recipe.model.hidden_size * DTYPES[recipe.train.precision].itemsize
+            hop = self.cluster.collective_seconds("send", 2, 2 * parallel.world_size // parallel.pipeline, num_bytes)
+        seconds = schedule.seconds(parallel.schedule, times, micro_batches, hop)
+        busiest = max(range(len(stages)), key=lambda s: sum(t.forward + t.backward + t.weights for t in times[s]))
+        terms: Seconds = {}
+        for part in stages[busiest]:
+            for of_pass in part.passes.values():
+                terms = _sum(terms, of_pass, micro_batches)
+        terms["bubble"] = seconds - sum(terms.values())
+        for part in stages[busiest]:
+            terms = _sum(terms, part.once)
+        owned = [(sum(part.dense for part in s), sum(part.experts for part in s)) for s in stages]
+        state = first.state / (first.dense + first.experts)
+        terms["reduction"] = max(self._reduction(recipe, *counts, micro_batches) for counts in owned)
+        if parallel.overlap_gradients:  # with the last micro batch's backward pass
+            terms["reduction"] = max(0.0, terms["reduction"] - sum(t.backward for t in times[busiest]))
+        terms["optimizer"] = max(self._optimizer(recipe, *counts, state) for counts in owned)
+        memory = [
+            _memory(recipe, s, stages[s], first.peak - first.saved, state, micro_batches) for s in range(len(stages))
+        ]
+        stage = max(range(len(stages)), key=lambda s: sum(memory[s].values()))
+        return Prediction(recipe, sum(terms.values()), terms, memory[stage], stage)
+
+    def _pieces(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> tuple[Piece, dict[LayerKind, Piece], Trace]:
+        """Return what is added by embeddings and losses, by a layer of each kind, and the trace of both."""
+        first = self._trace(recipe, kinds)
+        base = whole = Piece.of(first, self.cluster)
+        pieces = {}
+        for kind in kinds:
+            pieces[kind] = Piece.of(self._trace(recipe, [*kinds, kind]), self.cluster).minus(whole)
+            base = base.minus(pieces[kind])
+        return base, pieces, first
+
+    def _trace(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> Trace:
+        recipe = with_layers(recipe, sorted(kinds))
+        key = repr((recipe.model, recipe.parallel, recipe.train))
+        if key not in self._traces:
+            self._traces[key] = trace_step(recipe, 0, self.loads)
+        return self._traces[key]
+
+    def _reduction(self, recipe: Recipe, dense: int, experts: int, micro_batches: int) -> float:
+        """Return the seconds in which a step's gradients are reduced, and sharded parameters are gathered."""
+        parallel = recipe.parallel
+        itemsize = DTYPES[recipe.train.precision].itemsize
+        wire = 4 if parallel.grad_reduce == "fp32" else 2
+        seconds = 0.0
+        for count, size, stride in (
+            (dense, parallel.dense_data, parallel.tensor * parallel.context),
+            (experts, expert_data(parallel), parallel.expert * parallel.expert_tensor),
+        ):
+            size = min(size, parallel.shard_size or size)
+            of = self.cluster.collective_seconds
+            if parallel.shard == "none":
+                seconds += of("all_reduce", size, size * stride, wire * count)
+                continue
+            scatter = of("reduce_scatter", size, size * stride, wire * count)
+            gather = of("all_gather", size, size * stride, itemsize * count)
+            scatters = micro_batches if parallel.is_fully_sharded else 1
+            gathers = 2 * micro_batches if parallel.shard == "parameters" else 1
+            seconds += scatters * scatter + gathers * gather
+        return seconds / parallel.sync_every
+
+    def _optimizer(self, recipe: Recipe, dense: int, experts: int, state: float) -> float:
+        dense_shards, expert_shards = _shards(recipe.parallel)
+        own = dense / dense_shards + experts / expert_shards
+        # State is read and written, gradients are read for the norm and for the step, and weights are written.
+        moved = own * (2 * state + 2 * 4 + DTYPES[recipe.train.precision].itemsize)
+        return self.cluster.move_seconds(moved)
+
+
+def expert_data(parallel: ParallelConfig) -> int:
+    """Return the data parallel size of the experts."""
+    return parallel.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
+
+
+def layer_kinds(model: ModelConfig) -> dict[int, LayerKind]:
+    """Return the kind of each layer of the stacks, by its number."""
+    return {
+        number: (number > model.num_layers, number in model.layers_with_experts, number in model.layers_with_window)
+        for number in model.stack_numbers
+    }
+
+
+def with_layers(recipe: Recipe, kinds: Sequence[LayerKind]) -> Recipe:
+    """Return a recipe with these layers, on one pipeline stage and one replica, for steps of one micro batch."""
+    model = recipe.model
+    numbers = range(1, len(kinds) + 1)
+    with_experts = tuple(number for number in numbers if kinds[number - 1][1])
+    windowed = tuple(number for number in numbers if kinds[number - 1][2])
+    num_decoder = sum(in_decoder for in_decoder, _, _ in kinds)
+    window = model.attention.sliding_window if windowed else None
+    parallel = replace(
+        recipe.parallel,
+        pipeline=1,
+        virtual_pipeline=None,
+        stage_layers=(),
+        balance_stages=False,
+        data=1,
+        shard="none",
+        shard_size=None,
+        overlap_gradients=False,
+        overlap_parameters=False,
+        grad_compress="none",
+        all_reduce="library",
+        sync_every=1,
+    )
+    train = replace(recipe.train, ramp_batch=None, global_batch=recipe.train.micro_batch * parallel.dense_data)
+    return replace(
+        recipe,
+        model=replace(
+            model,
+            num_layers=len(kinds) - num_decoder,
+            num_decoder_layers=num_decoder if model.kind == "t5" else None,
+            moe=replace(model.moe, layers=with_experts, every=1 if with_experts else len(kinds) + 1),
+            attention=replace(model.attention, sliding_window=window, sliding_layers=windowed),
+        ),
+        parallel=parallel,
+        train=train,
+    )
+
+
+def _stages(recipe: Recipe, base: Piece, layers: Sequence[Piece]) -> list[list[Piece]]:
+    """Return the parts of the model in each stage's chunks.
+
+    Embeddings and losses cost their time and activations in the last chunk. The first one has as many parameters.
+    """
+    num_stages = recipe.parallel.pipeline
+    ends = itertools.accumulate(recipe.stage_layers, initial=0)
+    empty = base.minus(base)
+    chunks = []
+    for begin, end in itertools.pairwise(ends):
+        chunk = empty
+        for layer in layers[begin:end]:
+            chunk = chunk.minus(layer, -1)
+        chunks.append(chunk)
+    chunks[-1] = chunks[-1].minus(base, -1)
+    if len(chunks) > 1:
+        at_end = base.dense if recipe.model.tie_embeddings else base.dense // 2
+        chunks[-1].dense += at_end - base.dense
+        chunks[0].dense += at_end
+    return [chunks[stage::num_stages] for stage in range(num_stages)]
+
+
+def _shards(parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the number of ranks that share the optimizer's state of dense layers, and that of experts."""
+    if parallel.shard == "none":
+        return 1, 1
+    size = parallel.shard_size or parallel.dense_data
+    return size, max(1, expert_data(parallel) * size // parallel.dense_data)
+
+
+def _memory(
+    recipe: Recipe, stage: int, chunks: Sequence[Piece], transient: float, state: float, micro_batches: int
+) -> dict[str, float]:
+    parallel = recipe.parallel
+    itemsize = DTYPES[recipe.train.precision].itemsize
+    dense = sum(part.dense for part in chunks)
+    experts = sum(part.experts for part in chunks)
+    dense_shards, expert_shards = _shards(parallel)
+    own = dense / dense_shards + experts / expert_shards
+    held = dense + experts
+    in_flight = schedule.most_in_flight(
+        parallel.schedule, stage, parallel.pipeline, parallel.model_chunks, micro_batches
+    )
+    gathered = max(part.dense + part.experts for part in chunks) / max(1, len(recipe.model.stack_numbers))
+    memory = {
+        "weights": itemsize * (own + gathered if parallel.shard == "parameters" else held),
+        "gradients": 4 * (own if parallel.is_fully_sharded else held),
+        "optimizer": state * own,
+        "activations": in_flight * sum(part.saved for part in chunks) / len(chunks),
+        "transient": transient,
+    }
+    return memory | {"margin": MARGIN * sum(memory.values())}
+
+
+def _sum(first: Seconds, second: Seconds, factor: int = 1) -> Seconds:
+    return {name: first.get(name, 0.0) + factor * second.get(name, 0.0) for name in first.keys() | second.keys()}
