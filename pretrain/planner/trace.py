@@ -189,10 +189,10 @@ class _Recorder(FakeTensorMode):
 
     def begin(self, engine: Engine) -> None:
         """Start a trace of a step of the engine, whose present tensors are not counted."""
-        self.is_recording = True
         for tensor in _persistent(engine):
             self._allocate(tensor.untyped_storage())
         self.trace.peak = self._allocated = 0
+        self.is_recording = True
 
 
 class Saved(saved_tensors_hooks):
@@ -401,8 +401,8 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
                 trace.dense += parameter.numel()
         held = hold(engine)
         trace.state = held.masters + held.moments
-        recorder.begin(engine)
         phases.start(processes.device)
+        recorder.begin(engine)
         try:
             with Saved(trace, engine):
                 engine.backward(0, samples)
