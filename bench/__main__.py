@@ -24,6 +24,7 @@ BENCHMARKS = {
     "memory": "bench.studies.memory",
     "optim": "bench.studies.optim",
     "pipeline": "bench.studies.pipeline",
+    "plan": "bench.studies.plan",
     "recommender": "bench.studies.recommender",
     "recompute": "bench.studies.recompute",
     "routers": "bench.studies.routers",

@@ -1,0 +1,203 @@
+"""``python -m bench plan --cluster FILE``: predictions of ``fmoe plan`` against training steps on this machine.
+
+Each point is a small model with a split over one or two ranks of one thread each. Its step is predicted from the
+cluster file of ``fmoe plan calibrate``, under the loads that the measured steps had. Points and their order are fixed;
+no prediction uses a measured step.
+
+Repeatability is the difference between the medians of the first and the second half of the measured steps. No
+prediction can be expected to be closer.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench import options, ranks, report
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from pretrain.config.model import AttentionConfig
+
+MODELS = {
+    "64x4": {"hidden_size": 64, "num_layers": 4, "sequence_length": 128},
+    "128x4": {"hidden_size": 128, "num_layers": 4, "sequence_length": 128},
+    "256x2": {"hidden_size": 256, "num_layers": 2, "sequence_length": 256},
+    "384x4": {"hidden_size": 384, "num_layers": 4, "sequence_length": 256},
+}
+SPLITS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "EP2": {"expert": 2},
+    "TP2": {"tensor": 2},
+    "CP2": {"context": 2},
+    "PP2": {"pipeline": 2},
+    "DP2": {"data": 2},
+    "DP2 ZeRO-1": {"data": 2, "shard": "optimizer"},
+    "DP2 ZeRO-3": {"data": 2, "shard": "parameters"},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "8 experts": {},
+    "32 experts, skewed": {"experts": 32, "zipf": 1.2},
+    "recomputed": {"recompute": "full", "micro_batch": 4},
+    "bf16": {"precision": "bf16"},
+}
+
+
+class ZipfTokens:
+    """Samples of random tokens for a recipe, int64 [sequence_length + 1], with frequencies by Zipf's law."""
+
+    def __init__(self, recipe: Recipe, exponent: float):
+        weights = np.arange(1, recipe.model.vocab_size + 1, dtype=np.float64) ** -exponent
+        self._shares = weights / weights.sum()
+        self._length = recipe.model.sequence_length + 1
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        return np.random.default_rng(n).choice(len(self._shares), self._length, p=self._shares)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.parser("plan", __doc__, rounds=12, warmup=3, has_seed=False)
+    parser.add_argument("--cluster", required=True, help="cluster file of this machine, by fmoe plan calibrate")
+    parser.add_argument("--points", nargs="+", type=int, help="numbers of the points to measure, from 0 (default: all)")
+    arguments = parser.parse_args(argv)
+    options.at_least(arguments, rounds=4, warmup=1)
+    every = points()
+    chosen = arguments.points or range(len(every))
+    if max(chosen) >= len(every):
+        raise UserError(f"--points={max(chosen)} must be below {len(every)}")
+    rows = []
+    for number in chosen:
+        name, recipe, exponent = every[number]
+        measured = ranks.run(recipe.parallel.world_size, measure, recipe, exponent, arguments.rounds, arguments.warmup)
+        predicted = ranks.run(1, predict, recipe, arguments.cluster, measured["shares"])
+        rows.append({"point": name, "measured": measured, "predicted": predicted})
+        print(line(rows[-1]), flush=True)
+    report.write_rows({"points": rows}, table(rows), arguments.out, "plan")
+
+
+def points() -> list[tuple[str, Recipe, float]]:
+    """Return the name, the recipe and the exponent of the tokens' frequencies of each point."""
+    found = []
+    combinations = itertools.product(MODELS.items(), SPLITS.items(), VARIANTS.items())
+    for number, ((model_name, model), (split_name, split), (name, variant)) in enumerate(combinations):
+        if (number + number // len(VARIANTS)) % 2 and split_name != "one":
+            continue  # half of the combinations: with each split, two variants in turn
+        found.append((f"{model_name}, {split_name}, {name}", _recipe(model, split, variant), variant.get("zipf", 0.0)))
+    return found
+
+
+def _recipe(model: dict[str, Any], split: dict[str, Any], variant: dict[str, Any]) -> Recipe:
+    width = model["hidden_size"]
+    moe = MoEConfig(
+        num_experts=variant.get("experts", 8), top_k=2, gate="naive", capacity_factor=None, eval_capacity_factor=None
+    )
+    recipe = Recipe(
+        model=ModelConfig(
+            **model,
+            ffn_hidden_size=4 * width,
+            vocab_size=2048,
+            attention=AttentionConfig(num_heads=width // 32),
+            moe=moe,
+        ),
+        parallel=ParallelConfig(**split, recompute=variant.get("recompute", "none")),
+        optimizer=OptimizerConfig(name="adamw"),
+        train=TrainConfig(
+            global_batch=16, micro_batch=variant.get("micro_batch", 2), precision=variant.get("precision", "fp32")
+        ),
+    )
+    recipe.check()
+    return recipe
+
+
+def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[str, Any]:
+    """Return the seconds of steps on the slowest rank, bytes on the rank that needs the most, and experts' shares."""
+    processes = ranks.start_parallel(recipe)
+    from pretrain.engine import Engine
+    from pretrain.planner.trace import Saved, Trace
+
+    engine = Engine(recipe, processes)
+    samples = ZipfTokens(recipe, exponent)
+    seconds = []
+    for step in range(warmup + rounds):
+        if step == warmup:
+            engine.routing()
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.train_step(step, samples)
+        seconds.append(ranks.slowest(time.perf_counter() - begin))
+    shares = [reports.load for reports in engine.routing().values()]
+    trace = Trace()
+    with Saved(trace, engine):
+        engine.backward(0, samples)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        engine.backward(0, samples)
+    held = np.cumsum(
+        [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    )
+    return {
+        "seconds": seconds[warmup:],
+        "saved": ranks.slowest(float(trace.saved)),
+        "peak": ranks.slowest(float(held.max())),
+        "shares": [list(map(float, load)) for load in shares],
+    }
+
+
+def predict(recipe: Recipe, cluster: str, shares: list[list[float]]) -> dict[str, Any]:
+    """Return the prediction of a recipe's step under the shares [layers, experts]."""
+    dist.destroy_process_group()
+    from pretrain.planner import loads
+    from pretrain.planner.cluster import load_cluster
+    from pretrain.planner.predict import Predictor
+
+    shares_SLE = np.array([shares])
+    predicted = Predictor(load_cluster(cluster), loads.of_slowest(shares_SLE)).predict(recipe)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return {"seconds": predicted.seconds, "terms": predicted.terms, "memory": predicted.memory}
+
+
+def errors(row: dict[str, Any]) -> dict[str, float]:
+    """Return the relative errors of time, saved bytes and peak, and the repeatability of the time."""
+    measured = row["measured"]
+    seconds = measured["seconds"]
+    half = len(seconds) // 2
+    memory = row["predicted"]["memory"]
+    of_median = median(seconds)
+    return {
+        "seconds": row["predicted"]["seconds"] / of_median - 1,
+        "repeatability": abs(median(seconds[:half]) - median(seconds[half:])) / of_median,
+        "saved": memory["activations"] / measured["saved"] - 1,
+        "peak": (memory["activations"] + memory["transient"]) / measured["peak"] - 1,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    found = errors(row)
+    milliseconds = 1e3 * median(row["measured"]["seconds"])
+    return f"{row['point']}: {milliseconds:.1f} ms, " + ", ".join(f"{k} {v:+.1%}" for k, v in found.items())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the errors of all points as Markdown, and their medians and maxima."""
+    lines = [
+        "| point | step, ms | predicted, ms | error | repeatability | saved bytes | peak |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = [errors(row) for row in rows]
+    for row, of_row in zip(rows, found, strict=True):
+        lines.append(
+            f"| {row['point']} | {1e3 * median(row['measured']['seconds']):.1f} "
+            f"| {1e3 * row['predicted']['seconds']:.1f} | {of_row['seconds']:+.1%} | {of_row['repeatability']:.1%} "
+            f"| {of_row['saved']:+.2%} | {of_row['peak']:+.1%} |"
+        )
+    for name, of in (("median", np.median), ("worst", np.max)):
+        values = {key: of([abs(entry[key]) for entry in found]) for key in found[0]}
+        lines.append(
+            f"| {name} of sizes | | | {values['seconds']:.1%} | {values['repeatability']:.1%} | {values['saved']:.2%} "
+            f"| {values['peak']:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
