@@ -12,6 +12,7 @@ from pretrain.config.load import write_recipe
 from pretrain.formats import aligned, count_text, size_text
 from pretrain.planner import loads
 from pretrain.planner.cluster import Cluster
+from pretrain.planner.page import write_page
 from pretrain.planner.search import Candidate, Search
 
 _SHOWN = 10
@@ -59,6 +60,8 @@ def plan(recipe: Recipe, cluster: Cluster, num_ranks: int, options: Namespace) -
     }
     if options.out is not None:
         write_recipe(chosen, options.out)
+    if options.html is not None:
+        write_page({**values, "columns": _COLUMNS}, options.html)
     return values
 
 

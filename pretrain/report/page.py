@@ -18,7 +18,7 @@ from pretrain.report.runs import RunFolder, open_runs
 
 REPORT = "report.html"
 # In load order; they share one scope.
-_SCRIPTS = ("format", "palette", "data", "plot", "charts", "heatmap", "tables", "main")
+_SCRIPTS = ("format", "palette", "data", "elements", "plot", "charts", "heatmap", "tables", "main")
 
 
 def page(payload: bytes, *, live: bool = False) -> str:
@@ -28,10 +28,22 @@ def page(payload: bytes, *, live: bool = False) -> str:
         payload: result of `encode`.
         live: make the page poll its server for newer data.
     """
-    style = _asset("uplot/uPlot.min.css") + _asset("style.css")
-    scripts = "".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    licence = _asset("uplot/LICENSE")
-    script = f"/*\n{licence}*/\n{_asset('uplot/uPlot.iife.min.js')}(() => {{\n'use strict';\n{scripts}}})();\n"
+    style = asset("uplot/uPlot.min.css") + asset("style.css")
+    scripts = "".join(asset(f"{name}.js") for name in _SCRIPTS)
+    library = f"/*\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.iife.min.js')}"
+    return document(asset("page.html"), style, scripts, payload, library=library, live=live)
+
+
+def document(template: str, style: str, scripts: str, payload: bytes, *, library: str = "", live: bool = False) -> str:
+    """Return a template with its policy, style, script and data filled in.
+
+    Args:
+        scripts: share one scope, which the page's other scripts do not see.
+        payload: deflated data.
+        library: script that runs before ``scripts``.
+        live: allow requests to the page's own server.
+    """
+    script = f"{library}(() => {{\n'use strict';\n{scripts}}})();\n"
     assert "</script" not in script.lower() and "</style" not in style.lower()
     values = {
         "policy": policy(style, script, live=live),
@@ -40,7 +52,7 @@ def page(payload: bytes, *, live: bool = False) -> str:
         "mode": "live" if live else "file",
         "data": base64.b64encode(payload).decode(),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
 def policy(style: str, script: str, *, live: bool) -> str:
@@ -91,8 +103,9 @@ def read_runs(folders: Sequence[Path], *, requires_steps: bool = True) -> list[R
     return runs
 
 
-def _asset(name: str) -> str:
-    return (resources.files("pretrain.report") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "pretrain.report") -> str:
+    """Return the text of a file in a package's ``assets``."""
+    return (resources.files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

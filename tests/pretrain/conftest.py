@@ -1,12 +1,14 @@
-"""A tiny corpus of real text, and a recipe on it that trains in seconds."""
+"""A tiny corpus of real text, a recipe on it that trains in seconds, and a browser where there is one."""
 
 import json
+import shutil
 import sysconfig
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
+from opened import BROWSERS, FLAGS, WIDE, Opened
 from runs import with_sections
 
 from pretrain.config import (
@@ -86,3 +88,39 @@ def write_tiny_recipe(tiny_corpus):
 def recipe_file(write_tiny_recipe, tmp_path):
     """``recipe_file(section={"key": value}, ...)`` writes it in the test's own folder and returns its path."""
     return partial(write_tiny_recipe, tmp_path / "recipe.toml")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium; skips where none is installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=path, args=list(FLAGS))
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """``open_page(path or url, **of the browser's context) -> Opened``; at the end nothing was said on the console, and
+    no file was asked for but the page itself."""
+    opened, contexts = [], []
+
+    def go(where, **options):
+        context = browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **options})
+        contexts.append(context)
+        one = Opened(context.new_page())
+        opened.append(one)
+        one.goto(where if isinstance(where, str) else where.as_uri())
+        return one
+
+    yield go
+    for one in opened:
+        assert one.said == []
+        assert not [url for url in one.asked if not url.startswith(("file://", "http://127.0.0.1:", "blob:"))]
+        assert sum(url.startswith("file:") for url in one.asked) <= 1
+    for context in contexts:
+        context.close()

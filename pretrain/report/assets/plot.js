@@ -11,22 +11,6 @@ function tickCount(width) {
   return Math.max(width / 90, Math.min(5, width / LEAST_SPACE));
 }
 
-/** Creates an element with attributes; children are elements or text. */
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") made.className = value; else made.setAttribute(name, value);
-  }
-  made.append(...children.map((child) => (typeof child === "string" ? visible(child) : child)));
-  return made;
-}
-
-function dot(colour) {
-  const made = element("i", { class: "dot", "aria-hidden": "true" });
-  made.style.background = colour;
-  return made;
-}
-
 class Plot {
   /**
    * spec: title, unit (text or a function of the view), format(value, digits), lines(view) -> [{label, colour, x, y,

@@ -1,19 +1,18 @@
 """The pictures of docs/report.md, of runs that are made up unless some are given:
-``python tests/pretrain/report/pictures.py [RUN ...]``."""
+``PYTHONPATH=.:tests/pretrain python tests/pretrain/report/pictures.py [RUN ...]``."""
 
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from conftest import BROWSERS, FLAGS
 from made_up import event, write_run
+from opened import BROWSERS, FLAGS, MOST
 from playwright.sync_api import sync_playwright
 
 from pretrain.report import write_report
 
 DOCS = Path(__file__).parents[3] / "docs"
-MOST = 150_000  # bytes of a picture
 
 
 def made_up(folder: Path) -> list[Path]:

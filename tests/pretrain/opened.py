@@ -1,7 +1,10 @@
-"""A page in a browser, for tests of the report. No test."""
+"""A page in a browser, for tests of the report and of the planner. No test."""
 
 import re
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
+MOST = 150_000  # bytes of a picture in the docs
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
 TIMEOUT = 60_000  # milliseconds, for a machine that does other things too
 
