@@ -10,6 +10,7 @@ prediction can be expected to be closer.
 
 import itertools
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -18,11 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench import options, ranks, report
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.config.model import AttentionConfig
+from pretrain.planner.cluster import load_cluster
 
 MODELS = {
     "64x4": {"hidden_size": 64, "num_layers": 4, "sequence_length": 128},
@@ -60,9 +64,38 @@ class ZipfTokens:
         return np.random.default_rng(n).choice(len(self._shares), self._length, p=self._shares)
 
 
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors that operations in its context return, as long as they are alive.
+
+    Attributes:
+        peak: the largest number of bytes at the same time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._alive:
+            self._alive[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self._alive.pop, id(storage)).atexit = False
+            self.peak = max(self.peak, sum(self._alive.values()))
+
+
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("plan", __doc__, rounds=12, warmup=3, has_seed=False)
-    parser.add_argument("--cluster", required=True, help="cluster file of this machine, by fmoe plan calibrate")
+    parser.add_argument(
+        "--cluster", required=True, nargs="+", help="files of fmoe plan calibrate on this machine: --ranks 1, --ranks 2"
+    )
     parser.add_argument("--points", nargs="+", type=int, help="numbers of the points to measure, from 0 (default: all)")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, rounds=4, warmup=1)
@@ -70,11 +103,15 @@ def main(argv: Sequence[str]) -> None:
     chosen = arguments.points or range(len(every))
     if max(chosen) >= len(every):
         raise UserError(f"--points={max(chosen)} must be below {len(every)}")
+    clusters = {load_cluster(name).num_ranks: name for name in arguments.cluster}
     rows = []
     for number in chosen:
         name, recipe, exponent = every[number]
-        measured = ranks.run(recipe.parallel.world_size, measure, recipe, exponent, arguments.rounds, arguments.warmup)
-        predicted = ranks.run(1, predict, recipe, arguments.cluster, measured["shares"])
+        size = recipe.parallel.world_size
+        if size not in clusters:
+            raise UserError(f"--cluster has no file of {size} ranks, which the point {name!r} needs")
+        measured = ranks.run(size, measure, recipe, exponent, arguments.rounds, arguments.warmup)
+        predicted = ranks.run(1, predict, recipe, clusters[size], measured["shares"])
         rows.append({"point": name, "measured": measured, "predicted": predicted})
         print(line(rows[-1]), flush=True)
     report.write_rows({"points": rows}, table(rows), arguments.out, "plan")
@@ -117,6 +154,9 @@ def _recipe(model: dict[str, Any], split: dict[str, Any], variant: dict[str, Any
 def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[str, Any]:
     """Return the seconds of steps on the slowest rank, bytes on the rank that needs the most, and experts' shares."""
     processes = ranks.start_parallel(recipe)
+    from megatron.core.pipeline_parallel import schedules
+
+    from fmoe.runtime import phases
     from pretrain.engine import Engine
     from pretrain.planner.trace import Saved, Trace
 
@@ -134,15 +174,18 @@ def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[s
     trace = Trace()
     with Saved(trace, engine):
         engine.backward(0, samples)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with Allocated() as allocated:
         engine.backward(0, samples)
-    held = np.cumsum(
-        [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    )
+    spent = []
+    for step in range(4):
+        phases.start(processes.device, (schedules, "backward_step"))
+        engine.train_step(warmup + rounds + step, samples)
+        spent.append(phases.stop())
     return {
         "seconds": seconds[warmup:],
         "saved": ranks.slowest(float(trace.saved)),
-        "peak": ranks.slowest(float(held.max())),
+        "peak": ranks.slowest(float(allocated.peak)),
+        "phases": {name: median(of_step[name] for of_step in spent) for name in spent[0]},
         "shares": [list(map(float, load)) for load in shares],
     }
 
@@ -151,7 +194,6 @@ def predict(recipe: Recipe, cluster: str, shares: list[list[float]]) -> dict[str
     """Return the prediction of a recipe's step under the shares [layers, experts]."""
     dist.destroy_process_group()
     from pretrain.planner import loads
-    from pretrain.planner.cluster import load_cluster
     from pretrain.planner.predict import Predictor
 
     shares_SLE = np.array([shares])

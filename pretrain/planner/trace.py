@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from fmoe.errors import UserError
 from fmoe.exchange import AllToAllExchange, HierarchicalExchange, all_to_all, base
 from fmoe.experts import initial
+from fmoe.kernels import fused
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.moe import MoE
 from fmoe.parallel.gradients import is_expert
@@ -364,6 +365,22 @@ def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _with_attributes(engine: Engine) -> Iterator[None]:
+    """Give the experts' backward pass the parameters, with their ``main_grad``: hooks of saved tensors pass copies."""
+    parameters = {_place(parameter): parameter for parameter in engine.gpt.parameters()}
+    with contextlib.ExitStack() as stack:
+        for name in ("_main_grad", "_added_to_main_grad"):
+            function = getattr(fused, name)
+            of_parameter = lambda weight, function=function: function(parameters.get(_place(weight), weight))  # noqa: E731
+            stack.enter_context(mock.patch.object(fused, name, of_parameter))
+        yield
+
+
+def _place(tensor: Tensor) -> tuple[int, Any]:
+    return id(tensor.untyped_storage()), tensor.storage_offset()
+
+
 def _counts(exchange: Any, rows_WE: np.ndarray) -> list[np.ndarray]:
     """Return the counts that a rank's exchange reads (`AllToAllExchange._exchange_counts`), without flags."""
     rank = exchange.ep_rank
@@ -404,7 +421,7 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
         phases.start(processes.device)
         recorder.begin(engine)
         try:
-            with Saved(trace, engine):
+            with Saved(trace, engine), _with_attributes(engine):
                 engine.backward(0, samples)
         finally:
             recorder.is_recording = False
