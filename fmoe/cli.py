@@ -26,7 +26,7 @@ USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help for details)"
 # Summaries and order of `fmoe --help`. They are here so that `--help` imports no command.
 SUMMARIES = {
     "data": "train a tokenizer on text, and turn text into token files",
-    "plan": "size of a model and its training tokens for a budget",
+    "plan": "split of a recipe over a cluster, or size of a model for a budget",
     "train": "pretrain the model of a recipe",
     "generate": "continue a text with a trained model",
     "evaluate": "loss, perplexity and bits per byte of trained models on any text",

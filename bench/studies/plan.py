@@ -12,7 +12,6 @@ import itertools
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 

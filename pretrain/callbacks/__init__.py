@@ -9,6 +9,7 @@ from pretrain.callbacks.collapse import CollapseWarning
 from pretrain.callbacks.events import Events
 from pretrain.callbacks.guards import StepGuard
 from pretrain.callbacks.phases import Phases
+from pretrain.callbacks.plan import PlanCheck
 from pretrain.callbacks.profiling import Profiling
 from pretrain.callbacks.stopping import Stopping
 from pretrain.callbacks.tasks import TaskEvaluation
@@ -23,6 +24,7 @@ __all__ = [
     "CollapseWarning",
     "Events",
     "Phases",
+    "PlanCheck",
     "Profiling",
     "StepGuard",
     "Stopping",

@@ -103,6 +103,14 @@ def _check_option(value: Any, name: str) -> Any:
     return value
 
 
+def _check_plan(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a table of what a plan predicts: seconds of a step above 0, and other numbers of at least 0."""
+    for name, value in {"seconds": 0, **table}.items() if table else ():
+        if not isinstance(value, int | float) or value < 0 or (name == "seconds" and not value):
+            raise ValueError(f".{name}={value} must be a number {'above' if name == 'seconds' else 'of at least'} 0")
+    return table
+
+
 Positive = Annotated[int, Interval(ge=1, le=MAX_INT)]
 NotNegative = Annotated[int, Interval(ge=0, le=MAX_INT)]
 PositiveFloat = Annotated[float, Gt(0)]
@@ -113,6 +121,7 @@ AnyPath = Annotated[str, Check(check_text), Check(_check_path)]
 PathName = Annotated[str, MinLen(1), Check(check_text), Check(_check_path)]
 Corpus = Annotated[str, MinLen(1), Check(check_text), Check(_check_path), Check(_check_prefix)]
 Table = Annotated[Mapping[str, Any], Check(_check_table)]
+Plan = Annotated[Mapping[str, Any], Check(_check_table), Check(_check_plan)]
 
 
 @dataclass(frozen=True, kw_only=True)

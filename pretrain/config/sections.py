@@ -16,6 +16,7 @@ from pretrain.config.keys import (
     NotNegativeFloat,
     OnResume,
     PathName,
+    Plan,
     Positive,
     Section,
     Table,
@@ -186,6 +187,9 @@ class TrackingConfig(Section):
     slow_rank: Annotated[float, Ge(1), AllowInfinity()] = 1.5
     """Log a warning if the own work of the slowest rank in a measured step takes more than this factor of the mean of
     the other ranks; inf disables."""
+    plan: Plan = field(default_factory=dict)
+    """What ``fmoe plan --out`` predicts for this recipe: ``seconds`` of a step and of its phases, and ``memory`` in
+    bytes. The run compares itself with these (docs/planner.md); empty for no comparison."""
     project: Name = "fmoe"
     """Project name in wandb and trackio."""
 

@@ -9,14 +9,17 @@ import platform
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,15 +29,19 @@ from fmoe.experts import FFNExperts
 from fmoe.experts.call import ExpertCall
 from fmoe.runtime import launcher
 from fmoe.runtime.collectives import run as run_collective
-from megatron_patch import bf16_linear
-from pretrain.config import Recipe
+from megatron_patch import bf16_linear, cpu
+from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.config.load import to_toml
+from pretrain.engine import Engine, init_parallel
 from pretrain.files import refuse_existing, replacing
 from pretrain.models.config import DTYPES
 from pretrain.planner.cluster import Cluster, Device, Kind, Link, Points
+from pretrain.planner.loads import of_slowest, uniform
+from pretrain.planner.trace import Trace, trace_step
 from pretrain.start import process, ranks
 from pretrain.start.job import Job
 from pretrain.start.launch import rendezvous
+from pretrain.start.process import Processes
 
 _PROGRAM = "fmoe plan calibrate"
 _BYTES_COPIED = 1 << 28  # more than the caches of most processors hold
@@ -79,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
 
 @torch.no_grad()
 def _measure(out: Path, quick: bool) -> int:
+    tiny = _tiny_recipe(launcher.world_size())
+    traced = trace_step(tiny, 0, of_slowest(uniform(2)))  # before there are process groups
     timer = Timer(process.start().device, quick)
     local_size = launcher.number("LOCAL_WORLD_SIZE", 1)
     if timer.is_gpu:
@@ -92,7 +101,7 @@ def _measure(out: Path, quick: bool) -> int:
         name=out.stem,
         source=f"measured on {name} with torch {torch.__version__} and {dist.get_backend()}",
         num_ranks=dist.get_world_size(),
-        device=_device(timer, memory),
+        device=replace(_device(timer, memory), **_host(timer, tiny, traced)),
         links=_links(collectives["send"], local_size),
         collectives=collectives,
     )
@@ -170,6 +179,7 @@ def _device(timer: Timer, memory: int) -> Device:
         "gemm": (_gemm, rows, widths, widths),
         "attention": (_attention, (1, 4, 16), rows[1:], (64, 96, 128)),
         "experts": (_experts, (2, 4, 8), rows[:3], widths[1:4], widths[1:]),
+        "move": (_move, _BYTES),
     }
     measured: dict[Any, dict[Any, Points]] = {name: {} for name in operations}
     for dtype in ("fp32", "bf16", "fp16") if timer.is_gpu else ("fp32", "bf16"):  # fp16 takes CPUs forty times as long
@@ -190,6 +200,34 @@ def _device(timer: Timer, memory: int) -> Device:
     )
 
 
+def _tiny_recipe(num_ranks: int) -> Recipe:
+    """Return a recipe whose operations have almost no work, for one micro batch on each rank."""
+    model = ModelConfig(
+        num_layers=8,
+        hidden_size=16,
+        ffn_hidden_size=16,
+        sequence_length=8,
+        vocab_size=64,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(num_experts=2, top_k=1),
+    )
+    train = TrainConfig(global_batch=num_ranks, micro_batch=1)
+    return Recipe(model=model, parallel=ParallelConfig(data=num_ranks), train=train)
+
+
+def _host(timer: Timer, tiny: Recipe, traced: Trace) -> dict[str, Any]:
+    """Return the seconds that the host adds to each traced operation of a training step."""
+    cpu.install()
+    init_parallel(tiny)
+    engine = Engine(tiny, Processes(dist.get_rank(), dist.get_world_size(), timer.device))
+    samples: Any = defaultdict(lambda: np.zeros(tiny.model.sequence_length + 1, np.int64))
+    with torch.enable_grad():
+        seconds, _ = timer(lambda: engine.backward(0, samples))
+    parallel_state.destroy_model_parallel()
+    count = sum(sum(steps.values()) for steps in traced.steps.values())
+    return {"host": _rounded(seconds / count), "asynchronous": timer.is_gpu}
+
+
 def _gemm(values: Callable[..., Tensor], m: int, k: int, n: int) -> Step:
     x = values(m, k)
     weight = values(n, k)
@@ -208,6 +246,11 @@ def _experts(values: Callable[..., Tensor], num_experts: int, rows: int, d_model
     with x.device:
         experts = FFNExperts(num_experts, d_model, d_hidden).to(x.dtype)
     return lambda: ExpertCall(experts, "experts", x, training=True).rows([x], [rows] * num_experts)
+
+
+def _move(values: Callable[..., Tensor], num_bytes: int) -> Step:
+    x = values(num_bytes // 3 // values(1).element_size())
+    return lambda: x + x  # into new memory, as most operations of a step
 
 
 def _collectives(timer: Timer) -> dict[Any, dict[int, Points]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fmoe.cli import Parser
 from fmoe.errors import UserError
-from pretrain.config.load import read_recipe, split_overrides
+from pretrain.config.load import find_recipe, read_recipe, split_overrides
 from pretrain.files import refuse_existing
 from pretrain.planner import sizing
 from pretrain.planner.cluster import load_cluster
@@ -70,10 +70,11 @@ def _split(argv: list[str]) -> int:
     for name, value, low in (("tokens", options.tokens, 1), ("skew", options.skew, 0), ("seconds", options.seconds, 1)):
         if value is not None and not low <= value < math.inf:
             raise UserError(f"--{name}={value:g} must be at least {low}, and finite")
-    recipe = read_recipe(options.recipe, overrides)
-    recipe.check()
+    from pretrain.config.imports import import_plugins
     from pretrain.planner import splits  # which imports torch
 
+    recipe = import_plugins(read_recipe(options.recipe, overrides), find_recipe(options.recipe).parent)
+    recipe.check()
     values = splits.plan(recipe, cluster, ranks, options)
     print(json.dumps(values, indent=1) if options.json else splits.as_text(values), end="")
     return 0

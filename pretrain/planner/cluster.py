@@ -33,6 +33,7 @@ _POWERS = {
     "gemm": (1, 1, 1),  # m, k, n of [m, k] @ [k, n]
     "attention": (1, 2, 1),  # heads of all sequences, length, width of a head
     "experts": (1, 1, 1, 1),  # experts, rows of each, d_model, d_hidden
+    "move": (1,),  # bytes
 }
 
 
@@ -65,9 +66,12 @@ class Device(_Table):
         efficiency: largest share of ``peak`` that a product reaches, for operations that are not measured.
         bandwidth: bytes per second, read and written together.
         launch: seconds of an operation without work.
+        host: seconds in which the host prepares an operation of a training step: Python, modules and autograd.
+        asynchronous: whether the host prepares operations while the device runs others, as with GPUs. The host's
+            seconds then count only beyond the device's.
         measured: tables of points by operation and dtype: gemm (m, k, n), attention (heads of all sequences, length,
-            width of a head), and experts (experts, rows of each, d_model, d_hidden). All are forward passes, and
-            attention is causal.
+            width of a head), experts (experts, rows of each, d_model, d_hidden), and move (bytes read and written by
+            an operation that computes little). All are forward passes, and attention is causal.
         spread: spread of ``bandwidth`` and ``launch``, if measured.
     """
 
@@ -76,7 +80,9 @@ class Device(_Table):
     efficiency: Annotated[float, Interval(gt=0, le=1)]
     bandwidth: PositiveFloat
     launch: NotNegativeFloat
-    measured: Mapping[Literal["gemm", "attention", "experts"], Mapping[Dtype, Points]] = field(default_factory=dict)
+    host: NotNegativeFloat = 0.0
+    asynchronous: bool = False
+    measured: Mapping[Literal["gemm", "attention", "experts", "move"], Mapping[Dtype, Points]] = field(default_factory=dict)
     spread: Mapping[Literal["bandwidth", "launch"], NotNegativeFloat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,8 +160,11 @@ class Cluster(_Table):
             return 2 * self.gemm_seconds(rows, d_model, d_hidden, dtype, num_experts)
         return seconds
 
-    def move_seconds(self, num_bytes: float) -> float:
+    def move_seconds(self, num_bytes: float, dtype: str = "fp32") -> float:
         """Return the seconds of an operation that computes little and reads and writes ``num_bytes`` together."""
+        seconds = self._measured("move", dtype, num_bytes) if num_bytes else None
+        if seconds is not None:
+            return seconds
         return self.device.launch + num_bytes / self.device.bandwidth
 
     def collective_seconds(self, kind: str, group_size: int, span: int, num_bytes: float) -> float:

@@ -57,6 +57,14 @@ class Piece:
         """Seconds of a micro batch's passes."""
         return schedule.Times(*(sum(self.passes[name].values()) for name in _PASSES))
 
+    def with_host_behind(self) -> "Piece":
+        """Return the piece with only those seconds of the host that exceed those of the device, in each pass."""
+        passes = {}
+        for name, terms in self.passes.items():
+            of_device = sum(terms.values()) - terms.get("host", 0.0)
+            passes[name] = {**terms, "host": max(0.0, terms.get("host", 0.0) - of_device)}
+        return replace(self, passes=passes, once={**self.once, "host": 0.0})
+
     def minus(self, other: "Piece", times: int = 1) -> "Piece":
         """Return this piece without ``times`` the other."""
         return Piece(
@@ -77,16 +85,20 @@ class Prediction:
         seconds: time of a step.
         terms: seconds of the busiest stage by term: gemm, attention, experts, memory, exchange, groups
             (`prices.steps_seconds`), and bubble, reduction, optimizer. They add up to ``seconds``.
+        phases: the same seconds by phase of a measured step (`fmoe.runtime.phases`).
         memory: bytes of the rank that needs the most: weights, gradients, optimizer, activations, transient (the most
             of other tensors at the same time), margin.
         stage: pipeline stage of this rank.
+        dense: largest number of parameters outside of experts that a rank holds.
     """
 
     recipe: Recipe
     seconds: float
-    terms: dict[str, float]
+    terms: Seconds
+    phases: Seconds
     memory: dict[str, float]
     stage: int
+    dense: int
 
     @property
     def bytes(self) -> float:
@@ -120,6 +132,8 @@ class Predictor:
         base, pieces, first = self._pieces(recipe, sorted(set(kinds.values())))
         stages = _stages(recipe, base, [pieces[kind] for kind in kinds.values()])
         micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * parallel.dense_data)
+        if self.cluster.device.asynchronous:
+            stages = [[part.with_host_behind() for part in chunks] for chunks in stages]
         times = [[part.times for part in chunks] for chunks in stages]
         if parallel.schedule != "zero_bubble":
             times = [[schedule.Times(t.forward, t.backward + t.weights) for t in chunks] for chunks in times]
@@ -132,23 +146,32 @@ class Predictor:
         seconds = schedule.seconds(parallel.schedule, times, micro_batches, hop)
         busiest = max(range(len(stages)), key=lambda s: sum(t.forward + t.backward + t.weights for t in times[s]))
         terms: Seconds = {}
+        phases: Seconds = {}
         for part in stages[busiest]:
-            for of_pass in part.passes.values():
+            for name, of_pass in part.passes.items():
                 terms = _sum(terms, of_pass, micro_batches)
-        terms["bubble"] = seconds - sum(terms.values())
+                phases = _sum(phases, _by_phase(name, of_pass), micro_batches)
+        bubble = {"bubble": seconds - sum(terms.values())}
+        terms = _sum(terms, bubble)
+        phases = _sum(phases, {"collectives": bubble["bubble"]})
         for part in stages[busiest]:
             terms = _sum(terms, part.once)
+            phases = _sum(phases, {"other": sum(part.once.values())})
         owned = [(sum(part.dense for part in s), sum(part.experts for part in s)) for s in stages]
         state = first.state / (first.dense + first.experts)
-        terms["reduction"] = max(self._reduction(recipe, *counts, micro_batches) for counts in owned)
+        reduction = max(self._reduction(recipe, *counts, micro_batches) for counts in owned)
         if parallel.overlap_gradients:  # with the last micro batch's backward pass
-            terms["reduction"] = max(0.0, terms["reduction"] - sum(t.backward for t in times[busiest]))
-        terms["optimizer"] = max(self._optimizer(recipe, *counts, state) for counts in owned)
+            reduction = max(0.0, reduction - sum(t.backward for t in times[busiest]))
+        optimizer = max(self._optimizer(recipe, *counts, state) for counts in owned)
+        terms |= {"reduction": reduction, "optimizer": optimizer}
+        phases |= {"reduction": reduction, "optimizer": optimizer}
         memory = [
             _memory(recipe, s, stages[s], first.peak - first.saved, state, micro_batches) for s in range(len(stages))
         ]
         stage = max(range(len(stages)), key=lambda s: sum(memory[s].values()))
-        return Prediction(recipe, sum(terms.values()), terms, memory[stage], stage)
+        return Prediction(
+            recipe, sum(terms.values()), terms, phases, memory[stage], stage, max(counts[0] for counts in owned)
+        )
 
     def _pieces(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> tuple[Piece, dict[LayerKind, Piece], Trace]:
         """Return what is added by embeddings and losses, by a layer of each kind, and the trace of both."""
@@ -300,6 +323,16 @@ def _memory(
         "transient": transient,
     }
     return memory | {"margin": MARGIN * sum(memory.values())}
+
+
+def _by_phase(name: str, terms: Seconds) -> Seconds:
+    """Return the seconds of a pass by phase."""
+    is_forward = name == "forward"
+    of_term = {"exchange": "exchange", "groups": "collectives", "experts": "experts" if is_forward else "backward"}
+    phases: Seconds = {}
+    for term, seconds in terms.items():
+        phases = _sum(phases, {of_term.get(term, "forward" if is_forward else "backward"): seconds})
+    return phases
 
 
 def _sum(first: Seconds, second: Seconds, factor: int = 1) -> Seconds:

@@ -14,13 +14,15 @@ _BACKWARD = 2.5  # of attention, in forward passes: five products instead of two
 
 
 def steps_seconds(cluster: Cluster, steps: Mapping[Operation | Collective, int]) -> dict[str, float]:
-    """Return the seconds of operations and collectives, by term: gemm, attention, experts, memory, exchange, groups.
+    """Return the seconds of operations and collectives, by term.
 
-    ``memory`` are operations that compute little. ``exchange`` are all-to-alls, and ``groups`` other collectives.
+    Terms are gemm, attention, experts, memory (operations that compute little), exchange (all-to-all), groups (other
+    collectives), and host (its time before operations).
     Messages between pipeline stages are left out.
     """
     seconds: dict[str, float] = defaultdict(float)
     for step, count in steps.items():
+        seconds["host"] += count * cluster.device.host
         if isinstance(step, Collective):
             term = "exchange" if "alltoall" in step.kind else "groups"
             seconds[term] += count * _collective(cluster, step)
@@ -63,4 +65,4 @@ def _operation(cluster: Cluster, step: Operation) -> tuple[str, float]:
         return "gemm", cluster.gemm_seconds(m, k, n, dtype, size)
     if "empty" in step.name:
         return "memory", 0.0
-    return "memory", cluster.move_seconds(step.moved)
+    return "memory", cluster.move_seconds(step.moved, dtype)

@@ -1,18 +1,22 @@
 """``fmoe plan RECIPE``: search for a split, check it by the dry run, and show it as JSON values and as text."""
 
+import contextlib
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from fmoe.errors import UserError
 from pretrain import dryrun
 from pretrain.config import Recipe
 from pretrain.config.load import write_recipe
 from pretrain.formats import aligned, count_text, size_text
-from pretrain.planner import loads
+from pretrain.planner import alternatives, loads
 from pretrain.planner.cluster import Cluster
 from pretrain.planner.page import write_page
+from pretrain.planner.predict import Prediction
 from pretrain.planner.search import Candidate, Search
 
 _SHOWN = 10
@@ -53,13 +57,17 @@ def plan(recipe: Recipe, cluster: Cluster, num_ranks: int, options: Namespace) -
     if recipe.model.layers_with_experts:
         routing = loads.imbalance(shares_SLE, chosen.parallel.expert, recipe.model.moe.capacity_factor)
     tokens = options.tokens or recipe.train.steps * recipe.train.global_batch * recipe.tokens_per_sequence
+    others = _other_methods(best.prediction, cluster)
     values = {
         "recipe": options.recipe,
         **as_json(search, found[found.index(best) :], tokens, routing),
         "summary": summary,
+        "other_methods": {name: asdict(price) for name, price in others.items()},
     }
     if options.out is not None:
-        write_recipe(chosen, options.out)
+        expected = {"seconds": best.prediction.seconds, "memory": best.prediction.bytes, **best.prediction.phases}
+        plan = {name: float(f"{max(value, 0.0):.4g}") for name, value in expected.items()}
+        write_recipe(replace(chosen, tracking=replace(chosen.tracking, plan=plan)), options.out)
     if options.html is not None:
         write_page({**values, "columns": _COLUMNS}, options.html)
     return values
@@ -77,8 +85,38 @@ def _confirmed(found: Sequence[Candidate], cluster: Cluster) -> tuple[Any, str]:
         held = planned.largest.holding.total
         in_step = sum(prediction.memory[name] for name in ("activations", "transient", "margin"))
         if held + in_step <= cluster.device.memory:
-            break
-    return candidate, dryrun.summary(planned)
+            return candidate, dryrun.summary(planned)
+    raise UserError(
+        f"cluster {cluster.name}: of the {len(found)} splits that fit by prediction, none fits by the dry run into "
+        f"device.memory={cluster.device.memory:.3g}"
+    )
+
+
+def _other_methods(prediction: Prediction, cluster: Cluster) -> dict[str, alternatives.Price]:
+    """Return the prices of other methods (`pretrain.planner.alternatives`) for a split, by name."""
+    recipe = prediction.recipe
+    parallel = recipe.parallel
+    prices = {}
+    ranks = parallel.dense_data
+    if ranks > 1:
+        shape = (max(1, prediction.dense // recipe.model.hidden_size), recipe.model.hidden_size)
+        for algorithm in ("ring", "hierarchical", "grid"):
+            with contextlib.suppress(UserError):  # a grid or nodes need numbers of ranks that divide
+                price = alternatives.all_reduce(cluster, algorithm, ranks, 4 * prediction.dense)
+                prices[f"all-reduce of gradients, {algorithm}"] = price
+        for method in ("powersgd", "dgc", "onebit", "local_sgd", "diloco"):
+            prices[f"gradients by {method}"] = alternatives.gradient_compression(cluster, method, shape, ranks)
+        compute = [prediction.seconds - prediction.terms["reduction"]] * (ranks - 1)
+        for mode in ("synchronous", "stale", "asynchronous"):
+            price = alternatives.parameter_server(cluster, mode, 4 * prediction.dense, compute, 1, 3)
+            prices[f"a step with a {mode} parameter server"] = price
+    rows = recipe.train.micro_batch * recipe.model.sequence_length
+    for scheme in ("1d", "2d", "3d") if parallel.tensor > 1 else ():
+        with contextlib.suppress(UserError):  # of ranks that are no square or cube
+            sizes = (rows, recipe.model.hidden_size, recipe.model.ffn_hidden_size, parallel.tensor)
+            price = alternatives.tensor_parallel(cluster, scheme, *sizes, recipe.train.precision)
+            prices[f"a linear layer, tensor parallel in {scheme}"] = price
+    return prices
 
 
 def as_json(search: Search, found: Sequence[Candidate], tokens: float, routing: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +197,7 @@ def as_text(values: dict[str, Any]) -> str:
         ]
         rows.append([*row, f"{plan['cost']:,.0f} {plan['currency']}"] if has_price else row)
     best = plans[0]
+    others = values["other_methods"]
     routing = ", ".join(f"{name} {value:.3g}" for name, value in values["routing"].items())
     lines = [
         values["summary"],
@@ -170,6 +209,9 @@ def as_text(values: dict[str, Any]) -> str:
         "memory of its largest rank: " + _terms(best["memory"], lambda value: size_text(round(value))),
         f"busiest rank's rows over equal ones: {routing}",
         "",
+        "other methods for its ranks, most of them not built:",
+        *(f"  {line}" for line in aligned([("method", "seconds", "sent", "memory"), *map(_price, others.items())])),
+        "",
         "its neighbors:",
         *(
             f"  {line}"
@@ -177,6 +219,11 @@ def as_text(values: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _price(item: tuple[str, dict[str, float]]) -> tuple[str, ...]:
+    name, price = item
+    return (name, f"{price['seconds']:.3g}", size_text(round(price["sent"])), size_text(round(price["memory"])))
 
 
 def _terms(values: dict[str, float], formatted: Any) -> str:

@@ -24,6 +24,7 @@ from pretrain.callbacks import (
     CollapseWarning,
     Events,
     Phases,
+    PlanCheck,
     Profiling,
     StepGuard,
     Stopping,
@@ -151,6 +152,8 @@ def callbacks_of(job: Job, start: Start, inputs: Inputs, registered: Sequence[Ca
     callbacks: list[Callback] = [profiling, events, StepGuard(guard)]
     if tracking.phases_every:
         callbacks.append(Phases(tracking.phases_every, tracking.slow_rank))
+    if tracking.plan:
+        callbacks.append(PlanCheck(tracking.plan))
     if guard.collapse_window and recipe.model.layers_with_experts:
         if recipe.model.moe.gate == "random":
             guard = replace(guard, collapse_uniform=0.0)  # its choices are meant to be uniform

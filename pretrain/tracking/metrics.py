@@ -130,6 +130,10 @@ DECLARED: list[Metric] = [
                section="speed")
         for phase, what in PHASES.items()
     ),
+    Metric("plan/step_ratio", "", "seconds of the step, divided by those of `tracking.plan`", title="step over plan",
+           when="every step, with `tracking.plan`", section="speed"),
+    Metric("plan/memory_ratio", "", "largest `memory_mb` of all ranks, divided by the bytes of `tracking.plan`",
+           title="memory over plan", when="on GPUs, with `tracking.plan`", section="speed", is_exact=True),
     Metric("load", "fraction, a list", "share of each expert in the kept assignments; sums to 1",
            lambda layer: layer.load),
     Metric("entropy", "nats per token", "entropy of the router's probabilities", lambda layer: layer.entropy,

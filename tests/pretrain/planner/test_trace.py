@@ -79,7 +79,29 @@ def traced(recipe, rank, rows_of_rank):
     ],
 )
 def test_saved_bytes_are_those_of_a_real_step(forks, text):
-    recipe = Split.of(text).recipe(BASE)
+    _compare(forks, text, Split.of(text).recipe(BASE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange": "hierarchical", "node_size": 1},
+        {"exchange": "hierarchical", "node_size": 2},
+        {"chunks": 2},
+        {"max_rows": 40},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_exchanges_save_what_they_do_in_a_real_step(forks, options, capacity_factor):
+    recipe = Split.of("EP2").recipe(BASE)
+    moe = replace(DROPLESS, capacity_factor=capacity_factor)
+    recipe = replace(recipe, model=replace(recipe.model, moe=moe), parallel=replace(recipe.parallel, **options))
+    _compare(forks, "EP2", recipe)
+
+
+def _compare(forks, text, recipe):
     layers = 4 if "VPP" in text else 2
     size = recipe.parallel.world_size
     # One micro batch, whose rows are those that `measured` noted; the interleaved schedule needs two.
