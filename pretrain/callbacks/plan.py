@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 from fmoe.runtime.phases import WAITS, WORK
 from pretrain.callbacks.base import Callback, Loop, Metrics
@@ -34,16 +35,18 @@ class PlanCheck(Callback):
         self._has_drifted = False
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
-        ratio = metrics["step_seconds"] / self.plan["seconds"]
+        measured: Any = metrics
+        ratio = measured["step_seconds"] / self.plan["seconds"]
         metrics["plan/step_ratio"] = ratio
         self._ratios.append(ratio)
         memory_ratio = 1.0
         if trainer.processes.device.type == "cuda" and "memory" in self.plan:
-            used = metrics.get("memory_mb/largest", metrics["memory_mb"]) * _MIB
-            memory_ratio = metrics["plan/memory_ratio"] = used / self.plan["memory"]
+            used = measured.get("memory_mb/largest", measured["memory_mb"]) * _MIB
+            memory_ratio = used / self.plan["memory"]
+            metrics["plan/memory_ratio"] = memory_ratio
         for phase in (*WORK, *WAITS):
             if f"time/{phase}_ms" in metrics:
-                self._phases[phase] = metrics[f"time/{phase}_ms"] / 1e3
+                self._phases[phase] = measured[f"time/{phase}_ms"] / 1e3
         if len(self._ratios) < self.window:
             return
         middle = median(self._ratios)

@@ -19,9 +19,10 @@ from typing import Any, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fmoe.cli import Parser, run
 from fmoe.errors import UserError
@@ -36,8 +37,6 @@ from pretrain.engine import Engine, init_parallel
 from pretrain.files import refuse_existing, replacing
 from pretrain.models.config import DTYPES
 from pretrain.planner.cluster import Cluster, Device, Kind, Link, Points
-from pretrain.planner.loads import of_slowest, uniform
-from pretrain.planner.trace import Trace, trace_step
 from pretrain.start import process, ranks
 from pretrain.start.job import Job
 from pretrain.start.launch import rendezvous
@@ -86,8 +85,6 @@ def main(argv: Sequence[str]) -> int:
 
 @torch.no_grad()
 def _measure(out: Path, quick: bool) -> int:
-    tiny = _tiny_recipe(launcher.world_size())
-    traced = trace_step(tiny, 0, of_slowest(uniform(2)))  # before there are process groups
     timer = Timer(process.start().device, quick)
     local_size = launcher.number("LOCAL_WORLD_SIZE", 1)
     if timer.is_gpu:
@@ -101,7 +98,7 @@ def _measure(out: Path, quick: bool) -> int:
         name=out.stem,
         source=f"measured on {name} with torch {torch.__version__} and {dist.get_backend()}",
         num_ranks=dist.get_world_size(),
-        device=replace(_device(timer, memory), **_host(timer, tiny, traced)),
+        device=replace(_device(timer, memory), host=_host(timer), asynchronous=timer.is_gpu),
         links=_links(collectives["send"], local_size),
         collectives=collectives,
     )
@@ -177,8 +174,10 @@ def _device(timer: Timer, memory: int) -> Device:
     rows = [8 * number if timer.is_gpu else number for number in _ROWS]
     operations: dict[Any, tuple[Any, ...]] = {
         "gemm": (_gemm, rows, widths, widths),
-        "attention": (_attention, (1, 4, 16), rows[1:], (64, 96, 128)),
-        "experts": (_experts, (2, 4, 8), rows[:3], widths[1:4], widths[1:]),
+        "attention": (_attention, (1, 4, 16), rows[1:], (32, 64, 128)),
+        "attention_backward": (partial(_backward, _attention), (1, 4, 16), rows[1:], (32, 64, 128)),
+        "experts": (_experts, (2, 4, 8), rows[:3], widths[:4], widths[1:]),
+        "experts_backward": (partial(_backward, _experts), (2, 4, 8), rows[:3], widths[:4], widths[1:]),
         "move": (_move, _BYTES),
     }
     measured: dict[Any, dict[Any, Points]] = {name: {} for name in operations}
@@ -200,8 +199,27 @@ def _device(timer: Timer, memory: int) -> Device:
     )
 
 
-def _tiny_recipe(num_ranks: int) -> Recipe:
-    """Return a recipe whose operations have almost no work, for one micro batch on each rank."""
+class _Operations(TorchDispatchMode):
+    """Counts operations that make or change tensors, and not only views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known]
+        self.count += bool(made) or func._schema.is_mutable
+        return result
+
+
+@torch.enable_grad()
+def _host(timer: Timer) -> float:
+    """Return the seconds that the host takes for an operation of a training step: of a model with almost no work."""
+    from megatron.core import parallel_state  # here, after megatron_patch, which silences its warnings
+
+    num_ranks = dist.get_world_size()
     model = ModelConfig(
         num_layers=8,
         hidden_size=16,
@@ -212,20 +230,16 @@ def _tiny_recipe(num_ranks: int) -> Recipe:
         moe=MoEConfig(num_experts=2, top_k=1),
     )
     train = TrainConfig(global_batch=num_ranks, micro_batch=1)
-    return Recipe(model=model, parallel=ParallelConfig(data=num_ranks), train=train)
-
-
-def _host(timer: Timer, tiny: Recipe, traced: Trace) -> dict[str, Any]:
-    """Return the seconds that the host adds to each traced operation of a training step."""
+    recipe = Recipe(model=model, parallel=ParallelConfig(data=num_ranks), train=train)
     cpu.install()
-    init_parallel(tiny)
-    engine = Engine(tiny, Processes(dist.get_rank(), dist.get_world_size(), timer.device))
-    samples: Any = defaultdict(lambda: np.zeros(tiny.model.sequence_length + 1, np.int64))
-    with torch.enable_grad():
-        seconds, _ = timer(lambda: engine.backward(0, samples))
+    init_parallel(recipe)
+    engine = Engine(recipe, Processes(dist.get_rank(), num_ranks, timer.device))
+    samples: Any = defaultdict(lambda: np.zeros(model.sequence_length + 1, np.int64))
+    with _Operations() as operations:
+        engine.backward(0, samples)
+    seconds, _ = timer(lambda: engine.backward(0, samples))
     parallel_state.destroy_model_parallel()
-    count = sum(sum(steps.values()) for steps in traced.steps.values())
-    return {"host": _rounded(seconds / count), "asynchronous": timer.is_gpu}
+    return _rounded(seconds / operations.count)
 
 
 def _gemm(values: Callable[..., Tensor], m: int, k: int, n: int) -> Step:
@@ -236,16 +250,40 @@ def _gemm(values: Callable[..., Tensor], m: int, k: int, n: int) -> Step:
     return partial(F.linear, x, weight)
 
 
+def _backward(make: Callable[..., Any], *arguments: Any) -> Step:
+    """Return a step that runs the backward pass of another one, with the gradients of all that it needs."""
+    with torch.enable_grad():
+        output = make(*arguments)()
+        inputs = [x for x in _leaves(output.grad_fn, set()) if x.requires_grad]
+        grad = torch.ones_like(output)
+    return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+
+def _leaves(node: Any, seen: set[Any]) -> list[Tensor]:
+    """Return the leaf tensors of an autograd graph."""
+    if node is None or node in seen:
+        return []
+    seen.add(node)
+    if hasattr(node, "variable"):
+        return [node.variable]
+    return [leaf for following, _ in node.next_functions for leaf in _leaves(following, seen)]
+
+
 def _attention(values: Callable[..., Tensor], heads: int, length: int, width: int) -> Step:
-    x = values(1, heads, length, width)
+    x = values(1, heads, length, width).requires_grad_()
     return partial(F.scaled_dot_product_attention, x, x, x, is_causal=True)
 
 
 def _experts(values: Callable[..., Tensor], num_experts: int, rows: int, d_model: int, d_hidden: int) -> Step:
-    x = values(num_experts * rows, d_model)
+    x = values(num_experts * rows, d_model).requires_grad_()
     with x.device:
         experts = FFNExperts(num_experts, d_model, d_hidden).to(x.dtype)
-    return lambda: ExpertCall(experts, "experts", x, training=True).rows([x], [rows] * num_experts)
+
+    @torch.enable_grad()
+    def step() -> Tensor:
+        return ExpertCall(experts, "experts", x, training=True).rows([x], [rows] * num_experts)[0]
+
+    return step
 
 
 def _move(values: Callable[..., Tensor], num_bytes: int) -> Step:

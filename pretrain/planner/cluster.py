@@ -25,7 +25,9 @@ from pretrain.config.validation import limit_of
 CLUSTERS = Path(__file__).parent / "clusters"
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
+_BACKWARD = {"attention": 2.5, "experts": 2.0}  # FLOPs of a backward pass, in forward passes
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+Measured = Literal["gemm", "attention", "attention_backward", "experts", "experts_backward", "move"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Points = tuple[tuple[NotNegativeFloat, ...], ...]
 # Sizes of the tables of an operation, with the power in which its work grows with each.
@@ -33,6 +35,8 @@ _POWERS = {
     "gemm": (1, 1, 1),  # m, k, n of [m, k] @ [k, n]
     "attention": (1, 2, 1),  # heads of all sequences, length, width of a head
     "experts": (1, 1, 1, 1),  # experts, rows of each, d_model, d_hidden
+    "attention_backward": (1, 2, 1),
+    "experts_backward": (1, 1, 1, 1),
     "move": (1,),  # bytes
 }
 
@@ -71,7 +75,8 @@ class Device(_Table):
             seconds then count only beyond the device's.
         measured: tables of points by operation and dtype: gemm (m, k, n), attention (heads of all sequences, length,
             width of a head), experts (experts, rows of each, d_model, d_hidden), and move (bytes read and written by
-            an operation that computes little). All are forward passes, and attention is causal.
+            an operation that computes little). Attention is causal. Forward and backward passes are separate:
+            attention_backward, experts_backward.
         spread: spread of ``bandwidth`` and ``launch``, if measured.
     """
 
@@ -82,7 +87,7 @@ class Device(_Table):
     launch: NotNegativeFloat
     host: NotNegativeFloat = 0.0
     asynchronous: bool = False
-    measured: Mapping[Literal["gemm", "attention", "experts", "move"], Mapping[Dtype, Points]] = field(default_factory=dict)
+    measured: Mapping[Measured, Mapping[Dtype, Points]] = field(default_factory=dict)
     spread: Mapping[Literal["bandwidth", "launch"], NotNegativeFloat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,23 +146,29 @@ class Cluster(_Table):
             return self._unmeasured(batch * 2 * m * k * n, batch * (m * k + k * n + m * n), dtype)
         return seconds + (batch - 1) * max(0.0, seconds - self.device.launch)
 
-    def attention_seconds(self, heads: float, length: float, head_dim: float, dtype: str) -> float:
-        """Return the seconds of the forward pass of causal attention, over the ``heads`` of all sequences together."""
-        seconds = self._measured("attention", dtype, heads, length, head_dim)
+    def attention_seconds(
+        self, heads: float, length: float, head_dim: float, dtype: str, backward: bool = False
+    ) -> float:
+        """Return the seconds of a pass of causal attention, over the ``heads`` of all sequences together."""
+        seconds = self._pass("attention", backward, dtype, heads, length, head_dim)
         if seconds is None:
-            return self._unmeasured(2 * heads * length**2 * head_dim, 4 * heads * length * head_dim, dtype)
+            seconds = self._unmeasured(2 * heads * length**2 * head_dim, 4 * heads * length * head_dim, dtype)
+            seconds *= _BACKWARD["attention"] if backward else 1
         return seconds
 
-    def experts_seconds(self, num_experts: int, rows: float, d_model: float, d_hidden: float, dtype: str) -> float:
-        """Return the seconds of the forward pass of a rank's experts, which have two products.
+    def experts_seconds(
+        self, num_experts: int, rows: float, d_model: float, d_hidden: float, dtype: str, backward: bool = False
+    ) -> float:
+        """Return the seconds of a pass of a rank's experts, which have two products.
 
         Args:
             rows: mean rows per expert.
             d_hidden: hidden width; 1.5 times that of gated experts, which have three products.
         """
-        seconds = self._measured("experts", dtype, num_experts, rows, d_model, d_hidden)
+        seconds = self._pass("experts", backward, dtype, num_experts, rows, d_model, d_hidden)
         if seconds is None:
-            return 2 * self.gemm_seconds(rows, d_model, d_hidden, dtype, num_experts)
+            seconds = 2 * self.gemm_seconds(rows, d_model, d_hidden, dtype, num_experts)
+            seconds *= _BACKWARD["experts"] if backward else 1
         return seconds
 
     def move_seconds(self, num_bytes: float, dtype: str = "fp32") -> float:
@@ -215,6 +226,15 @@ class Cluster(_Table):
         tables: Mapping[Any, Mapping[Any, Points]] = self.device.measured
         points = tables.get(operation, {}).get(dtype)
         return _interpolated(_tree(points), sizes, _POWERS[operation]) if points else None
+
+    def _pass(self, operation: str, backward: bool, dtype: str, *sizes: float) -> float | None:
+        if not backward:
+            return self._measured(operation, dtype, *sizes)
+        seconds = self._measured(f"{operation}_backward", dtype, *sizes)
+        if seconds is None:
+            seconds = self._measured(operation, dtype, *sizes)
+            return None if seconds is None else _BACKWARD[operation] * seconds
+        return seconds
 
     def _unmeasured(self, work: float, numbers: float, dtype: str) -> float:
         """Return the seconds of ``work`` FLOPs on ``numbers`` numbers that are read or written: the roofline."""

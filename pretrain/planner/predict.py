@@ -129,7 +129,9 @@ class Predictor:
         """Return the time and memory of a step of a recipe that passed its check."""
         parallel = recipe.parallel
         kinds = layer_kinds(recipe.model)
-        base, pieces, first = self._pieces(recipe, sorted(set(kinds.values())))
+        base, pieces, traces = self._pieces(recipe, sorted(set(kinds.values())))
+        # The more layers there are, the more certainly the peak is where all activations are held.
+        transient = min(trace.peak - trace.saved for trace in traces)
         stages = _stages(recipe, base, [pieces[kind] for kind in kinds.values()])
         micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * parallel.dense_data)
         if self.cluster.device.asynchronous:
@@ -158,30 +160,29 @@ class Predictor:
             terms = _sum(terms, part.once)
             phases = _sum(phases, {"other": sum(part.once.values())})
         owned = [(sum(part.dense for part in s), sum(part.experts for part in s)) for s in stages]
-        state = first.state / (first.dense + first.experts)
+        state = traces[0].state / (traces[0].dense + traces[0].experts)
         reduction = max(self._reduction(recipe, *counts, micro_batches) for counts in owned)
         if parallel.overlap_gradients:  # with the last micro batch's backward pass
             reduction = max(0.0, reduction - sum(t.backward for t in times[busiest]))
         optimizer = max(self._optimizer(recipe, *counts, state) for counts in owned)
         terms |= {"reduction": reduction, "optimizer": optimizer}
         phases |= {"reduction": reduction, "optimizer": optimizer}
-        memory = [
-            _memory(recipe, s, stages[s], first.peak - first.saved, state, micro_batches) for s in range(len(stages))
-        ]
+        memory = [_memory(recipe, s, stages[s], transient, state, micro_batches) for s in range(len(stages))]
         stage = max(range(len(stages)), key=lambda s: sum(memory[s].values()))
         return Prediction(
             recipe, sum(terms.values()), terms, phases, memory[stage], stage, max(counts[0] for counts in owned)
         )
 
-    def _pieces(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> tuple[Piece, dict[LayerKind, Piece], Trace]:
-        """Return what is added by embeddings and losses, by a layer of each kind, and the trace of both."""
-        first = self._trace(recipe, kinds)
-        base = whole = Piece.of(first, self.cluster)
+    def _pieces(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> tuple[Piece, dict[LayerKind, Piece], list[Trace]]:
+        """Return what is added by embeddings and losses, and by a layer of each kind; and all traces."""
+        traces = [self._trace(recipe, kinds)]
+        base = whole = Piece.of(traces[0], self.cluster)
         pieces = {}
         for kind in kinds:
-            pieces[kind] = Piece.of(self._trace(recipe, [*kinds, kind]), self.cluster).minus(whole)
+            traces.append(self._trace(recipe, [*kinds, kind]))
+            pieces[kind] = Piece.of(traces[-1], self.cluster).minus(whole)
             base = base.minus(pieces[kind])
-        return base, pieces, first
+        return base, pieces, traces
 
     def _trace(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> Trace:
         recipe = with_layers(recipe, sorted(kinds))

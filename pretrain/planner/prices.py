@@ -10,7 +10,6 @@ from pretrain.planner.trace import Collective, Operation
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS = ("alltoall", "allgather", "reduce_scatter", "allreduce")
-_BACKWARD = 2.5  # of attention, in forward passes: five products instead of two
 
 
 def steps_seconds(cluster: Cluster, steps: Mapping[Operation | Collective, int]) -> dict[str, float]:
@@ -22,7 +21,8 @@ def steps_seconds(cluster: Cluster, steps: Mapping[Operation | Collective, int])
     """
     seconds: dict[str, float] = defaultdict(float)
     for step, count in steps.items():
-        seconds["host"] += count * cluster.device.host
+        if cluster.device.host:
+            seconds["host"] += count * cluster.device.host
         if isinstance(step, Collective):
             term = "exchange" if "alltoall" in step.kind else "groups"
             seconds[term] += count * _collective(cluster, step)
@@ -47,17 +47,16 @@ def _operation(cluster: Cluster, step: Operation) -> tuple[str, float]:
     if "scaled_dot_product" in step.name:
         is_backward = "backward" in step.name
         *batch, length, width = step.shapes[int(is_backward)]
-        seconds = cluster.attention_seconds(math.prod(batch), length, width, dtype)
-        return "attention", seconds * (_BACKWARD if is_backward else 1)
+        return "attention", cluster.attention_seconds(math.prod(batch), length, width, dtype, is_backward)
     if "expert_ffn" in step.name:
         w_in, w_out, *_ = (shape for shape in step.shapes if len(shape) == 3)
         num_experts, width, d_model = w_in
         d_hidden = w_out[2]
-        passes = 2 if "backward" in step.name else 1  # whose FLOPs are those of a forward pass
-        rows = step.flops / (passes * 2 * d_model * (width + d_hidden))
+        is_backward = "backward" in step.name
+        rows = step.flops / ((2 if is_backward else 1) * 2 * d_model * (width + d_hidden))
         as_two_products = d_hidden * (1.5 if width > d_hidden else 1.0)
-        seconds = cluster.experts_seconds(num_experts, max(rows / num_experts, 1.0), d_model, as_two_products, dtype)
-        return "experts", passes * seconds
+        sizes = (num_experts, max(rows / num_experts, 1.0), d_model, as_two_products)
+        return "experts", cluster.experts_seconds(*sizes, dtype, is_backward)
     if step.flops:
         *batch, m, k = next(shape for shape in step.shapes if len(shape) >= 2)
         size = math.prod(batch)

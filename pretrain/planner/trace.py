@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 from torch._library.fake_impl import FakeImplCtx
 from torch._subclasses import fake_tensor
@@ -355,6 +356,7 @@ def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
         (nn.Module, "to", convert),
         (nn.Module, "half", lambda module: convert(module, dtype=torch.float16)),
         (nn.Module, "bfloat16", lambda module: convert(module, dtype=torch.bfloat16)),
+        (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),  # so that no fake one remains
         (schedules, "backward_step", within("backward", schedules.backward_step)),
         (pipeline, "backward_inputs", within("backward", pipeline.backward_inputs)),
         (WeightGradients, "run", within("weights", WeightGradients.run)),
@@ -394,6 +396,7 @@ def _counts(exchange: Any, rows_WE: np.ndarray) -> list[np.ndarray]:
     return [part.reshape(len(part), -1) for part in counts]
 
 
+@torch.enable_grad()
 def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
     """Return what a rank of the recipe's run does in a training step up to the optimizer.
 
