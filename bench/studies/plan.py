@@ -6,6 +6,9 @@ no prediction uses a measured step.
 
 Repeatability is the difference between the medians of the first and the second half of the measured steps. No
 prediction can be expected to be closer.
+
+With ``--search``, one model is planned over two ranks instead, and each split that the search predicted is measured:
+how much slower is the chosen one than the fastest?
 """
 
 import itertools
@@ -23,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import options, ranks, report
 from fmoe.errors import UserError
+from megatron_patch.layer import drop_tracked_losses
 from pretrain.config import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.config.model import AttentionConfig
 from pretrain.planner.cluster import load_cluster
@@ -96,6 +100,7 @@ def main(argv: Sequence[str]) -> None:
         "--cluster", required=True, nargs="+", help="files of fmoe plan calibrate on this machine: --ranks 1, --ranks 2"
     )
     parser.add_argument("--points", nargs="+", type=int, help="numbers of the points to measure, from 0 (default: all)")
+    parser.add_argument("--search", action="store_true", help="measure all splits of a search instead")
     arguments = parser.parse_args(argv)
     options.at_least(arguments, rounds=4, warmup=1)
     every = points()
@@ -103,6 +108,14 @@ def main(argv: Sequence[str]) -> None:
     if max(chosen) >= len(every):
         raise UserError(f"--points={max(chosen)} must be below {len(every)}")
     clusters = {load_cluster(name).num_ranks: name for name in arguments.cluster}
+    if arguments.search:
+        found = ranks.run(1, search, clusters[2])
+        measured = ranks.run(2, measure_all, [split for split, _ in found], arguments.rounds, arguments.warmup)
+        rows = [[split, seconds, of_split] for (split, seconds), of_split in zip(found, measured, strict=True)]
+        text = search_table(rows)
+        print(text)
+        report.write_rows({"splits": rows}, text, arguments.out, "plan_search")
+        return
     rows = []
     for number in chosen:
         name, recipe, exponent = every[number]
@@ -200,6 +213,63 @@ def predict(recipe: Recipe, cluster: str, shares: list[list[float]]) -> dict[str
     predicted = Predictor(load_cluster(cluster), loads.of_slowest(shares_SLE)).predict(recipe)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return {"seconds": predicted.seconds, "terms": predicted.terms, "memory": predicted.memory}
+
+
+def search(cluster: str) -> list[tuple[dict[str, Any], float]]:
+    """Return the predicted splits of a model over two ranks that fit, and their seconds, the fastest first."""
+    dist.destroy_process_group()
+    from pretrain.planner import loads
+    from pretrain.planner.search import Search
+
+    recipe = _recipe(MODELS["128x4"], {}, {})
+    searched = Search(recipe, load_cluster(cluster), loads.of_slowest(loads.uniform(8)), 2)
+    found = searched.run(600, lambda line: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # Megatron-core divides all models of a process into the same number of chunks.
+    kept = [one for one in found if one.split["virtual_pipeline"] is None]
+    return [(one.split, one.prediction.seconds) for one in kept if one.prediction is not None]
+
+
+def measure_all(splits: list[dict[str, Any]], rounds: int, warmup: int) -> list[list[float]]:
+    """Return the seconds of steps on the slowest rank, for each split."""
+    from pretrain.engine import Engine
+    from pretrain.engine.groups import stop_parallel
+    from pretrain.planner import loads
+    from pretrain.planner.search import Search
+
+    recipe = _recipe(MODELS["128x4"], {}, {})
+    searched = Search(recipe, load_cluster("h100-2"), loads.of_slowest(loads.uniform(8)), 2)
+    drawn = ZipfTokens(recipe, 0.0)
+    samples: Any = {number: drawn[number] for number in range((warmup + rounds) * recipe.train.global_batch)}
+    found = []
+    for split in splits:
+        split_recipe = searched.recipe_of(split)
+        engine = Engine(split_recipe, ranks.start_parallel(split_recipe))
+        seconds = []
+        for step in range(warmup + rounds):
+            dist.barrier()
+            begin = time.perf_counter()
+            engine.train_step(step, samples)
+            seconds.append(ranks.slowest(time.perf_counter() - begin))
+        found.append(seconds[warmup:])
+        del engine
+        drop_tracked_losses()
+        stop_parallel()
+    return found
+
+
+def search_table(rows: list[list[Any]]) -> str:
+    """Return measured and predicted seconds of the splits, the fastest by measurement first, as Markdown."""
+    medians = [median(seconds) for _, _, seconds in rows]
+    fastest = min(medians)
+    lines = ["| split | predicted, ms | measured, ms | over the fastest |", "|---|---|---|---|"]
+    for number in sorted(range(len(rows)), key=lambda row: medians[row]):
+        split, predicted, _ = rows[number]
+        values = ", ".join(f"{key} {value}" for key, value in split.items() if value not in (1, None))
+        chosen = "**chosen:** " if number == 0 else ""
+        of_fastest = medians[number] / fastest - 1
+        lines.append(f"| {chosen}{values} | {1e3 * predicted:.0f} | {1e3 * medians[number]:.0f} | {of_fastest:+.1%} |")
+    return "\n".join(lines) + "\n"
 
 
 def errors(row: dict[str, Any]) -> dict[str, float]:

@@ -90,6 +90,8 @@ def test_saved_bytes_are_those_of_a_real_step(forks, text):
         {"exchange": "hierarchical", "node_size": 2},
         {"chunks": 2},
         {"max_rows": 40},
+        {"exchange": "padded"},
+        {"exchange": "all_gather"},
     ],
     ids=str,
 )
