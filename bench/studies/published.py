@@ -24,10 +24,18 @@ from pretrain.planner.cluster import CLUSTERS, Cluster, load_cluster
 
 GIB = 2**30
 
-ZOO = "github.com/yanring/Megatron-MoE-ModelZoo"
-NARAYANAN = "arXiv 2104.04473"
-MEGATRON = "github.com/NVIDIA/Megatron-LM"
-AUTOMODEL = "NeMo AutoModel, performance summary (2025-10-02)"
+SOURCES = {
+    "Model Zoo": "github.com/yanring/Megatron-MoE-ModelZoo: best_practice and runtime_configs",
+    "Megatron-LM": "github.com/NVIDIA/Megatron-LM: README and model_table.png; README of megatron/core/transformer/moe",
+    "AutoModel": "NVIDIA NeMo AutoModel, performance summary of 2025-10-02 and its benchmark configurations",
+    "DeepSeek-V2": "arXiv 2405.04434, sections 3.1.2, 3.1.3 and 3.2.3",
+    "DeepSeek-V3": "arXiv 2412.19437, sections 1, 3.1, 3.2 and 4.2",
+    "Narayanan": "Narayanan et al.: arXiv 2104.04473, tables 1 and 2, equation 3",
+    "GShard": "arXiv 2006.16668, table 3",
+    "Switch": "arXiv 2101.03961, table 1",
+    "GPipe": "arXiv 1811.06965, table 1",
+    "ZeRO": "arXiv 1910.02054, figure 1",
+}
 
 H800 = (CLUSTERS / "h100.toml").read_text()
 H800 = H800.replace('name = "h100"', 'name = "h800"').replace("bandwidth = 450e9", "bandwidth = 160e9")
@@ -71,7 +79,7 @@ class Point:
         published: the figure.
         unit: its unit.
         figure: the figure that a prediction has in this unit.
-        source: where it was read.
+        source: a key of ``SOURCES``.
         is_rate: whether larger is faster, so that the error of the time is that of the inverse.
     """
 
@@ -142,20 +150,32 @@ def cluster_of(point: Point) -> Cluster:
 
 def line(row: dict[str, Any]) -> str:
     return (
-        f"{row['point']}: {row['published']:.4g} {row['unit']}, predicted {row['predicted']:.4g}, {row['error']:+.0%}"
+        f"{row['point']}: {_number(row['published'])} {row['unit']}, predicted {_number(row['predicted'])}, "
+        f"{row['error']:+.0%}"
     )
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the points as Markdown."""
-    lines = ["| point | unit | published | predicted | error | source |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {row['point']} | {row['unit']} | {row['published']:.4g} | {row['predicted']:.4g} | {row['error']:+.0%} "
-        f"| {row['source']} |"
-        for row in rows
+    """Return the points as Markdown, with the term that takes most of the predicted time."""
+    lines = [
+        "| point | unit | published | predicted | error | largest term | source |",
+        "|---|---|---|---|---|---|---|",
     ]
+    for row in rows:
+        terms = row["terms"]
+        term = max(terms, key=lambda name: terms[name])
+        limit = f"{term} {terms[term] / row['seconds']:.0%}" if row["source"] not in ("GPipe", "ZeRO") else ""
+        lines.append(
+            f"| {row['point']} | {row['unit']} | {_number(row['published'])} | {_number(row['predicted'])} "
+            f"| {row['error']:+.0%} | {limit} | {row['source']} |"
+        )
     sizes = sorted(abs(math.log1p(row["error"])) for row in rows)
-    lines.append(f"\nMedian factor between the two: {math.exp(sizes[len(sizes) // 2]):.2f}")
+    lines.append(f"\nMedian factor between the two: {math.exp(sizes[len(sizes) // 2]):.2f}\n")
+    lines += [f"* {name}: {SOURCES[name]}" for name in dict.fromkeys(row["source"] for row in rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -241,15 +261,15 @@ def _experts() -> list[Point]:
     )
     stages = (2, *(3,) * 30, 2)  # the embedding and the output layer count as a layer each
     splits_235 = {
-        "TP2 PP8 VPP4 EP32, DeepEP": (
+        "TP2 PP8 VPP4 EP32": (
             19.7,
             {"tensor": 2, "pipeline": 8, "virtual_pipeline": 4, "expert": 32, "stage_layers": stages, **overlap},
         ),
-        "TP2 PP32 EP8 (published with VPP3)": (
+        "TP2 PP32 EP8 (VPP3 in the publication)": (
             24.2,
             {"tensor": 2, "pipeline": 32, "expert": 8, "stage_layers": stages, **overlap},
         ),
-        "TP4 PP8 VPP4 EP8, DeepEP": (
+        "TP4 PP8 VPP4 EP8": (
             29.0,
             {
                 "tensor": 4,
@@ -270,7 +290,7 @@ def _experts() -> list[Point]:
             468,
             "TFLOP/s per GPU",
             _teraflops,
-            f"{MEGATRON}, README of moe, Megatron-core 0.9; split of {ZOO}",
+            "Megatron-LM",
             is_rate=True,
         ),
         Point(
@@ -284,7 +304,7 @@ def _experts() -> list[Point]:
             465,
             "TFLOP/s per GPU",
             _teraflops,
-            f"{ZOO}, run_mixtral_8x22B.sh, equal loads",
+            "Model Zoo",
             is_rate=True,
         ),
         Point(
@@ -294,12 +314,12 @@ def _experts() -> list[Point]:
             12040,
             "tokens/s per GPU",
             _tokens_per_rank,
-            AUTOMODEL,
+            "AutoModel",
             is_rate=True,
         ),
     ]
     for name, (seconds, split) in splits_235.items():
-        source = f"{ZOO}, best_practice/qwen3"
+        source = "Model Zoo"
         recipe = _recipe(qwen235, split, 2048)
         found.append(
             Point(f"Qwen3-235B-A22B, 256 H100, {name}", "h100-256", recipe, seconds, "s per step", _seconds, source)
@@ -313,7 +333,7 @@ def _experts() -> list[Point]:
             17.6,
             "s per step",
             _seconds,
-            f"{ZOO}, best_practice/qwen3",
+            "Model Zoo",
         )
     )
     return found
@@ -343,22 +363,22 @@ def _deepseek() -> list[Point]:
     hours = "thousand GPU hours per trillion tokens"
     return [
         Point(
-            "DeepSeek-V2, H800, PP16 zero bubble, EP8 (1,024 GPUs assumed)",
+            "DeepSeek-V2, H800, PP16 zero bubble, EP8 on 1,024 GPUs",
             "h800",
             _recipe(second, {**zero_bubble, "expert": 8, "data": 8, "stage_layers": ((4,) * 12 + (3,) * 4)}, 9216),
             172.8,
             hours,
             _thousand_hours,
-            "arXiv 2405.04434, sections 3.1.2, 3.1.3 and 3.2.3",
+            "DeepSeek-V2",
         ),
         Point(
-            "DeepSeek-V3, 2,048 H800, PP16 zero bubble, EP64 (published with DualPipe and FP8)",
+            "DeepSeek-V3, 2,048 H800, PP16 zero bubble, EP64",
             "h800",
             _recipe(third, {**zero_bubble, "expert": 64, "data": 2, "stage_layers": ((4,) * 13 + (3,) * 3)}, 15360),
             180,
             hours,
             _thousand_hours,
-            "arXiv 2412.19437, sections 1, 3.1, 3.2 and 4.2",
+            "DeepSeek-V3",
         ),
         Point(
             "DeepSeek-V3, 256 H100, PP4 VPP8 EP64, recomputed",
@@ -379,7 +399,7 @@ def _deepseek() -> list[Point]:
             1002,
             "tokens/s per GPU",
             _tokens_per_rank,
-            AUTOMODEL,
+            "AutoModel",
             is_rate=True,
         ),
     ]
@@ -409,7 +429,7 @@ def _dense_a100() -> list[Point]:
                 teraflops,
                 "TFLOP/s per GPU",
                 _teraflops_recomputed,
-                f"{NARAYANAN}, table 1",
+                "Narayanan",
                 is_rate=True,
             )
         )
@@ -430,7 +450,7 @@ def _dense_a100() -> list[Point]:
                 days,
                 "days for 300 billion tokens",
                 _days,
-                f"{NARAYANAN}, table 2",
+                "Narayanan",
             )
         )
     return found
@@ -463,7 +483,7 @@ def _dense_h100() -> list[Point]:
                 teraflops,
                 "TFLOP/s per GPU",
                 _teraflops,
-                f"{MEGATRON}, README, model_table.png",
+                "Megatron-LM",
                 is_rate=True,
             )
         )
@@ -498,7 +518,7 @@ def _tpu() -> list[Point]:
                 1 / steps,
                 "s per step",
                 _seconds,
-                "arXiv 2006.16668, table 3",
+                "GShard",
             )
         )
     large = read_recipe("switch-large").model
@@ -525,7 +545,7 @@ def _tpu() -> list[Point]:
                 examples,
                 "examples/s",
                 lambda prediction: prediction.recipe.train.global_batch / prediction.seconds,
-                "arXiv 2101.03961, table 1",
+                "Switch",
                 is_rate=True,
             )
         )
@@ -562,7 +582,7 @@ def _gpipe() -> list[Point]:
                     total / stages,
                     "GiB per core",
                     lambda prediction, figure=figure: figure(prediction) / GIB,
-                    "arXiv 1811.06965, table 1",
+                    "GPipe",
                 )
             )
     return found
@@ -579,7 +599,7 @@ def _zero() -> list[Point]:
             size,
             "GB per GPU",
             lambda prediction: _states(prediction) / 1e9,
-            "arXiv 1910.02054, figure 1",
+            "ZeRO",
         )
         for shard, size in stages.items()
     ]

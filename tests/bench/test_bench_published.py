@@ -60,8 +60,14 @@ def test_error_of_a_rate_is_that_of_the_time(forks):
     assert row["error"] == pytest.approx(408.8 / row["predicted"] - 1)
 
 
-def test_table_has_the_median_factor():
-    row = {"point": "a", "unit": "s", "published": 2.0, "source": "b"}
+def test_table_has_the_median_factor_and_the_sources():
+    row = {"point": "a", "unit": "s", "published": 2.0, "source": "GShard", "seconds": 4.0}
+    row |= {"terms": {"gemm": 3.0, "memory": 1.0}}
     text = published.table([row | {"predicted": 1.0, "error": -0.5}, row | {"predicted": 4.0, "error": 1.0}])
-    assert "| a | s | 2 | 1 | -50% | b |" in text
-    assert text.endswith(": 2.00\n")
+    assert "| a | s | 2 | 1 | -50% | gemm 75% | GShard |" in text
+    assert "the two: 2.00\n" in text
+    assert text.count(published.SOURCES["GShard"]) == 1
+
+
+def test_every_source_is_described():
+    assert {point.source for point in POINTS} == set(published.SOURCES)
