@@ -25,6 +25,7 @@ BENCHMARKS = {
     "optim": "bench.studies.optim",
     "pipeline": "bench.studies.pipeline",
     "plan": "bench.studies.plan",
+    "published": "bench.studies.published",
     "recommender": "bench.studies.recommender",
     "recompute": "bench.studies.recompute",
     "routers": "bench.studies.routers",

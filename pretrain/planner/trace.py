@@ -26,6 +26,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -98,6 +99,14 @@ class Trace:
     state: int = 0
 
 
+_GATHERS = (
+    torch.ops.aten.index_select,
+    torch.ops.aten.index,
+    torch.ops.aten.gather,
+    torch.ops.aten.embedding,
+)
+
+
 class _Recorder(FakeTensorMode):
     """Fake tensors of the CPU that count what is done with them, and collectives that do nothing."""
 
@@ -164,12 +173,11 @@ class _Recorder(FakeTensorMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        written = sum(tensor.nbytes for tensor in outputs)
+        is_gather = packet in _GATHERS  # which reads as many rows as it writes
+        read = sum(min(tensor.nbytes, written) if is_gather else tensor.nbytes for tensor in inputs)
         operation = Operation(
-            str(func),
-            tuple(tuple(tensor.shape) for tensor in inputs),
-            outputs[0].dtype,
-            flops,
-            sum(tensor.nbytes for tensor in (*inputs, *outputs)),
+            str(func), tuple(tuple(tensor.shape) for tensor in inputs), outputs[0].dtype, flops, read + written
         )
         self._add(operation)
 
@@ -274,6 +282,7 @@ def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
     split = MoE.split
     from_routing = DispatchPlan.from_routing
     tolist = FakeTensor.tolist
+    attention = functional.scaled_dot_product_attention
 
     def split_of(moe: Any, *arguments: Any) -> Any:
         nonlocal layer
@@ -328,6 +337,14 @@ def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
                 tensor.data = tensor.data.to(dtype)  # as for real tensors; torch would swap fake ones
         return module
 
+    def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Attention in one kernel, as on a GPU: the CPU's needs values as wide as the keys."""
+        width = value.shape[-1]
+        if width >= query.shape[-1]:
+            return attention(query, key, value, *arguments, **options)
+        padded = functional.pad(value, (0, query.shape[-1] - width))
+        return attention(query, key, padded, *arguments, **options)[..., :width]
+
     def within(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
             outer = recorder.part
@@ -353,6 +370,7 @@ def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
         (AllToAllExchange, "_chunks_needed", chunks_needed),
         *((kind, "_hops", hops) for kind in original_hops),
         (dist, "all_gather_object", gather_objects),
+        (functional, "scaled_dot_product_attention", attend),
         (nn.Module, "to", convert),
         (nn.Module, "half", lambda module: convert(module, dtype=torch.float16)),
         (nn.Module, "bfloat16", lambda module: convert(module, dtype=torch.bfloat16)),

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from engines import RECIPE, Samples, Split, engine_of
 from forks import only, values
 
+from pretrain.config import AttentionConfig
+
 DROPLESS = replace(RECIPE.model.moe, capacity_factor=None, jitter=0.0)
 BASE = replace(RECIPE, model=replace(RECIPE.model, moe=DROPLESS))
 
@@ -120,3 +122,34 @@ def _compare(forks, text, recipe):
         # Ranks that divide experts' hidden units are given equal numbers of rows.
         expected = pytest.approx(saved, rel=0.02) if recipe.parallel.expert_tensor > 1 else saved
         assert only(forks.run(1, traced, recipe, rank, rows_of_rank)) == expected, f"rank {rank}"
+
+
+def _operations(recipe):
+    """Name, shapes and moved bytes of each operation of a step."""
+    from pretrain.planner.loads import of_slowest, uniform
+    from pretrain.planner.trace import Operation, trace_step
+
+    dist.destroy_process_group()
+    trace = trace_step(recipe, 0, of_slowest(uniform(4)))
+    steps = [step for counts in trace.steps.values() for step in counts]
+    return [(step.name, step.shapes, step.moved) for step in steps if isinstance(step, Operation)]
+
+
+def test_a_gather_moves_the_rows_that_it_writes(forks):
+    gathers = [
+        (shapes, moved)
+        for name, shapes, moved in only(forks.run(1, _operations, Split.of("EP2").recipe(BASE)))
+        if "index_select" in name and len(shapes[0]) == 2 and shapes[0][0] > shapes[1][0]
+    ]
+    assert gathers
+    for ((_, width), (rows,)), moved in gathers:
+        assert 2 * 4 * rows * width < moved <= 2 * 4 * rows * width + 8 * rows
+
+
+def test_multi_latent_attention_is_one_kernel_without_scores(forks):
+    latent = AttentionConfig(num_heads=2, kv_lora_rank=8, qk_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    recipe = replace(BASE, model=replace(BASE.model, attention=latent))
+    length = recipe.model.sequence_length
+    operations = only(forks.run(1, _operations, recipe))
+    assert any("scaled_dot_product" in name and "backward" in name for name, _, _ in operations)
+    assert not any(shape[-2:] == (length, length) for _, shapes, _ in operations for shape in shapes)
