@@ -188,7 +188,7 @@ class Predictor:
         recipe = with_layers(recipe, sorted(kinds))
         key = repr((recipe.model, recipe.parallel, recipe.train))
         if key not in self._traces:
-            self._traces[key] = trace_step(recipe, 0, self.loads)
+            self._traces[key] = trace_step(recipe, 0, self.loads, self.cluster.device.asynchronous)
         return self._traces[key]
 
     def _reduction(self, recipe: Recipe, dense: int, experts: int, micro_batches: int) -> float:

@@ -274,7 +274,7 @@ def _persistent(engine: Engine) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
+def _given(loads: Loads, recorder: _Recorder, fused_attention: bool) -> Iterator[None]:
     """Give the numbers that a step reads from its data: rows of each expert; and make torch take fake tensors."""
     layer = 0
     needed = 1  # chunks
@@ -340,7 +340,7 @@ def _given(loads: Loads, recorder: _Recorder) -> Iterator[None]:
     def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Attention in one kernel, as on a GPU: the CPU's needs values as wide as the keys."""
         width = value.shape[-1]
-        if width >= query.shape[-1]:
+        if not fused_attention or width >= query.shape[-1]:
             return attention(query, key, value, *arguments, **options)
         padded = functional.pad(value, (0, query.shape[-1] - width))
         return attention(query, key, padded, *arguments, **options)[..., :width]
@@ -415,11 +415,12 @@ def _counts(exchange: Any, rows_WE: np.ndarray) -> list[np.ndarray]:
 
 
 @torch.enable_grad()
-def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
+def trace_step(recipe: Recipe, rank: int, loads: Loads, fused_attention: bool = False) -> Trace:
     """Return what a rank of the recipe's run does in a training step up to the optimizer.
 
     Args:
-        loads: rows of each expert, such as `uniform`.
+        loads: rows of each expert (`pretrain.planner.loads.of_slowest`).
+        fused_attention: whether attention with wider keys than values is one kernel, as on a GPU; on the CPU it is not.
 
     Raises:
         UserError: the recipe has samples of its own.
@@ -428,7 +429,7 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads) -> Trace:
     cpu.install()
     recorder = _Recorder()
     samples = _blank_samples(recipe)
-    with as_rank(recipe, rank) as processes, _given(loads, recorder), recorder:
+    with as_rank(recipe, rank) as processes, _given(loads, recorder, fused_attention), recorder:
         drop_tracked_losses()
         engine = Engine(recipe, processes)
         trace = recorder.trace

@@ -124,13 +124,13 @@ def _compare(forks, text, recipe):
         assert only(forks.run(1, traced, recipe, rank, rows_of_rank)) == expected, f"rank {rank}"
 
 
-def _operations(recipe):
+def _operations(recipe, fused_attention=False):
     """Name, shapes and moved bytes of each operation of a step."""
     from pretrain.planner.loads import of_slowest, uniform
     from pretrain.planner.trace import Operation, trace_step
 
     dist.destroy_process_group()
-    trace = trace_step(recipe, 0, of_slowest(uniform(4)))
+    trace = trace_step(recipe, 0, of_slowest(uniform(4)), fused_attention)
     steps = [step for counts in trace.steps.values() for step in counts]
     return [(step.name, step.shapes, step.moved) for step in steps if isinstance(step, Operation)]
 
@@ -146,10 +146,10 @@ def test_a_gather_moves_the_rows_that_it_writes(forks):
         assert 2 * 4 * rows * width < moved <= 2 * 4 * rows * width + 8 * rows
 
 
-def test_multi_latent_attention_is_one_kernel_without_scores(forks):
+def test_multi_latent_attention_is_one_kernel_on_a_gpu(forks):
     latent = AttentionConfig(num_heads=2, kv_lora_rank=8, qk_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     recipe = replace(BASE, model=replace(BASE.model, attention=latent))
     length = recipe.model.sequence_length
-    operations = only(forks.run(1, _operations, recipe))
+    operations = only(forks.run(1, _operations, recipe, True))
     assert any("scaled_dot_product" in name and "backward" in name for name, _, _ in operations)
     assert not any(shape[-2:] == (length, length) for _, shapes, _ in operations for shape in shapes)
