@@ -112,6 +112,9 @@ class _Recorder(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # In torch's CUDA build, True makes autograd start a thread for each of 8 pretended GPUs, which forked processes
+        # may not survive.
+        self.avoid_device_init = False
         self.trace = Trace()
         self.part = "forward"
         self.is_recording = False
