@@ -110,11 +110,12 @@ _GATHERS = (
 class _Recorder(FakeTensorMode):
     """Fake tensors of the CPU that count what is done with them, and collectives that do nothing."""
 
+    # In torch's CUDA build, True makes autograd start a thread for each of 8 pretended GPUs, which forked processes may
+    # not survive.
+    avoid_device_init = False  # type: ignore[assignment]
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # In torch's CUDA build, True makes autograd start a thread for each of 8 pretended GPUs, which forked processes
-        # may not survive.
-        self.avoid_device_init = False
         self.trace = Trace()
         self.part = "forward"
         self.is_recording = False
