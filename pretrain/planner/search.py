@@ -138,8 +138,6 @@ class Search:
         experts = model.routed_experts if model.layers_with_experts else 1
         length = model.sequence_length
         batch = self.recipe.train.global_batch
-        exchanges = ["all_to_all", "hierarchical"]
-        own = self.recipe.parallel.exchange
         return {
             "tensor": _divisors(heads, node),
             "context": _divisors(length, node) if model.kind == "gpt" else [1],
@@ -150,7 +148,7 @@ class Search:
             "shard": list(_SHARDS),
             "recompute": list(_RECOMPUTE),
             "micro_batch": _divisors(batch, batch),
-            "exchange": exchanges if own in exchanges else [own],
+            "exchange": ["all_to_all", "hierarchical"],
         }
 
     def _first(self) -> Iterator[Split]:
@@ -176,10 +174,10 @@ class Search:
         try:
             recipe = self.recipe_of(split)
             recipe.check()
+            prediction = self._predictor.predict(recipe)
         except UserError as error:
             self.tried[key] = Candidate(split, None, str(error))
             return
-        prediction = self._predictor.predict(recipe)
         self.tried[key] = Candidate(split, prediction, fits=prediction.bytes <= self.cluster.device.memory)
 
     def recipe_of(self, split: Split) -> Recipe:

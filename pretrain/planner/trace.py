@@ -99,6 +99,8 @@ class Trace:
     state: int = 0
 
 
+_EXCHANGES = ("all_to_all", "hierarchical")  # whose counts of rows `_given` gives
+
 _GATHERS = (
     torch.ops.aten.index_select,
     torch.ops.aten.index,
@@ -427,9 +429,13 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads, fused_attention: bool = 
         fused_attention: whether attention with wider keys than values is one kernel, as on a GPU; on the CPU it is not.
 
     Raises:
-        UserError: the recipe has samples of its own.
+        UserError: the recipe has samples of its own, or an exchange whose counts cannot be given.
         RuntimeError: torch sees a GPU, or this process is in a process group.
     """
+    exchange = recipe.parallel.exchange
+    if recipe.parallel.expert > 1 and exchange not in _EXCHANGES:
+        names = " or ".join(_EXCHANGES)
+        raise UserError(f"parallel.exchange={exchange} is not supported by fmoe plan: use {names}")
     cpu.install()
     recorder = _Recorder()
     samples = _blank_samples(recipe)

