@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from bench import options, ranks, report
 from fmoe.errors import UserError
-from megatron_patch.layer import drop_tracked_losses
 from pretrain.config import ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 from pretrain.config.model import AttentionConfig
+from pretrain.planner import loads
 from pretrain.planner.cluster import load_cluster
+from pretrain.planner.search import Search
 
 MODELS = {
     "64x4": {"hidden_size": 64, "num_layers": 4, "sequence_length": 128},
@@ -110,8 +111,11 @@ def main(argv: Sequence[str]) -> None:
     clusters = {load_cluster(name).num_ranks: name for name in arguments.cluster}
     if arguments.search:
         found = ranks.run(1, search, clusters[2])
-        measured = ranks.run(2, measure_all, [split for split, _ in found], arguments.rounds, arguments.warmup)
-        rows = [[split, seconds, of_split] for (split, seconds), of_split in zip(found, measured, strict=True)]
+        rows = []
+        for split, seconds in found:
+            recipe = _searched("h100-2").recipe_of(split)
+            measured = ranks.run(2, measure, recipe, 0.0, arguments.rounds, arguments.warmup)
+            rows.append([split, seconds, measured["seconds"]])
         text = search_table(rows)
         print(text)
         report.write_rows({"splits": rows}, text, arguments.out, "plan_search")
@@ -206,7 +210,6 @@ def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[s
 def predict(recipe: Recipe, cluster: str, shares: list[list[float]]) -> dict[str, Any]:
     """Return the prediction of a recipe's step under the shares [layers, experts]."""
     dist.destroy_process_group()
-    from pretrain.planner import loads
     from pretrain.planner.predict import Predictor
 
     shares_SLE = np.array([shares])
@@ -215,47 +218,17 @@ def predict(recipe: Recipe, cluster: str, shares: list[list[float]]) -> dict[str
     return {"seconds": predicted.seconds, "terms": predicted.terms, "memory": predicted.memory}
 
 
+def _searched(cluster: str) -> Search:
+    recipe = _recipe(MODELS["128x4"], {}, {})
+    return Search(recipe, load_cluster(cluster), loads.of_slowest(loads.uniform(8)), 2)
+
+
 def search(cluster: str) -> list[tuple[dict[str, Any], float]]:
     """Return the predicted splits of a model over two ranks that fit, and their seconds, the fastest first."""
     dist.destroy_process_group()
-    from pretrain.planner import loads
-    from pretrain.planner.search import Search
-
-    recipe = _recipe(MODELS["128x4"], {}, {})
-    searched = Search(recipe, load_cluster(cluster), loads.of_slowest(loads.uniform(8)), 2)
-    found = searched.run(600, lambda line: None)
+    found = _searched(cluster).run(600, lambda line: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # Megatron-core divides all models of a process into the same number of chunks.
-    kept = [one for one in found if one.split["virtual_pipeline"] is None]
-    return [(one.split, one.prediction.seconds) for one in kept if one.prediction is not None]
-
-
-def measure_all(splits: list[dict[str, Any]], rounds: int, warmup: int) -> list[list[float]]:
-    """Return the seconds of steps on the slowest rank, for each split."""
-    from pretrain.engine import Engine
-    from pretrain.engine.groups import stop_parallel
-    from pretrain.planner import loads
-    from pretrain.planner.search import Search
-
-    recipe = _recipe(MODELS["128x4"], {}, {})
-    searched = Search(recipe, load_cluster("h100-2"), loads.of_slowest(loads.uniform(8)), 2)
-    drawn = ZipfTokens(recipe, 0.0)
-    samples: Any = {number: drawn[number] for number in range((warmup + rounds) * recipe.train.global_batch)}
-    found = []
-    for split in splits:
-        split_recipe = searched.recipe_of(split)
-        engine = Engine(split_recipe, ranks.start_parallel(split_recipe))
-        seconds = []
-        for step in range(warmup + rounds):
-            dist.barrier()
-            begin = time.perf_counter()
-            engine.train_step(step, samples)
-            seconds.append(ranks.slowest(time.perf_counter() - begin))
-        found.append(seconds[warmup:])
-        del engine
-        drop_tracked_losses()
-        stop_parallel()
-    return found
+    return [(one.split, one.prediction.seconds) for one in found if one.prediction is not None]
 
 
 def search_table(rows: list[list[Any]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fmoe.errors import UserError
+from pretrain.planner.cluster import Cluster
 from pretrain.tracking import read_metrics
 from pretrain.tracking.folder import METRICS
 from pretrain.tracking.loads import load_matrix
@@ -96,6 +97,49 @@ def imbalance(shares_SLE: np.ndarray, num_ranks: int, capacity_factor: float | N
     figures["placed"] = float(np.mean([_placed(shares_E, num_ranks) for shares_E in shares_SLE.mean(0)]))
     figures["dropped"] = float(np.maximum(shares_SLE - limit, 0).sum(2).mean())
     return figures
+
+
+def exchange_seconds(
+    cluster: Cluster, shares_SLE: np.ndarray, num_ranks: int, num_bytes: float, expert_bytes: float
+) -> dict[str, float]:
+    """Return the seconds of an exchange of rows, by the way to do it.
+
+    They are flat; hierarchical, within nodes and then between them; padded to the rows of the largest expert; with
+    experts placed by their loads; within nodes only, as a gate that prefers near experts could at best achieve; and
+    shadowed, with the number of shadowed experts that is fastest. Shadowing sends weights to all ranks and gradients
+    back, once for four exchanges of rows (`fmoe.exchange.shadow`).
+
+    Args:
+        num_bytes: bytes of all rows of a rank.
+        expert_bytes: bytes of an expert's parameters.
+    """
+
+    def to_all(busiest: float) -> float:
+        return cluster.collective_seconds("all_to_all", num_ranks, num_ranks, num_bytes * busiest)
+
+    def busiest_of(shares: np.ndarray) -> float:
+        return float(shares.reshape(*shares.shape[:2], num_ranks, -1).sum(3).max(2).mean() * num_ranks)
+
+    node = min(cluster.links[0].size, num_ranks)
+    within = cluster.collective_seconds("all_to_all", node, node, num_bytes)
+    hottest_SLE = np.argsort(-shares_SLE, axis=2, kind="stable")
+    shadowed = []
+    for count in range(min(8, shares_SLE.shape[2])):
+        rest_SLE = shares_SLE.copy()
+        np.put_along_axis(rest_SLE, hottest_SLE[:, :, :count], 0.0, axis=2)
+        weights = 2 * count * cluster.collective_seconds("all_gather", num_ranks, num_ranks, expert_bytes)
+        shadowed.append(to_all(busiest_of(rest_SLE)) + weights / 4)
+    best = int(np.argmin(shadowed))
+    busiest = busiest_of(shares_SLE)
+    between = cluster.collective_seconds("all_to_all", max(1, num_ranks // node), num_ranks, num_bytes * busiest)
+    return {
+        "flat": to_all(busiest),
+        "hierarchical": within + between,
+        "padded": to_all(float(shares_SLE.max(2).mean()) * shares_SLE.shape[2]),
+        "placed": to_all(float(np.mean([_placed(shares_E, num_ranks) for shares_E in shares_SLE.mean(0)]))),
+        "within nodes": within,
+        f"{best} shadowed": shadowed[best],
+    }
 
 
 def _placed(shares_E: np.ndarray, num_ranks: int) -> float:

@@ -57,12 +57,19 @@ class Piece:
         """Seconds of a micro batch's passes."""
         return schedule.Times(*(sum(self.passes[name].values()) for name in _PASSES))
 
-    def with_host_behind(self) -> "Piece":
-        """Return the piece with only those seconds of the host that exceed those of the device, in each pass."""
+    def overlapped(self, chunks: int) -> "Piece":
+        """Return the piece on an asynchronous device.
+
+        In each pass, only those seconds of the host count that exceed the device's. The exchange of all ``chunks`` but
+        one overlaps with the experts of others.
+        """
         passes = {}
         for name, terms in self.passes.items():
-            of_device = sum(terms.values()) - terms.get("host", 0.0)
-            passes[name] = {**terms, "host": max(0.0, terms.get("host", 0.0) - of_device)}
+            exchange = terms.get("exchange", 0.0)
+            hidden = (1 - 1 / chunks) * min(exchange, terms.get("experts", 0.0))
+            of_device = sum(terms.values()) - terms.get("host", 0.0) - hidden
+            host = max(0.0, terms.get("host", 0.0) - of_device)
+            passes[name] = {**terms, "exchange": exchange - hidden, "host": host}
         return replace(self, passes=passes, once={**self.once, "host": 0.0})
 
     def minus(self, other: "Piece", times: int = 1) -> "Piece":
@@ -135,7 +142,7 @@ class Predictor:
         stages = _stages(recipe, base, [pieces[kind] for kind in kinds.values()])
         micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * parallel.dense_data)
         if self.cluster.device.asynchronous:
-            stages = [[part.with_host_behind() for part in chunks] for chunks in stages]
+            stages = [[part.overlapped(parallel.chunks) for part in chunks] for chunks in stages]
         times = [[part.times for part in chunks] for chunks in stages]
         if parallel.schedule != "zero_bubble":
             times = [[schedule.Times(t.forward, t.backward + t.weights) for t in chunks] for chunks in times]

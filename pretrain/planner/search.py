@@ -142,6 +142,7 @@ class Search:
             "tensor": _divisors(heads, node),
             "context": _divisors(length, node) if model.kind == "gpt" else [1],
             "pipeline": [size for size in _divisors(self.num_ranks, layers)],
+            "balance_stages": [False, True],
             "virtual_pipeline": [None, *_divisors(layers, layers)[1:]],
             "expert": _divisors(experts, self.num_ranks),
             "expert_tensor": _divisors(heads, node),
@@ -149,6 +150,7 @@ class Search:
             "recompute": list(_RECOMPUTE),
             "micro_batch": _divisors(batch, batch),
             "exchange": ["all_to_all", "hierarchical"],
+            "chunks": [1, 2, 4] if self.cluster.device.asynchronous else [1],  # which overlap with the device's work
         }
 
     def _first(self) -> Iterator[Split]:
@@ -161,6 +163,7 @@ class Search:
         node = self.cluster.links[0].size if self.cluster.links else 1
         within = max(size for size in values["expert"] if size <= node)
         plain = own | {"context": 1, "virtual_pipeline": None, "expert_tensor": 1, "micro_batch": 1, "tensor": 1}
+        plain |= {"balance_stages": False, "chunks": 1}
         for expert in dict.fromkeys((within, largest["expert"])):
             for pipeline in dict.fromkeys((1, *values["pipeline"][1:4:2], values["pipeline"][-1])):
                 for shard, recompute in (("optimizer", "none"), ("optimizer", "full")):
@@ -174,6 +177,8 @@ class Search:
         try:
             recipe = self.recipe_of(split)
             recipe.check()
+            if split["balance_stages"] and len(set(recipe.stage_layers)) == 1:
+                raise UserError("parallel.balance_stages=true gives equal stages")
             prediction = self._predictor.predict(recipe)
         except UserError as error:
             self.tried[key] = Candidate(split, None, str(error))
@@ -188,14 +193,14 @@ class Search:
         """
         values = dict(split)
         micro_batch = values.pop("micro_batch")
-        chunks = values["pipeline"] * (values["virtual_pipeline"] or 1)
+        stages = values["pipeline"] * (values["virtual_pipeline"] or 1)
+        values["balance_stages"] |= len(self.recipe.model.stack_numbers) % stages > 0
         is_sharded = values["shard"] in ("gradients", "parameters")
         parallel = replace(
             self.recipe.parallel,
             **values,
             data=1,
             stage_layers=(),
-            balance_stages=len(self.recipe.model.stack_numbers) % chunks > 0,
             shard_size=None,
             overlap_gradients=self.recipe.parallel.overlap_gradients and not is_sharded,
             overlap_parameters=self.recipe.parallel.overlap_parameters and values["shard"] == "optimizer",

@@ -13,6 +13,7 @@ from pretrain import dryrun
 from pretrain.config import Recipe
 from pretrain.config.load import write_recipe
 from pretrain.formats import aligned, count_text, size_text
+from pretrain.models.config import DTYPES
 from pretrain.planner import alternatives, loads
 from pretrain.planner.cluster import Cluster
 from pretrain.planner.page import write_page
@@ -29,6 +30,7 @@ _COLUMNS = {
     "expert_tensor": "ETP",
     "data": "DP",
     "micro_batch": "batch",
+    "chunks": "chunks",
     "shard": "shard",
     "recompute": "recompute",
     "exchange": "exchange",
@@ -56,6 +58,7 @@ def plan(recipe: Recipe, cluster: Cluster, num_ranks: int, options: Namespace) -
     routing = {}
     if recipe.model.layers_with_experts:
         routing = loads.imbalance(shares_SLE, chosen.parallel.expert, recipe.model.moe.capacity_factor)
+        routing |= _exchanges(shares_SLE, chosen, cluster)
     tokens = options.tokens or recipe.train.steps * recipe.train.global_batch * recipe.tokens_per_sequence
     others = _other_methods(best.prediction, cluster)
     values = {
@@ -92,6 +95,25 @@ def _confirmed(found: Sequence[Candidate], cluster: Cluster) -> tuple[Any, str]:
     )
 
 
+def _exchanges(shares_SLE: Any, recipe: Recipe, cluster: Cluster) -> dict[str, float]:
+    """Return the milliseconds of one exchange of rows by each way to do it (`loads.exchange_seconds`)."""
+    model = recipe.model
+    parallel = recipe.parallel
+    if parallel.expert == 1:
+        return {}
+    itemsize = DTYPES[recipe.train.precision].itemsize
+    tokens = recipe.train.micro_batch * model.sequence_length / (parallel.tensor * parallel.context)
+    matrices = 3 if model.gated else 2
+    seconds = loads.exchange_seconds(
+        cluster,
+        shares_SLE,
+        parallel.expert,
+        tokens * model.chosen_experts * model.hidden_size * itemsize,
+        matrices * model.hidden_size * model.expert_width * itemsize,
+    )
+    return {f"{name} ms": 1e3 * value for name, value in seconds.items()}
+
+
 def _other_methods(prediction: Prediction, cluster: Cluster) -> dict[str, alternatives.Price]:
     """Return the prices of other methods (`pretrain.planner.alternatives`) for a split, by name."""
     recipe = prediction.recipe
@@ -109,7 +131,7 @@ def _other_methods(prediction: Prediction, cluster: Cluster) -> dict[str, altern
         compute = [prediction.seconds - prediction.terms["reduction"]] * (ranks - 1)
         for mode in ("synchronous", "stale", "asynchronous"):
             price = alternatives.parameter_server(cluster, mode, 4 * prediction.dense, compute, 1, 3)
-            prices[f"a step with a {mode} parameter server"] = price
+            prices[f"a step with one parameter server, {mode}"] = price
     rows = recipe.train.micro_batch * recipe.model.sequence_length
     for scheme in ("1d", "2d", "3d") if parallel.tensor > 1 else ():
         with contextlib.suppress(UserError):  # of ranks that are no square or cube
@@ -207,7 +229,7 @@ def as_text(values: dict[str, Any]) -> str:
         "",
         "seconds of the best: " + _terms(best["terms"], "{:.3g}".format),
         "memory of its largest rank: " + _terms(best["memory"], lambda value: size_text(round(value))),
-        f"busiest rank's rows over equal ones: {routing}",
+        f"loads and one exchange of rows (docs/planner.md): {routing}",
         "",
         "other methods for its ranks, most of them not built:",
         *(f"  {line}" for line in aligned([("method", "seconds", "sent", "memory"), *map(_price, others.items())])),

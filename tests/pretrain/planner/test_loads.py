@@ -7,6 +7,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.planner import loads
+from pretrain.planner.cluster import load_cluster
 
 
 def test_shares_are_divided_into_whole_rows():
@@ -57,3 +58,18 @@ def test_imbalance():
     assert figures["placed"] == pytest.approx(2 * (0.325 + 0.175))  # of the mean loads: 0.325, 0.275, 0.225, 0.175
     assert figures["dropped"] == pytest.approx(0.1 / 2)  # above 0.3: only the first expert of the first step
     assert loads.imbalance(shares_SLE, 2, None)["dropped"] == 0
+
+
+def test_ways_of_an_exchange():
+    cluster = load_cluster("h100-64")
+    whole = cluster.collective_seconds("all_to_all", 16, 16, 1e8)
+    even = loads.exchange_seconds(cluster, loads.uniform(64), 16, 1e8, 1e6)
+    assert even["flat"] == even["padded"] == even["placed"] == even["0 shadowed"] == pytest.approx(whole)
+    assert even["within nodes"] == cluster.collective_seconds("all_to_all", 8, 8, 1e8)
+    shares = np.full(64, 0.4 / 62)
+    shares[:2] = 0.3  # two hot experts, on one rank
+    hot = loads.exchange_seconds(cluster, shares[None, None], 16, 1e8, 1e6)
+    assert hot["placed"] < hot["flat"] < hot["padded"]
+    assert hot["2 shadowed"] < hot["placed"]
+    heavy = loads.exchange_seconds(cluster, shares[None, None], 16, 1e8, 1e12)
+    assert heavy["0 shadowed"] == heavy["flat"]

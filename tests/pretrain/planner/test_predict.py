@@ -8,6 +8,7 @@ from engines import RECIPE, Split
 from forks import only
 
 from pretrain.config import AttentionConfig
+from pretrain.planner.predict import Piece
 
 MOE = replace(RECIPE.model.moe, capacity_factor=None, jitter=0.0)
 GPT = replace(RECIPE, model=replace(RECIPE.model, num_layers=4, moe=MOE))
@@ -111,3 +112,16 @@ def test_a_hot_expert_costs_time_and_memory(forks):
     even, hot = only(forks.run(1, _seconds, recipe, [0.25] * 4, [0.85, 0.05, 0.05, 0.05]))
     assert hot.terms["experts"] > even.terms["experts"]
     assert hot.memory["activations"] > even.memory["activations"]
+
+
+def test_a_gpu_hides_the_host_and_chunks_hide_the_exchange():
+    terms = {"gemm": 3.0, "experts": 1.0, "exchange": 2.0, "host": 9.0}
+    piece = Piece({name: dict(terms) for name in ("forward", "backward", "weights")}, {"host": 1.0}, 0.0, 0, 0)
+    whole = piece.overlapped(1)
+    assert whole.passes["forward"] == {**terms, "host": 9.0 - 6.0}
+    assert whole.once == {"host": 0.0}
+    halves = piece.overlapped(2).passes["forward"]
+    assert halves["exchange"] == 2.0 - 0.5  # half of the experts' second
+    assert halves["host"] == 9.0 - 5.5
+    idle = replace(piece, passes={**piece.passes, "forward": {**terms, "host": 2.0}}).overlapped(1)
+    assert idle.passes["forward"]["host"] == 0.0
