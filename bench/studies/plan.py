@@ -111,14 +111,14 @@ def main(argv: Sequence[str]) -> None:
     clusters = {load_cluster(name).num_ranks: name for name in arguments.cluster}
     if arguments.search:
         found = ranks.run(1, search, clusters[2])
-        rows = []
+        tried = []
         for split, seconds in found:
             recipe = _searched("h100-2").recipe_of(split)
             measured = ranks.run(2, measure, recipe, 0.0, arguments.rounds, arguments.warmup)
-            rows.append([split, seconds, measured["seconds"]])
-        text = search_table(rows)
+            tried.append([split, seconds, measured["seconds"]])
+        text = search_table(tried)
         print(text)
-        report.write_rows({"splits": rows}, text, arguments.out, "plan_search")
+        report.write_rows({"splits": tried}, text, arguments.out, "plan_search")
         return
     rows = []
     for number in chosen:

@@ -25,6 +25,7 @@ _COLUMNS = {
     "tensor": "TP",
     "context": "CP",
     "pipeline": "PP",
+    "balance_stages": "unequal",
     "virtual_pipeline": "VPP",
     "expert": "EP",
     "expert_tensor": "ETP",
@@ -209,7 +210,7 @@ def as_text(values: dict[str, Any]) -> str:
     rows = [[*header, "cost"] if has_price else header]
     for plan in plans:
         row = [
-            *(str(plan["split"][key] or 1) for key in _COLUMNS),
+            *(_cell(plan["split"][key]) for key in _COLUMNS),
             f"{plan['seconds']:.3g} s",
             count_text(plan["tokens_per_second"]),
             f"{plan['mfu']:.1%}",
@@ -241,6 +242,12 @@ def as_text(values: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(1 if value is None else value)
 
 
 def _price(item: tuple[str, dict[str, float]]) -> tuple[str, ...]:

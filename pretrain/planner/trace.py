@@ -114,7 +114,7 @@ class _Recorder(FakeTensorMode):
 
     # In torch's CUDA build, True makes autograd start a thread for each of 8 pretended GPUs, which forked processes may
     # not survive.
-    avoid_device_init = False  # type: ignore[assignment]
+    avoid_device_init = False
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
