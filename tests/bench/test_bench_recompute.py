@@ -64,7 +64,7 @@ def test_held_bytes_by_hand():
 @pytest.mark.slow
 def test_recomputation_keeps_less(forks):
     ((facts, timed, failures),) = values(forks.run(1, tiny))
-    assert not failures and timed == sorted(recompute.MODES)
+    assert not failures and set(timed) >= set(recompute.MODES)
     none, selective, full = (float(facts[mode]["kept, bytes per token"].replace(",", "")) for mode in recompute.MODES)
     assert full < selective < none
     sizes = [int(facts[mode]["largest micro batch in 1 MB"]) for mode in recompute.MODES]
