@@ -23,7 +23,7 @@ LayerKind = tuple[bool, bool, bool]
 Seconds = dict[str, float]  # by term
 
 MARGIN = 0.05  # share of the memory in use that is kept free: for fragmentation, communication buffers and kernels
-_PASSES = ("forward", "backward", "weights")
+_PASSES = ("forward", "backward")
 
 
 @dataclass
@@ -52,10 +52,17 @@ class Piece:
             seconds[name] = _sum(seconds[name], steps_seconds(cluster, steps))
         return cls(seconds, seconds.pop("once"), trace.saved, trace.dense, trace.experts)
 
-    @property
-    def times(self) -> schedule.Times:
-        """Seconds of a micro batch's passes."""
-        return schedule.Times(*(sum(self.passes[name].values()) for name in _PASSES))
+    def times(self, splits_backward: bool) -> schedule.Times:
+        """Return the seconds of a micro batch's passes.
+
+        Args:
+            splits_backward: whether gradients of weights have passes of their own. They are one of the two products of
+                each backward pass of a linear layer.
+        """
+        forward, backward = (sum(self.passes[name].values()) for name in _PASSES)
+        of_backward = self.passes["backward"]
+        weights = (of_backward.get("gemm", 0.0) + of_backward.get("experts", 0.0)) / 2 if splits_backward else 0.0
+        return schedule.Times(forward, backward - weights, weights)
 
     def overlapped(self, chunks: int) -> "Piece":
         """Return the piece on an asynchronous device.
@@ -143,30 +150,23 @@ class Predictor:
         micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * parallel.dense_data)
         if self.cluster.device.asynchronous:
             stages = [[part.overlapped(parallel.chunks) for part in chunks] for chunks in stages]
-        times = [[part.times for part in chunks] for chunks in stages]
-        if parallel.schedule != "zero_bubble":
-            times = [[schedule.Times(t.forward, t.backward + t.weights) for t in chunks] for chunks in times]
-        hop = 0.0
-        if parallel.pipeline > 1:
-            rows = recipe.train.micro_batch * recipe.tokens_per_sequence / parallel.context
-            rows /= parallel.tensor if parallel.is_sequence_parallel else 1
-            num_bytes = rows * recipe.model.hidden_size * DTYPES[recipe.train.precision].itemsize
-            hop = self.cluster.collective_seconds("send", 2, 2 * parallel.world_size // parallel.pipeline, num_bytes)
-        seconds = schedule.seconds(parallel.schedule, times, micro_batches, hop)
-        busiest = max(range(len(stages)), key=lambda s: sum(t.forward + t.backward + t.weights for t in times[s]))
+        is_zero_bubble = parallel.schedule == "zero_bubble"
+        times = [[part.times(is_zero_bubble) for part in chunks] for chunks in stages]
+        seconds = schedule.seconds(parallel.schedule, times, micro_batches, self._hop(recipe))
+        busiest = max(range(len(stages)), key=lambda stage: sum(t.total for t in times[stage]))
         terms: Seconds = {}
         phases: Seconds = {}
         for part in stages[busiest]:
             for name, of_pass in part.passes.items():
                 terms = _sum(terms, of_pass, micro_batches)
                 phases = _sum(phases, _by_phase(name, of_pass), micro_batches)
-        bubble = {"bubble": seconds - sum(terms.values())}
-        terms = _sum(terms, bubble)
-        phases = _sum(phases, {"collectives": bubble["bubble"]})
+        bubble = seconds - sum(terms.values())
+        terms = _sum(terms, {"bubble": bubble})
+        phases = _sum(phases, {"collectives": bubble})
         for part in stages[busiest]:
             terms = _sum(terms, part.once)
             phases = _sum(phases, {"other": sum(part.once.values())})
-        owned = [(sum(part.dense for part in s), sum(part.experts for part in s)) for s in stages]
+        owned = [_parameters(chunks) for chunks in stages]
         state = traces[0].state / (traces[0].dense + traces[0].experts)
         reduction = max(self._reduction(recipe, *counts, micro_batches) for counts in owned)
         if parallel.overlap_gradients:  # with the last micro batch's backward pass
@@ -174,11 +174,22 @@ class Predictor:
         optimizer = max(self._optimizer(recipe, *counts, state) for counts in owned)
         terms |= {"reduction": reduction, "optimizer": optimizer}
         phases |= {"reduction": reduction, "optimizer": optimizer}
-        memory = [_memory(recipe, s, stages[s], transient, state, micro_batches) for s in range(len(stages))]
-        stage = max(range(len(stages)), key=lambda s: sum(memory[s].values()))
-        return Prediction(
-            recipe, sum(terms.values()), terms, phases, memory[stage], stage, max(counts[0] for counts in owned)
-        )
+        memory = [
+            _memory(recipe, stage, chunks, transient, state, micro_batches) for stage, chunks in enumerate(stages)
+        ]
+        largest = max(range(len(stages)), key=lambda stage: sum(memory[stage].values()))
+        dense = max(dense for dense, _ in owned)
+        return Prediction(recipe, sum(terms.values()), terms, phases, memory[largest], largest, dense)
+
+    def _hop(self, recipe: Recipe) -> float:
+        """Return the seconds of a micro batch's message between pipeline stages."""
+        parallel = recipe.parallel
+        if parallel.pipeline == 1:
+            return 0.0
+        rows = recipe.train.micro_batch * recipe.tokens_per_sequence / parallel.context
+        rows /= parallel.tensor if parallel.is_sequence_parallel else 1
+        num_bytes = rows * recipe.model.hidden_size * DTYPES[recipe.train.precision].itemsize
+        return self.cluster.collective_seconds("send", 2, 2 * parallel.world_size // parallel.pipeline, num_bytes)
 
     def _pieces(self, recipe: Recipe, kinds: Sequence[LayerKind]) -> tuple[Piece, dict[LayerKind, Piece], list[Trace]]:
         """Return what is added by embeddings and losses, and by a layer of each kind; and all traces."""
@@ -221,10 +232,8 @@ class Predictor:
         return seconds / parallel.sync_every
 
     def _optimizer(self, recipe: Recipe, dense: int, experts: int, state: float) -> float:
-        dense_shards, expert_shards = _shards(recipe.parallel)
-        own = dense / dense_shards + experts / expert_shards
         # State is read and written, gradients are read for the norm and for the step, and weights are written.
-        moved = own * (2 * state + 2 * 4 + DTYPES[recipe.train.precision].itemsize)
+        moved = _own(recipe.parallel, dense, experts) * (2 * state + 2 * 4 + DTYPES[recipe.train.precision].itemsize)
         return self.cluster.move_seconds(moved)
 
 
@@ -301,12 +310,17 @@ def _stages(recipe: Recipe, base: Piece, layers: Sequence[Piece]) -> list[list[P
     return [chunks[stage::num_stages] for stage in range(num_stages)]
 
 
-def _shards(parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the number of ranks that share the optimizer's state of dense layers, and that of experts."""
+def _parameters(chunks: Sequence[Piece]) -> tuple[int, int]:
+    """Return the numbers of parameters of a stage outside of experts, and in experts."""
+    return sum(part.dense for part in chunks), sum(part.experts for part in chunks)
+
+
+def _own(parallel: ParallelConfig, dense: int, experts: int) -> float:
+    """Return the number of parameters whose optimizer state a rank has, of those that it or its shard group holds."""
     if parallel.shard == "none":
-        return 1, 1
+        return dense + experts
     size = parallel.shard_size or parallel.dense_data
-    return size, max(1, expert_data(parallel) * size // parallel.dense_data)
+    return dense / size + experts / max(1, expert_data(parallel) * size // parallel.dense_data)
 
 
 def _memory(
@@ -314,11 +328,9 @@ def _memory(
 ) -> dict[str, float]:
     parallel = recipe.parallel
     itemsize = DTYPES[recipe.train.precision].itemsize
-    dense = sum(part.dense for part in chunks)
-    experts = sum(part.experts for part in chunks)
-    dense_shards, expert_shards = _shards(parallel)
-    own = dense / dense_shards + experts / expert_shards
+    dense, experts = _parameters(chunks)
     held = dense + experts
+    own = _own(parallel, dense, experts)
     in_flight = schedule.most_in_flight(
         parallel.schedule, stage, parallel.pipeline, parallel.model_chunks, micro_batches
     )
@@ -335,12 +347,12 @@ def _memory(
 
 def _by_phase(name: str, terms: Seconds) -> Seconds:
     """Return the seconds of a pass by phase."""
-    is_forward = name == "forward"
-    of_term = {"exchange": "exchange", "groups": "collectives", "experts": "experts" if is_forward else "backward"}
-    phases: Seconds = {}
-    for term, seconds in terms.items():
-        phases = _sum(phases, {of_term.get(term, "forward" if is_forward else "backward"): seconds})
-    return phases
+    phases = {"exchange": terms.get("exchange", 0.0), "collectives": terms.get("groups", 0.0)}
+    rest = sum(terms.values()) - sum(phases.values())
+    if name != "forward":
+        return phases | {"backward": rest}
+    experts = terms.get("experts", 0.0)
+    return phases | {"experts": experts, "forward": rest - experts}
 
 
 def _sum(first: Seconds, second: Seconds, factor: int = 1) -> Seconds:

@@ -18,11 +18,19 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the passes of a micro batch through a chunk of layers; ``weights`` only for zero_bubble."""
+    """Seconds of the passes of a micro batch through a chunk of layers.
+
+    Gradients of weights have passes of their own only in zero_bubble. Otherwise they belong to the backward pass.
+    """
 
     forward: float
     backward: float
     weights: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all passes."""
+        return self.forward + self.backward + self.weights
 
 
 def order(schedule: str, stage: int, num_stages: int, num_chunks: int, micro_batches: int) -> Iterator[Pass]:
@@ -101,7 +109,7 @@ def seconds(schedule: str, times: Sequence[Sequence[Times]], micro_batches: int,
                 clocks[stage] = max(clocks[stage], ready) + getattr(times[stage][chunk], kind)
                 ends[kind, place, number] = clocks[stage]
                 done[stage] += 1
-    busiest = max(sum(t.forward + t.backward + t.weights for t in chunks) for chunks in times)
+    busiest = max(sum(t.total for t in chunks) for chunks in times)
     return max(clocks) + (micro_batches - replayed) * busiest
 
 

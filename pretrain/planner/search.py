@@ -61,7 +61,7 @@ class Search:
     def __post_init__(self) -> None:
         self._predictor = Predictor(self.cluster, self.loads)
 
-    def run(self, seconds: float, report: Callable[[str], None]) -> list[Candidate]:
+    def run(self, seconds: float, report: Callable[[str], object]) -> list[Candidate]:
         """Try splits for at most ``seconds``, and return all that fit, the fastest first.
 
         From the best split whose neighbors are not tried, the search goes on to them: one key takes the next larger
@@ -115,7 +115,7 @@ class Search:
     def neighbors(self, split: Split) -> Iterator[Split]:
         """Yield the splits that differ from ``split`` in one key, by one step of its values."""
         for key, values in self._values().items():
-            place = values.index(split[key]) if split[key] in values else 0
+            place = values.index(split[key]) if split[key] in values else -1  # next to the first value
             for other in (place - 1, place + 1):
                 if 0 <= other < len(values):
                     yield split | {key: values[other]}
@@ -141,7 +141,7 @@ class Search:
         return {
             "tensor": _divisors(heads, node),
             "context": _divisors(length, node) if model.kind == "gpt" else [1],
-            "pipeline": [size for size in _divisors(self.num_ranks, layers)],
+            "pipeline": _divisors(self.num_ranks, layers),
             "balance_stages": [False, True],
             "virtual_pipeline": [None, *_divisors(layers, layers)[1:]],
             "expert": _divisors(experts, self.num_ranks),
@@ -159,15 +159,14 @@ class Search:
         own = {key: getattr(parallel, key) for key in values if key != "micro_batch"}
         own["micro_batch"] = self.recipe.train.micro_batch
         yield own
-        largest = {key: values[key][-1] for key in ("expert", "tensor")}
         node = self.cluster.links[0].size if self.cluster.links else 1
         within = max(size for size in values["expert"] if size <= node)
         plain = own | {"context": 1, "virtual_pipeline": None, "expert_tensor": 1, "micro_batch": 1, "tensor": 1}
         plain |= {"balance_stages": False, "chunks": 1}
-        for expert in dict.fromkeys((within, largest["expert"])):
+        for expert in dict.fromkeys((within, values["expert"][-1])):
             for pipeline in dict.fromkeys((1, *values["pipeline"][1:4:2], values["pipeline"][-1])):
-                for shard, recompute in (("optimizer", "none"), ("optimizer", "full")):
-                    changed = {"expert": expert, "pipeline": pipeline, "shard": shard, "recompute": recompute}
+                for recompute in ("none", "full"):
+                    changed = {"expert": expert, "pipeline": pipeline, "shard": "optimizer", "recompute": recompute}
                     yield plain | changed
 
     def _try(self, split: Split) -> None:

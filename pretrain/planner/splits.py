@@ -53,7 +53,7 @@ def plan(recipe: Recipe, cluster: Cluster, num_ranks: int, options: Namespace) -
     if options.load is not None:
         shares_SLE = loads.recorded(options.load, num_experts)
     search = Search(recipe, cluster, loads.of_slowest(shares_SLE), num_ranks)
-    found = search.run(options.seconds, lambda line: print(f"fmoe plan: {line}", file=sys.stderr))  # noqa: T201
+    found = search.run(options.seconds, lambda line: sys.stderr.write(f"fmoe plan: {line}\n"))
     best, summary = _confirmed(found, cluster)
     chosen = best.prediction.recipe
     routing = {}

@@ -39,7 +39,7 @@ from fmoe.moe import MoE
 from fmoe.parallel.gradients import is_expert
 from fmoe.runtime import phases
 from fmoe.runtime.deferral import WeightGradients
-from megatron_patch import cpu
+from megatron_patch import bf16_linear, cpu
 from megatron_patch.layer import drop_tracked_losses
 from pretrain.config import Recipe
 from pretrain.dryrun.holding import hold
@@ -167,7 +167,7 @@ class _Recorder(FakeTensorMode):
         if "allgather" in func._opname:
             sent: Any = tensors[-1]
             outputs: list[Any] = tensors[:-1]
-            if sent.constant is not None:
+            if sent.constant is not None:  # such as the counts of expert tensor parallel ranks
                 for output in outputs:  # all ranks have this rank's numbers
                     output.constant.view(-1, sent.numel()).copy_(sent.constant.flatten())
         given = iter(tensors)
@@ -280,7 +280,7 @@ def _persistent(engine: Engine) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def _given(loads: Loads, recorder: _Recorder, fused_attention: bool) -> Iterator[None]:
+def _given(loads: Loads, recorder: _Recorder, on_gpu: bool) -> Iterator[None]:
     """Give the numbers that a step reads from its data: rows of each expert; and make torch take fake tensors."""
     layer = 0
     needed = 1  # chunks
@@ -346,7 +346,7 @@ def _given(loads: Loads, recorder: _Recorder, fused_attention: bool) -> Iterator
     def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Attention in one kernel, as on a GPU: the CPU's needs values as wide as the keys."""
         width = value.shape[-1]
-        if not fused_attention or width >= query.shape[-1]:
+        if not on_gpu or width >= query.shape[-1]:
             return attention(query, key, value, *arguments, **options)
         padded = functional.pad(value, (0, query.shape[-1] - width))
         return attention(query, key, padded, *arguments, **options)[..., :width]
@@ -381,6 +381,7 @@ def _given(loads: Loads, recorder: _Recorder, fused_attention: bool) -> Iterator
         (nn.Module, "half", lambda module: convert(module, dtype=torch.float16)),
         (nn.Module, "bfloat16", lambda module: convert(module, dtype=torch.bfloat16)),
         (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),  # so that no fake one remains
+        (bf16_linear, "is_needed", (lambda: False) if on_gpu else bf16_linear.is_needed),
         (schedules, "backward_step", within("backward", schedules.backward_step)),
         (pipeline, "backward_inputs", within("backward", pipeline.backward_inputs)),
         (WeightGradients, "run", within("weights", WeightGradients.run)),
@@ -395,11 +396,14 @@ def _given(loads: Loads, recorder: _Recorder, fused_attention: bool) -> Iterator
 def _with_attributes(engine: Engine) -> Iterator[None]:
     """Give the experts' backward pass the parameters, with their ``main_grad``: hooks of saved tensors pass copies."""
     parameters = {_place(parameter): parameter for parameter in engine.gpt.parameters()}
-    with contextlib.ExitStack() as stack:
-        for name in ("_main_grad", "_added_to_main_grad"):
-            function = getattr(fused, name)
-            of_parameter = lambda weight, function=function: function(parameters.get(_place(weight), weight))  # noqa: E731
-            stack.enter_context(mock.patch.object(fused, name, of_parameter))
+
+    def of_parameter(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        return lambda weight: function(parameters.get(_place(weight), weight))
+
+    functions: dict[str, Any] = {
+        name: of_parameter(getattr(fused, name)) for name in ("_main_grad", "_added_to_main_grad")
+    }
+    with mock.patch.multiple(fused, **functions):
         yield
 
 
@@ -421,12 +425,13 @@ def _counts(exchange: Any, rows_WE: np.ndarray) -> list[np.ndarray]:
 
 
 @torch.enable_grad()
-def trace_step(recipe: Recipe, rank: int, loads: Loads, fused_attention: bool = False) -> Trace:
+def trace_step(recipe: Recipe, rank: int, loads: Loads, on_gpu: bool = False) -> Trace:
     """Return what a rank of the recipe's run does in a training step up to the optimizer.
 
     Args:
         loads: rows of each expert (`pretrain.planner.loads.of_slowest`).
-        fused_attention: whether attention with wider keys than values is one kernel, as on a GPU; on the CPU it is not.
+        on_gpu: whether to trace what a GPU does where the CPU does otherwise: multi-latent attention in one kernel, and
+            bf16 products in bf16 on any processor.
 
     Raises:
         UserError: the recipe has samples of its own, or an exchange whose counts cannot be given.
@@ -439,7 +444,7 @@ def trace_step(recipe: Recipe, rank: int, loads: Loads, fused_attention: bool = 
     cpu.install()
     recorder = _Recorder()
     samples = _blank_samples(recipe)
-    with as_rank(recipe, rank) as processes, _given(loads, recorder, fused_attention), recorder:
+    with as_rank(recipe, rank) as processes, _given(loads, recorder, on_gpu), recorder:
         drop_tracked_losses()
         engine = Engine(recipe, processes)
         trace = recorder.trace

@@ -9,6 +9,7 @@ from forks import only
 
 from pretrain.config import AttentionConfig
 from pretrain.planner.predict import Piece
+from pretrain.planner.schedule import Times
 
 MOE = replace(RECIPE.model.moe, capacity_factor=None, jitter=0.0)
 GPT = replace(RECIPE, model=replace(RECIPE.model, num_layers=4, moe=MOE))
@@ -116,7 +117,7 @@ def test_a_hot_expert_costs_time_and_memory(forks):
 
 def test_a_gpu_hides_the_host_and_chunks_hide_the_exchange():
     terms = {"gemm": 3.0, "experts": 1.0, "exchange": 2.0, "host": 9.0}
-    piece = Piece({name: dict(terms) for name in ("forward", "backward", "weights")}, {"host": 1.0}, 0.0, 0, 0)
+    piece = Piece({name: dict(terms) for name in ("forward", "backward")}, {"host": 1.0}, 0.0, 0, 0)
     whole = piece.overlapped(1)
     assert whole.passes["forward"] == {**terms, "host": 9.0 - 6.0}
     assert whole.once == {"host": 0.0}
@@ -125,3 +126,9 @@ def test_a_gpu_hides_the_host_and_chunks_hide_the_exchange():
     assert halves["host"] == 9.0 - 5.5
     idle = replace(piece, passes={**piece.passes, "forward": {**terms, "host": 2.0}}).overlapped(1)
     assert idle.passes["forward"]["host"] == 0.0
+
+
+def test_zero_bubble_divides_the_backward_pass():
+    piece = Piece({"forward": {"gemm": 3.0}, "backward": {"gemm": 6.0, "memory": 1.0}}, {}, 0.0, 0, 0)
+    assert piece.times(False) == Times(3.0, 7.0)
+    assert piece.times(True) == Times(3.0, 4.0, 3.0)

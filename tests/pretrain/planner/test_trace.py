@@ -129,13 +129,13 @@ def _compare(forks, text, recipe):
         assert only(forks.run(1, traced, recipe, rank, rows_of_rank)) == expected, f"rank {rank}"
 
 
-def _operations(recipe, fused_attention=False):
+def _operations(recipe, on_gpu=False):
     """Name, shapes and moved bytes of each operation of a step."""
     from pretrain.planner.loads import of_slowest, uniform
     from pretrain.planner.trace import Operation, trace_step
 
     dist.destroy_process_group()
-    trace = trace_step(recipe, 0, of_slowest(uniform(4)), fused_attention)
+    trace = trace_step(recipe, 0, of_slowest(uniform(4)), on_gpu)
     steps = [step for counts in trace.steps.values() for step in counts]
     return [(step.name, step.shapes, step.moved) for step in steps if isinstance(step, Operation)]
 
@@ -149,6 +149,26 @@ def test_a_gather_moves_the_rows_that_it_writes(forks):
     assert gathers
     for ((_, width), (rows,)), moved in gathers:
         assert 2 * 4 * rows * width < moved <= 2 * 4 * rows * width + 8 * rows
+
+
+def _on_processors(recipe, on_gpu):
+    """The operations on processors with and without bf16 products."""
+    from megatron_patch import bf16_linear
+    from pretrain.planner.loads import of_slowest, uniform
+    from pretrain.planner.trace import trace_step
+
+    dist.destroy_process_group()
+    found = []
+    for is_needed in (False, True):
+        with mock.patch.object(bf16_linear, "is_needed", lambda needed=is_needed: needed):
+            found.append(trace_step(recipe, 0, of_slowest(uniform(4)), on_gpu).steps)
+    return found
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_a_gpu_does_is_the_same_on_every_processor(forks, on_gpu):
+    with_bf16, without = only(forks.run(1, _on_processors, Split.of("one bf16").recipe(BASE), on_gpu))
+    assert (with_bf16 == without) == on_gpu
 
 
 def test_multi_latent_attention_is_one_kernel_on_a_gpu(forks):
