@@ -31,6 +31,9 @@ from pretrain.config.model import AttentionConfig
 from pretrain.planner import loads
 from pretrain.planner.cluster import load_cluster
 from pretrain.planner.search import Search
+from pretrain.planner.timer import Timer, idle_seconds
+
+_PATIENCE = 20.0  # seconds of steps that are dropped as long as other programs slow the machine
 
 MODELS = {
     "64x4": {"hidden_size": 64, "num_layers": 4, "sequence_length": 128},
@@ -109,12 +112,13 @@ def main(argv: Sequence[str]) -> None:
     if max(chosen) >= len(every):
         raise UserError(f"--points={max(chosen)} must be below {len(every)}")
     clusters = {load_cluster(name).num_ranks: name for name in arguments.cluster}
+    idle = ranks.run(1, idle_seconds, 20.0)
     if arguments.search:
         found = ranks.run(1, search, clusters[2])
         tried = []
         for split, seconds in found:
             recipe = _searched("h100-2").recipe_of(split)
-            measured = ranks.run(2, measure, recipe, 0.0, arguments.rounds, arguments.warmup)
+            measured = ranks.run(2, measure, recipe, 0.0, arguments.rounds, arguments.warmup, idle)
             tried.append([split, seconds, measured["seconds"]])
         text = search_table(tried)
         print(text)
@@ -126,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
         size = recipe.parallel.world_size
         if size not in clusters:
             raise UserError(f"--cluster has no file of {size} ranks, which the point {name!r} needs")
-        measured = ranks.run(size, measure, recipe, exponent, arguments.rounds, arguments.warmup)
+        measured = ranks.run(size, measure, recipe, exponent, arguments.rounds, arguments.warmup, idle)
         predicted = ranks.run(1, predict, recipe, clusters[size], measured["shares"])
         rows.append({"point": name, "measured": measured, "predicted": predicted})
         print(line(rows[-1]), flush=True)
@@ -167,7 +171,7 @@ def _recipe(model: dict[str, Any], split: dict[str, Any], variant: dict[str, Any
     return recipe
 
 
-def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[str, Any]:
+def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int, idle: float) -> dict[str, Any]:
     """Return the seconds of steps on the slowest rank, bytes on the rank that needs the most, and experts' shares."""
     processes = ranks.start_parallel(recipe)
     from megatron.core.pipeline_parallel import schedules
@@ -178,15 +182,19 @@ def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[s
 
     engine = Engine(recipe, processes)
     drawn = ZipfTokens(recipe, exponent)
-    samples: Any = {number: drawn[number] for number in range((warmup + rounds + 4) * recipe.train.global_batch)}
-    seconds = []
-    for step in range(warmup + rounds):
-        if step == warmup:
-            engine.routing()
+    samples: Any = {number: drawn[number] for number in range((warmup + 1) * recipe.train.global_batch)}
+    for step in range(warmup):
+        engine.train_step(step, samples)
+    engine.routing()
+
+    def step_seconds() -> float:
         dist.barrier()
         begin = time.perf_counter()
-        engine.train_step(step, samples)
-        seconds.append(ranks.slowest(time.perf_counter() - begin))
+        engine.train_step(warmup, samples)
+        return ranks.slowest(time.perf_counter() - begin)
+
+    timer = Timer(idle, processes.device, repeats=rounds, min_seconds=0.0, patience=_PATIENCE)
+    seconds = timer.while_idle(step_seconds)
     shares = [reports.load for reports in engine.routing().values()]
     trace = Trace()
     with Saved(trace, engine):
@@ -194,12 +202,13 @@ def measure(recipe: Recipe, exponent: float, rounds: int, warmup: int) -> dict[s
     with Allocated() as allocated:
         engine.backward(0, samples)
     spent = []
-    for step in range(4):
+    for _ in range(4):
         phases.start(processes.device, (schedules, "backward_step"))
-        engine.train_step(warmup + rounds + step, samples)
+        engine.train_step(warmup, samples)
         spent.append(phases.stop())
     return {
-        "seconds": seconds[warmup:],
+        "seconds": seconds,
+        "busy": 1 - timer.patience / _PATIENCE,
         "saved": ranks.slowest(float(trace.saved)),
         "peak": ranks.slowest(float(allocated.peak)),
         "phases": {name: median(of_step[name] for of_step in spent) for name in spent[0]},
@@ -215,7 +224,12 @@ def predict(recipe: Recipe, cluster: str, shares: list[list[float]]) -> dict[str
     shares_SLE = np.array([shares])
     predicted = Predictor(load_cluster(cluster), loads.of_slowest(shares_SLE)).predict(recipe)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return {"seconds": predicted.seconds, "terms": predicted.terms, "memory": predicted.memory}
+    return {
+        "seconds": predicted.seconds,
+        "terms": predicted.terms,
+        "phases": predicted.phases,
+        "memory": predicted.memory,
+    }
 
 
 def _searched(cluster: str) -> Search:

@@ -2,27 +2,20 @@
 
 import itertools
 import json
-import math
 import operator
 import os
 import platform
-import statistics
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fmoe.cli import Parser, run
 from fmoe.errors import UserError
@@ -30,25 +23,26 @@ from fmoe.experts import FFNExperts
 from fmoe.experts.call import ExpertCall
 from fmoe.runtime import launcher
 from fmoe.runtime.collectives import run as run_collective
-from megatron_patch import bf16_linear, cpu
-from pretrain.config import AttentionConfig, ModelConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from megatron_patch import bf16_linear
+from pretrain.config import Recipe
 from pretrain.config.load import to_toml
-from pretrain.engine import Engine, init_parallel
 from pretrain.files import refuse_existing, replacing
 from pretrain.models.config import DTYPES
 from pretrain.planner.cluster import Cluster, Device, Kind, Link, Points
+from pretrain.planner.in_step import in_steps
+from pretrain.planner.timer import Step, Timer, idle_seconds
 from pretrain.start import process, ranks
 from pretrain.start.job import Job
 from pretrain.start.launch import rendezvous
-from pretrain.start.process import Processes
 
 _PROGRAM = "fmoe plan calibrate"
 _BYTES_COPIED = 1 << 28  # more than the caches of most processors hold
 _WIDTHS = (64, 128, 256, 512, 1024, 2048)  # these and others on a CPU; a GPU takes larger sizes
 _ROWS = (8, 32, 128, 512, 2048)
+_STEP_WIDTHS = (32, 96, 192, 512)  # of models that are trained
+_LOOK = 10.0  # seconds in which the speed of the idle machine is found
+_PATIENCE = 300.0  # seconds that may be lost while other programs slow the machine
 _BYTES = [4**power for power in range(5, 14)]  # 1 KiB to 64 MiB
-
-Step = Callable[[], object]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,84 +79,57 @@ def main(argv: Sequence[str]) -> int:
 
 @torch.no_grad()
 def _measure(out: Path, quick: bool) -> int:
-    timer = Timer(process.start().device, quick)
+    device = process.start().device
+    if quick:
+        timer = Timer(idle_seconds(_LOOK / 10), device, repeats=5, min_seconds=0.002, patience=_PATIENCE / 10)
+    else:
+        timer = Timer(idle_seconds(_LOOK), device, repeats=9, min_seconds=0.005, patience=_PATIENCE)
+    stride = 2 if quick else 1
+    points = partial(_points, timer, stride)
     local_size = launcher.number("LOCAL_WORLD_SIZE", 1)
-    if timer.is_gpu:
+    if device.type == "cuda":
         name = torch.cuda.get_device_name()
         memory = torch.cuda.mem_get_info()[1]
     else:
         name = f"{torch.get_num_threads()} thread(s) of a CPU, {platform.processor() or platform.machine()},"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
-    collectives = _collectives(timer)
+    collectives = _collectives(points, device)
     cluster = Cluster(
         name=out.stem,
         source=f"measured on {name} with torch {torch.__version__} and {dist.get_backend()}",
         num_ranks=dist.get_world_size(),
-        device=replace(_device(timer, memory), host=_host(timer), asynchronous=timer.is_gpu),
+        device=_device(points, timer, memory),
         links=_links(collectives["send"], local_size),
         collectives=collectives,
     )
+    widths = [4 * width if device.type == "cuda" else width for width in _STEP_WIDTHS[::stride]]
+    cluster = replace(cluster, device=in_steps(timer, cluster, widths, _say))
     if dist.get_rank() == 0:
         with replacing(out) as [file]:
             file.write(cluster_text(cluster).encode())
-        sys.stderr.write(f"{_PROGRAM}: wrote {out}\n")
+    _say(f"wrote {out}")
     return 0
 
 
-class Timer:
-    """Times steps on all ranks at once.
-
-    Args:
-        quick: time only every other size, and less often.
-    """
-
-    def __init__(self, device: torch.device, quick: bool):
-        self.device = device
-        self.is_gpu = device.type == "cuda"
-        self.stride = 2 if quick else 1
-        self.repeats = 5 if quick else 9
-        self.min_seconds = 0.002 if quick else 0.005
-
-    def __call__(self, step: Step) -> tuple[float, float]:
-        """Return the median seconds of a call on the slowest rank, and their spread (see `pretrain.planner.cluster`).
-
-        Collective. Two calls warm up; then each repeat takes at least `min_seconds`.
-        """
-        self._repeat(step, 2)
-        calls = math.ceil(self.min_seconds / self._repeat(step, 1))
-        seconds = [self._repeat(step, calls) for _ in range(self.repeats)]
-        first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
-        return _rounded(median), _rounded((third - first) / median)
-
-    def points(self, name: str, make: Callable[..., Step], *axes: Sequence[int]) -> Points:
-        """Return the points of a grid of sizes, of which ``make(*sizes)`` returns the step."""
-        if dist.get_rank() == 0:
-            sys.stderr.write(f"{_PROGRAM}: {name}\n")
-        points: list[tuple[float, ...]] = []
-        for sizes in itertools.product(*(axis[:: self.stride] for axis in axes)):
-            seconds, spread = self(make(*sizes))
-            # Noise must not make a larger operation faster than a smaller one.
-            smaller = [point[-2] for point in points if all(map(operator.le, point, sizes))]
-            points.append((*sizes, max([seconds, *smaller]), spread))
-        return tuple(points)
-
-    def _repeat(self, step: Step, calls: int) -> float:
-        dist.barrier()
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            step()
-        self._wait()
-        seconds = torch.tensor((time.perf_counter() - begin) / calls, dtype=torch.float64, device=self.device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return float(seconds)
-
-    def _wait(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"{_PROGRAM}: {line}\n")
 
 
-def _device(timer: Timer, memory: int) -> Device:
+def _points(timer: Timer, stride: int, name: str, make: Callable[..., Step], *axes: Sequence[int]) -> Points:
+    """Return the points of a grid of every ``stride``-th of the sizes, of which ``make(*sizes)`` returns the step."""
+    _say(name)
+    points: list[tuple[float, ...]] = []
+    for sizes in itertools.product(*(axis[::stride] for axis in axes)):
+        seconds, spread = timer(make(*sizes))
+        # Noise must not make a larger operation faster than a smaller one.
+        smaller = [point[-2] for point in points if all(map(operator.le, point, sizes))]
+        points.append((*sizes, max([seconds, *smaller]), spread))
+    return tuple(points)
+
+
+def _device(points: Callable[..., Points], timer: Timer, memory: int) -> Device:
+    is_gpu = timer.device.type == "cuda"
     new = partial(torch.ones, dtype=torch.float32, device=timer.device)
     one = new(1)
     launch, launch_spread = timer(lambda: one.add_(1))
@@ -170,8 +137,8 @@ def _device(timer: Timer, memory: int) -> Device:
     b = torch.ones_like(a)
     c = torch.ones_like(a)
     moved, moved_spread = timer(lambda: torch.add(a.copy_(b), b, out=c))  # a copy of two and a sum of three tensors
-    widths = [4 * width if timer.is_gpu else width for width in _WIDTHS]
-    rows = [8 * number if timer.is_gpu else number for number in _ROWS]
+    widths = [4 * width if is_gpu else width for width in _WIDTHS]
+    rows = [8 * number if is_gpu else number for number in _ROWS]
     operations: dict[Any, tuple[Any, ...]] = {
         "gemm": (_gemm, rows, widths, widths),
         "attention": (_attention, (1, 4, 16), rows[1:], (32, 64, 128)),
@@ -181,10 +148,10 @@ def _device(timer: Timer, memory: int) -> Device:
         "move": (_move, _BYTES),
     }
     measured: dict[Any, dict[Any, Points]] = {name: {} for name in operations}
-    for dtype in ("fp32", "bf16", "fp16") if timer.is_gpu else ("fp32", "bf16"):  # fp16 takes CPUs forty times as long
+    for dtype in ("fp32", "bf16", "fp16") if is_gpu else ("fp32", "bf16"):  # fp16 takes CPUs forty times as long
         values = partial(torch.rand, dtype=DTYPES[dtype], device=timer.device)
         for name, (make, *axes) in operations.items():
-            measured[name][dtype] = timer.points(f"{name}, {dtype}", partial(make, values), *axes)
+            measured[name][dtype] = points(f"{name}, {dtype}", partial(make, values), *axes)
     return Device(
         memory=memory,
         peak={
@@ -194,52 +161,10 @@ def _device(timer: Timer, memory: int) -> Device:
         efficiency=1.0,
         bandwidth=5 * a.nbytes / moved,
         launch=launch,
+        asynchronous=is_gpu,
         measured=measured,
         spread={"bandwidth": moved_spread, "launch": launch_spread},
     )
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations that make or change tensors, and not only views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known]
-        self.count += bool(made) or func._schema.is_mutable
-        return result
-
-
-@torch.enable_grad()
-def _host(timer: Timer) -> float:
-    """Return the seconds that the host takes for an operation of a training step: of a model with almost no work."""
-    from megatron.core import parallel_state  # here, after megatron_patch, which silences its warnings
-
-    num_ranks = dist.get_world_size()
-    model = ModelConfig(
-        num_layers=8,
-        hidden_size=16,
-        ffn_hidden_size=16,
-        sequence_length=8,
-        vocab_size=64,
-        attention=AttentionConfig(num_heads=2),
-        moe=MoEConfig(num_experts=2, top_k=1),
-    )
-    train = TrainConfig(global_batch=num_ranks, micro_batch=1)
-    recipe = Recipe(model=model, parallel=ParallelConfig(data=num_ranks), train=train)
-    cpu.install()
-    init_parallel(recipe)
-    engine = Engine(recipe, Processes(dist.get_rank(), num_ranks, timer.device))
-    samples: Any = defaultdict(lambda: np.zeros(model.sequence_length + 1, np.int64))
-    with _Operations() as operations:
-        engine.backward(0, samples)
-    seconds, _ = timer(lambda: engine.backward(0, samples))
-    parallel_state.destroy_model_parallel()
-    return _rounded(seconds / operations.count)
 
 
 def _gemm(values: Callable[..., Tensor], m: int, k: int, n: int) -> Step:
@@ -256,7 +181,7 @@ def _backward(make: Callable[..., Any], *arguments: Any) -> Step:
         output = make(*arguments)()
         inputs = [x for x in _leaves(output.grad_fn, set()) if x.requires_grad]
         grad = torch.ones_like(output)
-    return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+    return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True, allow_unused=True)
 
 
 def _leaves(node: Any, seen: set[Any]) -> list[Tensor]:
@@ -278,6 +203,9 @@ def _experts(values: Callable[..., Tensor], num_experts: int, rows: int, d_model
     x = values(num_experts * rows, d_model).requires_grad_()
     with x.device:
         experts = FFNExperts(num_experts, d_model, d_hidden).to(x.dtype)
+    for parameter in experts.parameters():  # as in training
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     @torch.enable_grad()
     def step() -> Tensor:
@@ -291,7 +219,7 @@ def _move(values: Callable[..., Tensor], num_bytes: int) -> Step:
     return lambda: x + x  # into new memory, as most operations of a step
 
 
-def _collectives(timer: Timer) -> dict[Any, dict[int, Points]]:
+def _collectives(points: Callable[..., Points], device: torch.device) -> dict[Any, dict[int, Points]]:
     """Return the points of each kind, by the size of groups that all run at the same time."""
     world_size = dist.get_world_size()
     curves: dict[Any, dict[int, Points]] = {kind: {} for kind in get_args(Kind)}
@@ -301,8 +229,8 @@ def _collectives(timer: Timer) -> dict[Any, dict[int, Points]]:
             unit = 4 * size  # bytes of a number for each rank
             num_bytes = sorted({unit * max(1, number // unit) for number in _BYTES})
             for kind in curves:
-                make = partial(_collective, kind, group, timer.device)
-                curves[kind][size] = timer.points(f"{kind}, {size} ranks", make, num_bytes)
+                make = partial(_collective, kind, group, device)
+                curves[kind][size] = points(f"{kind}, {size} ranks", make, num_bytes)
     return curves
 
 
@@ -330,10 +258,6 @@ def _links(sends: Mapping[int, Points], local_size: int) -> tuple[Link, ...]:
         bandwidth = max(num_bytes / seconds for num_bytes, seconds, _ in sends[size])
         links.append(Link(size=size, bandwidth=bandwidth, latency=sends[size][0][1]))
     return tuple(links)
-
-
-def _rounded(figure: float) -> float:
-    return float(f"{figure:.4g}")
 
 
 def cluster_text(cluster: Cluster) -> str:

@@ -70,13 +70,18 @@ class Device(_Table):
         efficiency: largest share of ``peak`` that a product reaches, for operations that are not measured.
         bandwidth: bytes per second, read and written together.
         launch: seconds of an operation without work.
-        host: seconds in which the host prepares an operation of a training step: Python, modules and autograd.
+        host, host_backward: seconds in which the host prepares an operation of a training step: modules in Python, and
+            autograd in backward passes.
         asynchronous: whether the host prepares operations while the device runs others, as with GPUs. The host's
             seconds then count only beyond the device's.
         measured: tables of points by operation and dtype: gemm (m, k, n), attention (heads of all sequences, length,
             width of a head), experts (experts, rows of each, d_model, d_hidden), and move (bytes read and written by
             an operation that computes little). Attention is causal. Forward and backward passes are separate:
             attention_backward, experts_backward.
+        operations: tables of points (bytes, seconds, spread) of other operations within training steps, by torch's name
+            and dtype.
+        in_step: tables of points (bytes, factor, spread) of the operations of ``measured``, by torch's name and dtype:
+            how many times as long they take within training steps.
         spread: spread of ``bandwidth`` and ``launch``, if measured.
     """
 
@@ -86,14 +91,21 @@ class Device(_Table):
     bandwidth: PositiveFloat
     launch: NotNegativeFloat
     host: NotNegativeFloat = 0.0
+    host_backward: NotNegativeFloat = 0.0
     asynchronous: bool = False
     measured: Mapping[Measured, Mapping[Dtype, Points]] = field(default_factory=dict)
+    operations: Mapping[Name, Mapping[Dtype, Points]] = field(default_factory=dict)
+    in_step: Mapping[Name, Mapping[Dtype, Points]] = field(default_factory=dict)
     spread: Mapping[Literal["bandwidth", "launch"], NotNegativeFloat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, tables in self.measured.items():
             for dtype, points in tables.items():
                 _check_points(f"device.measured.{name}.{dtype}", points, len(_POWERS[name]))
+        for field_name in ("operations", "in_step"):
+            for operation, tables in getattr(self, field_name).items():
+                for dtype, points in tables.items():
+                    _check_points(f"device.{field_name}.{operation}.{dtype}", points, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +189,18 @@ class Cluster(_Table):
         if seconds is not None:
             return seconds
         return self.device.launch + num_bytes / self.device.bandwidth
+
+    def operation_seconds(self, name: str, num_bytes: float, dtype: str) -> float:
+        """Return the seconds of an operation that computes little, by torch's name and by what it reads and writes."""
+        tables: Mapping[Any, Points] = self.device.operations.get(name, {})
+        if dtype in tables:
+            return _interpolated(_tree(tables[dtype]), (num_bytes,), (1,))
+        return self.move_seconds(num_bytes, dtype)
+
+    def in_step(self, name: str, num_bytes: float, dtype: str) -> float:
+        """Return how many times as long as in ``measured`` an operation takes within a training step."""
+        tables: Mapping[Any, Points] = self.device.in_step.get(name, {})
+        return _interpolated(_tree(tables[dtype]), (num_bytes,), (0,)) if dtype in tables else 1.0
 
     def collective_seconds(self, kind: str, group_size: int, span: int, num_bytes: float) -> float:
         """Return the seconds of a collective while all groups of its size run it.

@@ -15,7 +15,7 @@ from pretrain.config import ModelConfig, ParallelConfig, Recipe
 from pretrain.models.config import DTYPES
 from pretrain.planner import schedule
 from pretrain.planner.cluster import Cluster
-from pretrain.planner.prices import steps_seconds
+from pretrain.planner.prices import steps_seconds, update_bytes
 from pretrain.planner.trace import Loads, Trace, trace_step
 
 # In the decoder of a T5; with experts; with a window of attention.
@@ -232,9 +232,9 @@ class Predictor:
         return seconds / parallel.sync_every
 
     def _optimizer(self, recipe: Recipe, dense: int, experts: int, state: float) -> float:
-        # State is read and written, gradients are read for the norm and for the step, and weights are written.
-        moved = _own(recipe.parallel, dense, experts) * (2 * state + 2 * 4 + DTYPES[recipe.train.precision].itemsize)
-        return self.cluster.move_seconds(moved)
+        own = _own(recipe.parallel, dense, experts)
+        moved = update_bytes(recipe.train.precision, own, own * state)
+        return self.cluster.operation_seconds("optimizer", moved, recipe.train.precision)
 
 
 def expert_data(parallel: ParallelConfig) -> int:

@@ -59,6 +59,7 @@ class Operation:
         dtype: dtype of the result.
         flops: multiplications and additions, by torch's formulas; 0 for operations that have none.
         moved: bytes that it reads and writes; 0 for a view.
+        is_backward: whether autograd calls it, and no module.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Operation:
     dtype: torch.dtype
     flops: int
     moved: int
+    is_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,48 @@ class Trace:
 
 _EXCHANGES = ("all_to_all", "hierarchical")  # whose counts of rows `_given` gives
 
+# Operations that read or change as many rows as they write or are given, and not all of a table.
 _GATHERS = (
     torch.ops.aten.index_select,
     torch.ops.aten.index,
     torch.ops.aten.gather,
     torch.ops.aten.embedding,
 )
+_SCATTERS = (torch.ops.aten.index_put_, torch.ops.aten.index_add_, torch.ops.aten.scatter_add_)
+# Operations that read no tensor.
+_FILLS = (
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.new_ones,
+    torch.ops.aten.new_full,
+    torch.ops.aten.zeros_like,
+    torch.ops.aten.ones_like,
+    torch.ops.aten.full_like,
+    torch.ops.aten.zero_,
+    torch.ops.aten.fill_,
+)
+
+
+def operation_of(func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
+    """Return the operation of a call of one of torch's operators, of which at least one result is a tensor."""
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    packet = func._overloadpacket
+    flops = 0
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+    written = sum(tensor.nbytes for tensor in outputs)
+    read = sum(tensor.nbytes for tensor in inputs)
+    if packet in _FILLS:
+        read = 0
+    elif packet in _SCATTERS:
+        read -= inputs[0].nbytes
+        written = 2 * inputs[-1].nbytes
+    elif packet in _GATHERS:
+        read = sum(min(tensor.nbytes, written) for tensor in inputs)
+    shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+    # Modules that are run again in a backward pass have gradients enabled.
+    is_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return Operation(str(func), shapes, outputs[0].dtype, flops, read + written, is_backward)
 
 
 class _Recorder(FakeTensorMode):
@@ -145,7 +183,7 @@ class _Recorder(FakeTensorMode):
                 self._allocate(tensor.untyped_storage())
             is_view = self._num_storages == before and not func._schema.is_mutable
             if outputs and not is_view and not self._depth:
-                self._count(func, args, kwargs or {}, result, outputs)
+                self._add(operation_of(func, args, kwargs or {}, result))
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -172,20 +210,6 @@ class _Recorder(FakeTensorMode):
                     output.constant.view(-1, sent.numel()).copy_(sent.constant.flatten())
         given = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(given), result)
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Any]) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        flops = 0
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=result)
-        written = sum(tensor.nbytes for tensor in outputs)
-        is_gather = packet in _GATHERS  # which reads as many rows as it writes
-        read = sum(min(tensor.nbytes, written) if is_gather else tensor.nbytes for tensor in inputs)
-        operation = Operation(
-            str(func), tuple(tuple(tensor.shape) for tensor in inputs), outputs[0].dtype, flops, read + written
-        )
-        self._add(operation)
 
     def _add(self, step: Operation | Collective) -> None:
         self.trace.steps[self.part, phases.current()][step] += 1

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ from patience import within
 from fmoe.errors import UserError
 from pretrain.planner import calibrate
 from pretrain.planner.cluster import load_cluster
+from pretrain.planner.timer import Timer
 from pretrain.start.process import Processes
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
@@ -27,6 +29,7 @@ def calibrated(*argv, local_size=1):
     """The command in a rank of a group that exists already, with tiny sizes."""
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     small = {"_WIDTHS": (16, 32, 64), "_ROWS": (2, 4, 8), "_BYTES": [16, 1024, 4096], "_BYTES_COPIED": 1 << 12}
+    small |= {"_STEP_WIDTHS": (16, 32), "_LOOK": 0.1, "_PATIENCE": 0.0}
     with (
         mock.patch.multiple(calibrate, **small),
         mock.patch.object(calibrate.process, "start", return_value=processes),
@@ -51,6 +54,18 @@ def check(cluster):
             for one, other in itertools.permutations(points, 2):
                 if all(a <= b for a, b in zip(one[:-2], other[:-2], strict=True)):
                     assert one[-2] <= other[-2]
+    device = cluster.device
+    assert device.host > 0 and device.host_backward > 0
+    for tables, figure_of, names in (
+        (device.operations, cluster.operation_seconds, {"optimizer", "aten.add.Tensor", "aten.native_layer_norm.default"}),
+        (device.in_step, cluster.in_step, {"aten.mm.default"}),
+    ):
+        assert tables.keys() >= names
+        for name, by_dtype in tables.items():
+            for dtype, points in by_dtype.items():
+                for num_bytes, figure, _ in points:
+                    assert figure_of(name, num_bytes, dtype) == figure > 0
+    assert device.operations["optimizer"].keys() == {"fp32", "bf16"}
     for kind, curves in cluster.collectives.items():
         for size, points in curves.items():
             for num_bytes, seconds, _ in points:
@@ -97,7 +112,9 @@ def test_groups_of_three_take_as_many_numbers_for_every_rank(forks):
 
 def measured_collectives():
     with mock.patch.object(calibrate, "_BYTES", [4, 1024, 4096]):
-        return calibrate._collectives(calibrate.Timer(torch.device("cpu"), quick=True))
+        device = torch.device("cpu")
+        timer = Timer(1.0, device, repeats=3, min_seconds=0.0, patience=0.0)
+        return calibrate._collectives(partial(calibrate._points, timer, 2), device)
 
 
 def test_levels_are_machines_and_the_job():
