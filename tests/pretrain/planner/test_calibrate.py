@@ -57,7 +57,11 @@ def check(cluster):
     device = cluster.device
     assert device.host > 0 and device.host_backward > 0
     for tables, figure_of, names in (
-        (device.operations, cluster.operation_seconds, {"optimizer", "aten.add.Tensor", "aten.native_layer_norm.default"}),
+        (
+            device.operations,
+            cluster.operation_seconds,
+            {"optimizer", "aten.add.Tensor", "aten.native_layer_norm.default"},
+        ),
         (device.in_step, cluster.in_step, {"aten.mm.default"}),
     ):
         assert tables.keys() >= names
@@ -113,7 +117,7 @@ def test_groups_of_three_take_as_many_numbers_for_every_rank(forks):
 def measured_collectives():
     with mock.patch.object(calibrate, "_BYTES", [4, 1024, 4096]):
         device = torch.device("cpu")
-        timer = Timer(1.0, device, repeats=3, min_seconds=0.0, patience=0.0)
+        timer = Timer(1.0, device, repeats=3, min_seconds=1e-9, patience=0.0)
         return calibrate._collectives(partial(calibrate._points, timer, 2), device)
 
 
@@ -161,7 +165,7 @@ def started(folder, *argv, **options):
 
 
 def test_an_interrupt_leaves_nothing(tmp_path):
-    with started(tmp_path, "--out", "c.toml", "--ranks", "2", stderr=subprocess.PIPE) as command:
+    with started(tmp_path, "--out", "c.toml", "--ranks", "2", "--quick", stderr=subprocess.PIPE) as command:
         assert "all_reduce, 2 ranks" in command.stderr.readline()  # the ranks measure
         command.send_signal(signal.SIGINT)
         text = command.stderr.read()

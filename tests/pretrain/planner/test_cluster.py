@@ -197,6 +197,28 @@ def test_measured_attention_and_experts(small):
     assert cluster.gemm_seconds(1e3, 1e3, 1e3, "fp32") == pytest.approx(2e9 / 1e11 + 1e-6)  # no longer measured
 
 
+def test_operations_and_factors_within_steps(small):
+    tables = {
+        "operations": {"aten.add.Tensor": {"fp32": ((100.0, 1.0, 0.0), (1000.0, 4.0, 0.0))}},
+        "in_step": {"aten.mm.default": {"fp32": ((100.0, 2.0, 0.0), (1000.0, 1.5, 0.0))}},
+    }
+    cluster = replace(small, device=replace(small.device, **tables))
+    assert [cluster.operation_seconds("aten.add.Tensor", size, "fp32") for size in (100, 1000, 2000)] == [1, 4, 8]
+    assert 1 < cluster.operation_seconds("aten.add.Tensor", 500, "fp32") < 4
+    for name, dtype in (("aten.add.Tensor", "bf16"), ("aten.mul.Tensor", "fp32")):
+        assert cluster.operation_seconds(name, 1e6, dtype) == cluster.move_seconds(1e6, dtype)
+    assert [cluster.in_step("aten.mm.default", size, "fp32") for size in (10, 100, 1000, 5000)] == [2, 2, 1.5, 1.5]
+    assert cluster.in_step("aten.mm.default", 100, "bf16") == cluster.in_step("aten.bmm.default", 100, "fp32") == 1
+
+
+@pytest.mark.parametrize("field", ["operations", "in_step"])
+def test_a_point_of_an_operation_that_cannot_be(small, field):
+    key = f"device.{field}.aten.add.Tensor.fp32"
+    for point in ((1.0, 2.0), (1.0, 0.0, 0.0)):
+        with pytest.raises(UserError, match=key.replace(".", r"\.")):
+            replace(small.device, **{field: {"aten.add.Tensor": {"fp32": (point,)}}})
+
+
 def test_moves_take_launch_and_bandwidth(small):
     assert small.move_seconds(0) == 1e-6
     assert small.move_seconds(1e10) == pytest.approx(1 + 1e-6)

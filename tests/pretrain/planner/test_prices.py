@@ -1,10 +1,12 @@
 """Prices of operations and collectives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pretrain.planner.cluster import load_cluster
-from pretrain.planner.prices import steps_seconds
+from pretrain.planner.prices import steps_seconds, update_bytes
 from pretrain.planner.trace import Collective, Operation
 
 CLUSTER = load_cluster("h100-64")
@@ -69,3 +71,27 @@ def test_experts_cost_their_passes(gated, width, name, passes):
     expected = passes * CLUSTER.experts_seconds(4, 64, 128, 512 * (1.5 if gated else 1), "bf16")
     priced = steps_seconds(CLUSTER, {operation(f"fmoe_native.{name}.default", shapes, flops): 1})
     assert priced == {"experts": pytest.approx(expected)}
+
+
+def test_the_host_takes_its_time_for_each_pass():
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, host=1.0, host_backward=0.25))
+    forward = operation("aten.empty_like.default", ((1000,),), moved=8000)
+    steps = {forward: 3, replace(forward, is_backward=True): 4, Collective("allreduce", (3,), 1 << 20): 1}
+    assert steps_seconds(cluster, steps) == {"memory": 0, "groups": 0, "host": 3 + 4 * 0.25 + 1}
+
+
+def test_operations_cost_what_they_do_within_steps():
+    tables = {
+        "operations": {"aten.add.Tensor": {"bf16": ((100.0, 7.0, 0.0),)}},
+        "in_step": {"aten.mm.default": {"bf16": ((100.0, 3.0, 0.0),)}},
+    }
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, **tables))
+    add = operation("aten.add.Tensor", ((10,),), moved=100)
+    product = operation("aten.mm.default", ((512, 1024), (1024, 256)), 2 * 512 * 1024 * 256, moved=100)
+    seconds = steps_seconds(cluster, {add: 1, product: 1})
+    assert seconds == {"memory": 7.0, "gemm": pytest.approx(3 * CLUSTER.gemm_seconds(512, 1024, 256, "bf16"))}
+
+
+def test_an_update_reads_and_writes_what_adam_does():
+    assert update_bytes("fp32", 10, 80) == 10 * (2 * 8 + 2 * 4 + 4)
+    assert update_bytes("bf16", 10, 120) == 10 * (2 * 12 + 2 * 4 + 2)

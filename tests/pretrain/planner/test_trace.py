@@ -5,11 +5,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from engines import RECIPE, Samples, Split, engine_of
 from forks import only, refusal, values
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.config import AttentionConfig
+from pretrain.planner.trace import operation_of
 
 DROPLESS = replace(RECIPE.model.moe, capacity_factor=None, jitter=0.0)
 BASE = replace(RECIPE, model=replace(RECIPE.model, moe=DROPLESS))
@@ -149,6 +152,58 @@ def test_a_gather_moves_the_rows_that_it_writes(forks):
     assert gathers
     for ((_, width), (rows,)), moved in gathers:
         assert 2 * 4 * rows * width < moved <= 2 * 4 * rows * width + 8 * rows
+
+
+@pytest.mark.parametrize(
+    ("call", "moved"),
+    [
+        (lambda x, rows: x.add(x), 3 * 400),
+        (lambda x, rows: x.zero_(), 400),
+        (lambda x, rows: x.new_zeros(100), 400),
+        (lambda x, rows: torch.ones_like(x), 400),
+        (lambda x, rows: x.index_select(0, rows), 3 * 8),  # the numbers of the rows count like the rows
+        (lambda x, rows: x.index_add_(0, rows, torch.ones(2)), 16 + 3 * 8),
+    ],
+)
+def test_bytes_that_an_operation_reads_and_writes(call, moved):
+    found = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            found.append(operation_of(func, args, kwargs or {}, result))
+            return result
+
+    x = torch.rand(100, dtype=torch.float32, device="cpu")
+    rows = torch.tensor([3, 4], dtype=torch.int64)
+    with Calls():
+        call(x, rows)
+    assert found[-1].moved == moved
+    assert (found[-1].dtype, found[-1].is_backward) == (torch.float32, False)
+
+
+def _backward_operations(recipe):
+    """Names of operations by whether autograd calls them."""
+    from pretrain.planner.loads import of_slowest, uniform
+    from pretrain.planner.trace import Operation, trace_step
+
+    dist.destroy_process_group()
+    names = {False: set(), True: set()}
+    for steps in trace_step(recipe, 0, of_slowest(uniform(4))).steps.values():
+        for step in steps:
+            if isinstance(step, Operation):
+                names[step.is_backward].add(step.name)
+    return names
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_autograd_calls_backward_operations(forks, recompute):
+    recipe = Split.of("one").recipe(BASE)
+    recipe = replace(recipe, parallel=replace(recipe.parallel, recompute=recompute))
+    names = only(forks.run(1, _backward_operations, recipe))
+    assert any("backward" in name for name in names[True])
+    assert not any("backward" in name for name in names[False])
+    assert "aten.native_layer_norm.default" in names[False] - names[True]  # also if it runs again in the backward pass
 
 
 def _on_processors(recipe, on_gpu):
