@@ -78,7 +78,7 @@ class Timer:
         return self._most((time.perf_counter() - begin) / calls)
 
     def _is_busy(self) -> bool:
-        return self._most(_tiny_operations()) > _SLOWED * self.idle
+        return self._most(_tiny_operations() / self.idle) > _SLOWED  # alike on all ranks
 
     def _most(self, number: float) -> float:
         most = torch.tensor(number, dtype=torch.float64, device=self.device)

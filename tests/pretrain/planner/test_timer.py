@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forks import values
 
 from pretrain.planner import timer as module
 from pretrain.planner.timer import Timer, idle_seconds, rounded
@@ -47,6 +48,24 @@ def test_patience_ends(alone):
     assert kept == [1, 2, 3]  # the first one spent it
     assert patience < 0
     assert results([2.0] * 50, patience=0.0)[0] == [0, 1, 2]
+
+
+def kept_together():
+    """What each of two ranks keeps whose machines have other speeds, and of which one is busy at first."""
+    rank = dist.get_rank()
+    timer = Timer(1.0 + rank, torch.device("cpu"), repeats=3, min_seconds=0.0, patience=60.0)
+    numbers = iter(range(100))
+
+    def measure():
+        dist.barrier()
+        return next(numbers)
+
+    with mock.patch.object(module, "_tiny_operations", side_effect=[2.0, 2.0, *[1.0] * 100]):
+        return timer.while_idle(measure)
+
+
+def test_all_ranks_drop_the_same_measurements(forks):
+    assert values(forks.run(2, kept_together)) == [[2, 3, 4]] * 2
 
 
 def test_a_call_is_one_of_many(alone):
