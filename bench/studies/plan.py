@@ -33,7 +33,7 @@ from pretrain.planner.cluster import load_cluster
 from pretrain.planner.search import Search
 from pretrain.planner.timer import Timer, idle_seconds
 
-_PATIENCE = 20.0  # seconds of steps that are dropped as long as other programs slow the machine
+_PATIENCE = 10.0  # seconds of steps that are dropped as long as other programs slow the machine
 
 MODELS = {
     "64x4": {"hidden_size": 64, "num_layers": 4, "sequence_length": 128},

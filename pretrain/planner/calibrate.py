@@ -41,7 +41,7 @@ _WIDTHS = (64, 128, 256, 512, 1024, 2048)  # these and others on a CPU; a GPU ta
 _ROWS = (8, 32, 128, 512, 2048)
 _STEP_WIDTHS = (32, 96, 192, 512)  # of models that are trained
 _LOOK = 10.0  # seconds in which the speed of the idle machine is found
-_PATIENCE = 300.0  # seconds that may be lost while other programs slow the machine
+_PATIENCE = 120.0  # seconds that may be lost while other programs slow the machine
 _BYTES = [4**power for power in range(5, 14)]  # 1 KiB to 64 MiB
 
 
@@ -86,6 +86,8 @@ def _measure(out: Path, quick: bool) -> int:
         timer = Timer(idle_seconds(_LOOK), device, repeats=9, min_seconds=0.005, patience=_PATIENCE)
     stride = 2 if quick else 1
     points = partial(_points, timer, stride)
+    # Some collectives wait for the system's scheduler: their mean counts, over many calls and in any state.
+    of_many = Timer(timer.idle, device, repeats=timer.repeats, min_seconds=20 * timer.min_seconds, patience=0.0)
     local_size = launcher.number("LOCAL_WORLD_SIZE", 1)
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
@@ -93,7 +95,7 @@ def _measure(out: Path, quick: bool) -> int:
     else:
         name = f"{torch.get_num_threads()} thread(s) of a CPU, {platform.processor() or platform.machine()},"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
-    collectives = _collectives(points, device)
+    collectives = _collectives(partial(_points, of_many, stride), device)
     cluster = Cluster(
         name=out.stem,
         source=f"measured on {name} with torch {torch.__version__} and {dist.get_backend()}",

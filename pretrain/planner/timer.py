@@ -26,7 +26,7 @@ class Timer:
         device: device of the steps.
         repeats: number of measurements that are kept.
         min_seconds: shortest time of a measurement.
-        patience: seconds of measurements on busy machines that may be dropped. Later ones are kept.
+        patience: seconds that may be lost to dropped measurements. Later ones are all kept.
     """
 
     def __init__(self, idle: float, device: torch.device, *, repeats: int, min_seconds: float, patience: float):
@@ -54,10 +54,9 @@ class Timer:
         while len(results) < self.repeats:
             begin = time.perf_counter()
             result = measure()
-            seconds = self._most(time.perf_counter() - begin)
             is_busy = self._is_busy()
             if self.patience > 0 and (was_busy or is_busy):
-                self.patience -= seconds
+                self.patience -= self._most(time.perf_counter() - begin)
             else:
                 results.append(result)
             was_busy = is_busy
