@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--ranks", type=int, default=default, metavar="N", help="number of ranks (default: %(default)s)"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: half a minute on two cores")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a minute on two cores")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 1:
         raise UserError(f"--ranks {arguments.ranks} must be at least 1")
