@@ -290,9 +290,12 @@ def test_images_train_in_bf16(forks, classified):
     """Weights and activations are bf16, and the loss is that of fp32 up to bf16's rounding."""
     task, folder, rows = classified
     found = images(forks, folder, task, 8, "--train.precision", "bf16", "--run.folder", "bf16")
+    differences = []
     for step, row in rows.items():
         for name in {"loss", "val/loss"} & row.keys():
-            assert 0 < abs(found[step][name] - row[name]) < 0.02 * row[name], (step, name)
+            differences.append(abs(found[step][name] - row[name]))
+            assert differences[-1] < 0.02 * row[name], (step, name)
+    assert sum(difference > 0 for difference in differences) > len(differences) / 2  # one may be equal by chance
     (end,) = forks.command("fmoe", "evaluate", "bf16", "--json", folder=folder)
     (told,) = json.loads(end.out)["runs"]
     assert told["loss"] == pytest.approx(found[8]["val/loss"], rel=1e-5)
